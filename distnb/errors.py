@@ -1,0 +1,148 @@
+"""Every error that distnb raises, in one tree.
+
+    DistnbError
+    ├── ClusterError                     engines could not be started, reached or kept
+    │   ├── StartError                   `%distnb start` failed; nothing was left behind
+    │   ├── NoClusterError               an operation needs engines and there are none
+    │   ├── EngineDied                   an engine's process ended while it was needed
+    │   └── ReplicaStuck                 a replica sits in code that no signal reaches
+    ├── ProgramError                     a distributed program could not run as written
+    │   ├── ContextError      (RuntimeError)   called in the wrong context, or strategies mixed
+    │   ├── StructureError    (ValueError)     replicas returned, or were given, unlike structures
+    │   ├── OptionError       (ValueError)     an option that is unknown or cannot be honoured
+    │   └── DistributedValueError (TypeError)  a PerReplica used as if it were one plain value
+    ├── CollectiveError       (RuntimeError)   replicas could not communicate
+    │   └── CollectiveMismatchError            they called different collectives
+    ├── GradientError         (RuntimeError)   gradients that would be wrong
+    │   ├── MeanLossError                      a mean loss under SUM aggregation
+    │   └── UnsyncedGradientError              an optimizer step on a gradient never aggregated
+    ├── NamespaceError                   a name cannot be carried between notebook and engines
+    │   ├── CannotTravelError (TypeError)      its value cannot be sent
+    │   ├── StaleHandleError  (RuntimeError)   the object it stands for is gone
+    │   └── UnassignedError   (NameError)      this replica never assigned it
+    ├── RemoteError                      stands for a replica's exception whose type cannot travel
+    └── MessageError          (ValueError)     bytes on a channel that are no message of ours
+
+`ProgramAborted` stands outside: it ends a replica's program from without, so it derives from
+BaseException, as KeyboardInterrupt does, and user code that catches Exception lets it pass.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CannotTravelError",
+    "ClusterError",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "ContextError",
+    "DistnbError",
+    "DistributedValueError",
+    "EngineDied",
+    "GradientError",
+    "MeanLossError",
+    "MessageError",
+    "NamespaceError",
+    "NoClusterError",
+    "OptionError",
+    "ProgramAborted",
+    "ProgramError",
+    "RemoteError",
+    "ReplicaStuck",
+    "StaleHandleError",
+    "StartError",
+    "StructureError",
+    "UnassignedError",
+    "UnsyncedGradientError",
+]
+
+
+class DistnbError(Exception):
+    """Base of every error of distnb. Its text says what happened, what was received, and the cure."""
+
+
+class ClusterError(DistnbError):
+    """Engines could not be started, reached or kept."""
+
+
+class StartError(ClusterError):
+    """A cluster could not start. Everything that had been started was ended again."""
+
+
+class NoClusterError(ClusterError):
+    """An operation needs engines and none are running."""
+
+
+class EngineDied(ClusterError):
+    """An engine's process ended while it was needed."""
+
+
+class ReplicaStuck(ClusterError):
+    """A replica sits in code that no signal reaches, and is still busy with an earlier program."""
+
+
+class ProgramError(DistnbError):
+    """A distributed program could not run as it is written."""
+
+
+class ContextError(ProgramError, RuntimeError):
+    """A call in the wrong context (replica or cross-replica), or two strategies mixed."""
+
+
+class StructureError(ProgramError, ValueError):
+    """Replicas returned, or were given, structures that do not match."""
+
+
+class OptionError(ProgramError, ValueError):
+    """An option that is unknown, malformed, or that this strategy cannot honour."""
+
+
+class DistributedValueError(ProgramError, TypeError):
+    """A distributed value was used as if it were one plain value."""
+
+
+class CollectiveError(DistnbError, RuntimeError):
+    """Replicas could not communicate."""
+
+
+class CollectiveMismatchError(CollectiveError):
+    """Replicas called different collectives, or the same ones with other shapes, dtypes or order."""
+
+
+class GradientError(DistnbError, RuntimeError):
+    """Gradients that would make the step wrong."""
+
+
+class MeanLossError(GradientError):
+    """A loss reduced by mean reached parameters whose gradients are summed over the replicas."""
+
+
+class UnsyncedGradientError(GradientError):
+    """An optimizer stepped on mirrored parameters whose gradients were never aggregated."""
+
+
+class NamespaceError(DistnbError):
+    """A name cannot be carried between the notebook and the engines."""
+
+
+class CannotTravelError(NamespaceError, TypeError):
+    """The value of a name cannot be sent to the engines."""
+
+
+class StaleHandleError(NamespaceError, RuntimeError):
+    """The object that a handle stands for is gone: its engine was restarted, or it was freed."""
+
+
+class UnassignedError(NamespaceError, NameError):
+    """A name was assigned on some replicas only, and is read on one that never did."""
+
+
+class RemoteError(DistnbError):
+    """Stands for an exception of a replica whose own type cannot travel to the notebook."""
+
+
+class MessageError(DistnbError, ValueError):
+    """Bytes arrived on a channel that are no message of ours."""
+
+
+class ProgramAborted(BaseException):
+    """Ends this replica's program because another replica failed, or the user interrupted."""

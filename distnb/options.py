@@ -1,0 +1,83 @@
+"""Frozen option types and enumerations, importable without torch."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from distnb.errors import OptionError
+
+__all__ = ["InputOptions", "ReduceOp", "RunOptions", "StrategySpec", "ValueContext"]
+
+
+class ReduceOp(enum.Enum):
+    """How values of several replicas become one. Strings are accepted in any case."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def parse(cls, op: ReduceOp | str) -> ReduceOp:
+        """The op that a user named. Raises OptionError (a ValueError) that lists the ops."""
+        if isinstance(op, cls):
+            return op
+        if isinstance(op, str) and op.upper() in cls.__members__:
+            return cls[op.upper()]
+        raise OptionError(f"{op!r} is no reduce op. The ops are {', '.join(repr(m.name) for m in cls)}, as strings or as distnb.ReduceOp members.")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How `Strategy.run` behaves when it is called from the notebook.
+
+    Attributes:
+        wait: Wait until every replica has reported structure and status (never the tensors). With False the
+            calls are pipelined, and errors are raised at the next use of a result or at the cell's end.
+    """
+
+    wait: bool = True
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How a distributed dataset is fed.
+
+    Attributes:
+        prefetch: Batches read ahead per replica; None means as many as there are replicas, 0 none.
+    """
+
+    prefetch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefetch is not None and (isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0):
+            raise OptionError(f"prefetch={self.prefetch!r}: give a whole number of batches, 0 or more, or None for as many as there are replicas.")
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """What `distribute_values_from_function` tells the function about the replica it makes a value for."""
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+@dataclass(frozen=True)
+class StrategySpec:
+    """Everything that says which strategy is meant; equal specs name the same strategy object in every process.
+
+    Attributes:
+        kind: The word of the magic: "default", "one_device", "mirrored".
+        devices: Devices in replica order, as strings; empty for "all that the cluster has".
+        num_replicas: Replicas in sync; 0 while it is not yet known.
+        options: Sorted (name, value) pairs of hashable options, such as ("gradient_reduction", "mean").
+    """
+
+    kind: str
+    devices: tuple[str, ...] = ()
+    num_replicas: int = 0
+    options: tuple[tuple[str, Any], ...] = field(default=())
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """The value of one option."""
+        return dict(self.options).get(name, default)

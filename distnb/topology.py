@@ -1,0 +1,75 @@
+"""Where computation happens: devices, replicas, teams of engines."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from distnb.errors import OptionError
+
+__all__ = ["Device", "Team", "parse_device"]
+
+_PLAIN = re.compile(r"(?P<type>[a-z]+)(?::(?P<index>\d+))?")
+
+
+@dataclass(frozen=True, order=True)
+class Device:
+    """One device of one machine, for example `cuda:1`; `str` gives that spelling."""
+
+    type: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.index}"
+
+
+def parse_device(text: str | Device) -> Device:
+    """Read a device name, torch's spelling (`cuda:1`, `cpu`) or TensorFlow's (`/gpu:0`, `/job:w/task:1/device:GPU:0`).
+
+    Args:
+        text: The name. `gpu` means `cuda`; a missing index means 0.
+
+    Raises:
+        OptionError: The text is no device name.
+    """
+    if isinstance(text, Device):
+        return text
+    if isinstance(text, str):
+        last = text.strip().lower().rsplit("/", 1)[-1].removeprefix("device:")
+        match = _PLAIN.fullmatch(last)
+        if match and match["type"] not in ("job", "task", "replica"):
+            kind = {"gpu": "cuda"}.get(match["type"], match["type"])
+            return Device(kind, int(match["index"] or 0))
+    raise OptionError(f"{text!r} is no device. Write 'cpu:0', 'cuda:1', or TensorFlow's '/gpu:0' or '/job:worker/task:1/device:GPU:0'.")
+
+
+@dataclass(frozen=True)
+class Team:
+    """The engines that run one program together: replica *r* is engine `engines[r]`.
+
+    Attributes:
+        engines: Engine ids in replica order.
+        devices: One device per replica.
+        generation: Grows whenever the process group must be formed anew (after an abort, a death, a restart).
+        store_host, store_port: The rendezvous store (torch's TCPStore, served by the notebook side).
+    """
+
+    engines: tuple[int, ...]
+    devices: tuple[Device, ...]
+    generation: int
+    store_host: str
+    store_port: int
+
+    @property
+    def size(self) -> int:
+        """Number of replicas."""
+        return len(self.engines)
+
+    def rank_of(self, engine: int) -> int:
+        """The replica id of an engine. Raises ValueError if it is not of the team."""
+        return self.engines.index(engine)
+
+    @property
+    def prefix(self) -> str:
+        """Where in the store this team of this generation meets."""
+        return f"team/{self.generation}/{'-'.join(map(str, self.engines))}"
