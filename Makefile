@@ -1,0 +1,75 @@
+# Every target makes what it needs from a fresh clone: Python >= 3.11 and make are all that must be there.
+# A stamp file per set of packages says that the work is done, so a second call starts at once and needs no network.
+#
+#   make demo     2 CPU engines (or one per GPU) run notebooks/quickstart.ipynb for real
+#   make lab      JupyterLab on the quickstart
+#   make test     linters, types, import contracts, and every test and notebook
+#   make bench    the benchmarks against their peers (see benchmarks/)
+#
+# Variables: PYTHON (which interpreter), TORCH_INDEX (a package index for torch alone, for example PyTorch's own
+# index of CPU wheels; without it pip's usual ones are asked), ARGS (more arguments for pytest or the demo).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(firstword $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done))
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+INSTALL := $(PIP) install --quiet -c constraints.txt
+
+.PHONY: help demo lab test check lint types imports tests bench hooks clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(VENV)/.made: constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "distnb needs Python 3.11 or newer; found: $$(python3 --version 2>&1). Install one, or name it: make PYTHON=/path/to/python3.12 …" >&2; exit 1; }
+	@echo "Making $(VENV) with $(PYTHON) …"
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) -m venv failed (Debian and Ubuntu part it off: apt install python3-venv)." >&2; exit 1; }
+	@echo "Installing $(TORCH) (the largest part, once) …"
+	@$(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	@touch $@
+
+# distnb itself is installed editable, with one extra per purpose.
+$(VENV)/.made-%: $(VENV)/.made pyproject.toml
+	@echo "Installing distnb[$*] …"
+	@$(INSTALL) -e ".[$*]"
+	@touch $@
+
+demo: $(VENV)/.made-demo
+	@$(BIN)/python notebooks/demo.py $(ARGS)
+
+lab: $(VENV)/.made-lab $(VENV)/.made-demo
+	@$(BIN)/jupyter lab notebooks/quickstart.ipynb $(ARGS)
+
+test: check tests
+
+check: lint types imports
+
+lint: $(VENV)/.made-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.made-test
+	$(BIN)/mypy
+
+imports: $(VENV)/.made-test
+	$(BIN)/lint-imports
+
+# nbval runs the notebooks in the same call, so that one line at the end counts everything.
+tests: $(VENV)/.made-test
+	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg $(ARGS)
+
+bench: $(VENV)/.made-test $(VENV)/.made-bench
+	for name in roundtrip empty_cell training startup live_view transfer; do $(BIN)/python -m benchmarks.$$name $(ARGS); done
+
+hooks: $(VENV)/.made-test
+	$(BIN)/pre-commit install
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,155 @@
+"""Interleaved comparisons: A B C A B C …, never A A A B B B.
+
+A machine drifts (turbo, neighbours, page cache), so two blocks that run one after the other compare minutes, not
+programs. Here each round measures every contender once, in turn, in an order that rotates; a ratio is taken
+*within* a round, and what is reported is the median of those ratios with their range.
+
+Example:
+    >>> comparison = compare({"a": lambda: 2.0, "b": lambda: 1.0}, rounds=3)
+    >>> comparison.ratio("a", "b").median
+    2.0
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Comparison", "Ratio", "Target", "compare", "report", "timed"]
+
+Measure = Callable[[], float]
+"""Runs a contender once and returns seconds (or any quantity of which less is better)."""
+
+
+def timed(call: Callable[[], object], calls: int = 1) -> Measure:
+    """A measure from a plain function.
+
+    Args:
+        call: What is measured.
+        calls: How often one measurement repeats it; the measure is the mean of one call.
+    """
+
+    def measure() -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - start) / calls
+
+    return measure
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times the one is of the other, taken within each round."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g}× ({self.low:.3g}–{self.high:.3g})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured: one value a round, for each contender."""
+
+    values: Mapping[str, tuple[float, ...]]
+
+    def median(self, name: str) -> float:
+        """The median over the rounds."""
+        return statistics.median(self.values[name])
+
+    def ratio(self, name: str, other: str) -> Ratio:
+        """`name` divided by `other`, round by round."""
+        ratios = [a / b for a, b in zip(self.values[name], self.values[other], strict=True)]
+        return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A claim about a ratio: `name` takes at most `at_most` times what `other` takes.
+
+    With `at_least`, the claim is the other way round (for quantities of which more is better).
+    """
+
+    name: str
+    other: str
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def met(self, comparison: Comparison) -> bool:
+        """Whether the median ratio keeps the claim."""
+        ratio = comparison.ratio(self.name, self.other).median
+        return (self.at_most is None or ratio <= self.at_most) and (self.at_least is None or ratio >= self.at_least)
+
+    def __str__(self) -> str:
+        bound = f"≤ {self.at_most:g}×" if self.at_most is not None else f"≥ {self.at_least:g}×"
+        return f"{self.name} {bound} {self.other}"
+
+
+def compare(measures: Mapping[str, Measure], *, rounds: int = 7, warmup: int = 1) -> Comparison:
+    """Measure all contenders, interleaved.
+
+    Args:
+        measures: The contenders by name.
+        rounds: How many values each gets.
+        warmup: Rounds before, which are not counted.
+    """
+    names = list(measures)
+    values: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(warmup + rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            value = measures[name]()
+            if number >= warmup:
+                values[name].append(value)
+    return Comparison({name: tuple(kept) for name, kept in values.items()})
+
+
+def report(
+    title: str,
+    comparison: Comparison,
+    *,
+    baseline: str,
+    unit: str = "ms",
+    scale: float = 1e3,
+    targets: Sequence[Target] = (),
+    json_path: Path | None = None,
+) -> bool:
+    """Print a table of medians and of ratios to the baseline, then each target with "met" or "missed".
+
+    Args:
+        title: The heading.
+        comparison: What `compare` gave.
+        baseline: The contender whose ratio is 1.
+        unit, scale: How a value is shown: `value * scale` in `unit`.
+        targets: Claims to check.
+        json_path: Where to append the same as a line of JSON.
+
+    Returns:
+        Whether all targets are met.
+    """
+    rows = [("", unit, f"ratio to {baseline} (range)")]
+    rows += [
+        (name, f"{comparison.median(name) * scale:.4g}", str(comparison.ratio(name, baseline)))
+        for name in comparison.values
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    print(f"\n{title}")
+    for row in rows:
+        print(f"  {row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]}")
+    for target in targets:
+        verdict = "met" if target.met(comparison) else "MISSED"
+        print(f"  {verdict:>6}: {target} (measured {comparison.ratio(target.name, target.other)})")
+    sys.stdout.flush()
+    if json_path is not None:
+        record = {"title": title, "unit": unit, "values": {k: list(v) for k, v in comparison.values.items()}}
+        with json_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    return all(target.met(comparison) for target in targets)
