@@ -1,0 +1,178 @@
+"""The control thread: events go out and orders come in while the main thread computes.
+
+It owns the control socket. It reads what the process writes to its file descriptors 1 and 2, samples telemetry,
+and, on the notebook's word, ends the running program: blocked collectives are freed, and a signal raises in the
+main thread.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from distnb.engine.guard import Guard
+from distnb.wire.channel import Link
+from distnb.wire.messages import Abort, DumpStacks, Live, Output, ProgramEnded, Shutdown, Stacks, TelemetrySample
+
+__all__ = ["Control"]
+
+_FLUSH_S = 0.05
+_TELEMETRY_S = 0.2
+
+Sampler = Callable[[int, int, int], TelemetrySample]
+
+
+class Control:
+    """The engine's second thread, and the place where every other thread leaves its events.
+
+    Args:
+        link: The control channel; used by this thread only.
+        guard: Ends the program that runs in the main thread.
+        free_collectives: Frees every collective that is blocked in this process (thread-safe).
+        sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample.
+        on_shutdown: Called on the notebook's order to end the process.
+        pipes: File descriptors to read from, each with the name of its stream.
+    """
+
+    def __init__(
+        self,
+        engine: int,
+        link: Link,
+        guard: Guard,
+        *,
+        free_collectives: Callable[[str], None],
+        sample: Sampler,
+        on_shutdown: Callable[[], None],
+        pipes: dict[int, Callable[[bytes], None]] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._link = link
+        self._guard = guard
+        self._free_collectives = free_collectives
+        self._sample = sample
+        self._on_shutdown = on_shutdown
+        self._pipes = pipes or {}
+        self._events: deque[Any] = deque()
+        self._points: deque[tuple[float, int, dict[str, Any]]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._running: tuple[int, int] | None = None  # (program, replica)
+        self._next_sample = 0.0
+        self._flushed = threading.Condition()
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._serve, name="distnb-control", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    # -- called by the main thread ---------------------------------------------------------------------------------
+
+    def program_began(self, program: int, replica: int) -> None:
+        """From now on events belong to this program."""
+        self._next_sample = time.monotonic() + _TELEMETRY_S
+        self._running = (program, replica)
+
+    def program_ended(self, event: ProgramEnded) -> None:
+        """Tell the notebook at once; all that the program wrote goes out before."""
+        running, self._running = self._running, None
+        if running is not None and self._next_sample - time.monotonic() < _TELEMETRY_S / 2:
+            self._events.append(self._sample(self._engine, *running))
+        self.emit(event, urgent=True)
+
+    @property
+    def running(self) -> tuple[int, int] | None:
+        """The (program, replica) that runs now."""
+        return self._running
+
+    def emit(self, event: Any, *, urgent: bool = False) -> None:
+        """Send an event to the notebook, from any thread; cheap. Events leave in order, 20 times a second, or at once."""
+        self._events.append(event)
+        if urgent:
+            self.wake()
+
+    def live(self, seconds: float, step: int, values: dict[str, Any]) -> None:
+        """Leave a point of `distnb.live`. Tensors are read by this thread, so that the training never waits for one."""
+        self._points.append((seconds, step, values))
+
+    def wake(self) -> None:
+        """Make the thread look at its queues now."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._link.socket, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        for fd in self._pipes:
+            poller.register(fd, zmq.POLLIN)
+        while True:
+            busy = self._running is not None
+            ready = dict(poller.poll(_FLUSH_S * 1000 if busy or self._events else 1000))
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+            while (order := self._link.receive()) is not None:
+                self._obey(order)
+            for fd, forward in self._pipes.items():
+                if fd in ready:
+                    forward(os.read(fd, 1 << 16))
+            self._guard.press()
+            self._measure()
+            self._flush()
+
+    def _obey(self, order: Any) -> None:
+        if isinstance(order, Abort):
+            # The guard first: it remembers why, so that whatever the freed collective raises is told as an abort.
+            if self._guard.abort(order.program, order.reason, interrupted=order.interrupted):
+                self._free_collectives(order.reason)
+        elif isinstance(order, DumpStacks):
+            self.emit(Stacks(self._engine, _all_stacks()))
+        elif isinstance(order, Shutdown):
+            self._on_shutdown()
+
+    def _measure(self) -> None:
+        running, now = self._running, time.monotonic()
+        if running is not None and now >= self._next_sample:
+            self._next_sample = now + _TELEMETRY_S
+            self._events.append(self._sample(self._engine, *running))
+
+    def _flush(self) -> None:
+        running = self._running or (0, 0)
+        if self._points:
+            points = tuple(self._read_point(*self._points.popleft()) for _ in range(len(self._points)))
+            self._events.appendleft(Live(self._engine, running[0], running[1], points))
+        if not self._events:
+            return
+        batch = [self._events.popleft() for _ in range(len(self._events))]
+        self._link.send(_join_outputs(batch))
+
+    @staticmethod
+    def _read_point(seconds: float, step: int, values: dict[str, Any]) -> tuple[float, int, dict[str, float]]:
+        return seconds, step, {name: float(value) for name, value in values.items()}
+
+
+def _join_outputs(events: list[Any]) -> list[Any]:
+    """Neighbouring pieces of text of one stream become one event."""
+    joined: list[Any] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, Output) and isinstance(last, Output) and (event.program, event.stream) == (last.program, last.stream):
+            joined[-1] = Output(event.engine, event.program, event.replica, event.stream, last.text + event.text)
+        else:
+            joined.append(event)
+    return joined
+
+
+def _all_stacks() -> str:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()

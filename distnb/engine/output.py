@@ -1,0 +1,128 @@
+"""What a replica writes and shows, caught where it arises and sent as events.
+
+`sys.stdout` and `sys.stderr` are replaced by streams of ours; file descriptors 1 and 2 are pipes, so that C code,
+subprocesses and forked DataLoader workers are heard too. Outside a program everything goes to the engine's log.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from IPython.core.displaypub import DisplayPublisher
+
+from distnb.wire.messages import Display, Output
+
+if TYPE_CHECKING:
+    from distnb.engine.control import Control
+
+__all__ = ["ReplicaDisplayPublisher", "ReplicaStream", "pipe_descriptor"]
+
+Running = Callable[[], tuple[int, int] | None]
+
+
+class ReplicaStream(io.TextIOBase):
+    """A text stream whose lines become `Output` events of the running program."""
+
+    encoding = "utf-8"  # type: ignore[assignment]  # libraries ask for it
+    errors = "replace"  # type: ignore[assignment]
+
+    def __init__(self, engine: int, name: Literal["stdout", "stderr"], control: Control, log_fd: int, descriptor: int) -> None:
+        self._engine = engine
+        self._stream = name
+        self._control = control
+        self._log_fd = log_fd
+        self._descriptor = descriptor
+        self._owner = os.getpid()
+
+    @property
+    def name(self) -> str:
+        """As sys.stdout has it."""
+        return f"<{self._stream}>"
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return False
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        if os.getpid() != self._owner:
+            # A forked child has no control thread; the pipe leads to its parent's.
+            os.write(self._descriptor, text.encode(errors="replace"))
+            return len(text)
+        running = self._control.running
+        if running is None:
+            os.write(self._log_fd, text.encode(errors="replace"))
+        elif text:
+            self._control.emit(Output(self._engine, running[0], running[1], self._stream, text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is held back here: events leave 20 times a second."""
+
+
+def pipe_descriptor(engine: int, descriptor: int, name: Literal["stdout", "stderr"], running: Running, emit: Callable[[Output], None]) -> tuple[int, int, Callable[[bytes], None]]:
+    """Put a pipe in the place of a file descriptor.
+
+    Args:
+        descriptor: 1 or 2.
+        running: Gives the (program, replica) that runs.
+        emit: Takes the events.
+
+    Returns:
+        The pipe's reading end, a duplicate of what the descriptor was (the engine's log), and the function that
+        takes what is read from the pipe.
+    """
+    log_fd = os.dup(descriptor)
+    reading, writing = os.pipe()
+    os.dup2(writing, descriptor)
+    os.close(writing)
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def forward(data: bytes) -> None:
+        program = running()
+        if program is None:
+            os.write(log_fd, data)
+        else:
+            emit(Output(engine, program[0], program[1], name, decoder.decode(data)))
+
+    return reading, log_fd, forward
+
+
+class ReplicaDisplayPublisher(DisplayPublisher):
+    """IPython's display publisher of an engine: rich displays become `Display` events."""
+
+    def __init__(self, engine: int, control: Control, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._engine = engine
+        self._control = control
+
+    def publish(  # type: ignore[override]
+        self,
+        data: dict[str, Any],
+        metadata: dict[str, Any] | None = None,
+        source: Any = None,
+        *,
+        transient: dict[str, Any] | None = None,
+        update: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Send one display to the notebook. Args as IPython's."""
+        running = self._control.running
+        if running is not None:
+            self._control.emit(Display(self._engine, *running, data=data, metadata=metadata or {}, transient=transient or {}, update=update))
+
+    def clear_output(self, wait: bool = False) -> None:
+        """Clear this replica's displays in the cell."""
+        running = self._control.running
+        if running is not None:
+            self._control.emit(Display(self._engine, *running, data={}, clear="wait" if wait else "now"))
