@@ -64,9 +64,8 @@ class Control:
         self._points: deque[tuple[float, int, dict[str, Any]]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._running: tuple[int, int] | None = None  # (program, replica)
-        self._next_sample = 0.0
-        self._flushed = threading.Condition()
-        self._pid = os.getpid()
+        self._began = self._next_sample = 0.0
+        self._step = 0
         self._thread = threading.Thread(target=self._serve, name="distnb-control", daemon=True)
 
     def start(self) -> None:
@@ -77,7 +76,9 @@ class Control:
 
     def program_began(self, program: int, replica: int) -> None:
         """From now on events belong to this program."""
-        self._next_sample = time.monotonic() + _TELEMETRY_S
+        self._began = time.monotonic()
+        self._step = 0
+        self._next_sample = self._began + _TELEMETRY_S
         self._running = (program, replica)
 
     def program_ended(self, event: ProgramEnded) -> None:
@@ -98,9 +99,10 @@ class Control:
         if urgent:
             self.wake()
 
-    def live(self, seconds: float, step: int, values: dict[str, Any]) -> None:
+    def live(self, values: dict[str, Any]) -> None:
         """Leave a point of `distnb.live`. Tensors are read by this thread, so that the training never waits for one."""
-        self._points.append((seconds, step, values))
+        self._step += 1
+        self._points.append((time.monotonic() - self._began, self._step, values))
 
     def wake(self) -> None:
         """Make the thread look at its queues now."""

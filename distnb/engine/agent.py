@@ -1,0 +1,218 @@
+"""The agent: takes programs from the notebook, runs them on the engine's main thread, and replies."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import zmq
+from zmq.eventloop.zmqstream import ZMQStream
+
+from distnb import strategies
+from distnb.collectives import groups
+from distnb.engine import failure, telemetry
+from distnb.engine.control import Control
+from distnb.engine.executor import Executor
+from distnb.engine.guard import Guard
+from distnb.engine.namespace import EngineNamespace
+from distnb.engine.objects import Objects
+from distnb.engine.output import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
+from distnb.runtime import spmd
+from distnb.strategies import live, progress
+from distnb.topology import Device, Team
+from distnb.wire import codec
+from distnb.wire.channel import Link
+from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from distnb.cluster.connection import Connection
+
+__all__ = ["Agent", "install"]
+
+Program = RunCell | CallFunction | Apply
+
+
+class Agent:
+    """Serves programs, one at a time and in order, on the engine's main thread.
+
+    Args:
+        shell: The engine's IPython shell; its user namespace is the engine's one namespace.
+        connection: Where the notebook listens, and the keys.
+        engine: This engine's id.
+        device: The device of the replica that runs here.
+    """
+
+    def __init__(self, shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> None:
+        self._shell = shell
+        self._engine = engine
+        self._device = device
+        self._guard = Guard()
+        self._objects = Objects()
+        self._namespace = EngineNamespace(shell.user_ns, self._objects)
+        context: zmq.Context[Any] = zmq.Context()
+        keys = {
+            "server_public": connection.server_public.encode(),
+            "client_public": connection.client_public.encode(),
+            "client_secret": connection.client_secret.encode(),
+        }
+        self._programs = Link(context, engine, connection.program_url, **keys)
+        pipes = {}
+        logs = {}
+        streams: tuple[tuple[int, Literal["stdout", "stderr"]], ...] = ((1, "stdout"), (2, "stderr"))
+        for descriptor, name in streams:
+            reading, logs[name], forward = pipe_descriptor(engine, descriptor, name, self._running, self._emit)
+            pipes[reading] = forward
+        self._control = Control(
+            engine,
+            Link(context, engine, connection.control_url, **keys),
+            self._guard,
+            free_collectives=groups.abort,
+            sample=telemetry.sample,
+            on_shutdown=lambda: os._exit(0),
+            pipes=pipes,
+        )
+        self._executor = Executor(engine, shell, self._control)
+        self._handlers: dict[type, Callable[[Any, int], Any]] = {
+            RunCell: self._run_cell,
+            CallFunction: self._call,
+            Apply: self._apply,
+        }
+        self._adapt_shell(logs)
+        codec.place_storage = lambda kind: "cpu" if kind == "cpu" else str(device) if device.type != "cpu" else "cpu"
+        self._connect_live()
+
+    def serve(self) -> None:
+        """Begin to serve on the running event loop of this thread, and say hello."""
+        hello = Hello(self._engine, os.getpid(), socket.gethostname(), str(self._device), sys.version.split()[0], torch.__version__)
+        self._control.start()
+        self._control.emit([hello], urgent=True)
+        self._stream = ZMQStream(self._programs.socket)
+        self._stream.on_recv(self._on_message, copy=False)
+        self._programs.send(hello)
+
+    def _running(self) -> tuple[int, int] | None:
+        return self._control.running
+
+    def _emit(self, event: Any) -> None:
+        self._control.emit(event)
+
+    # -- programs --------------------------------------------------------------------------------------------------
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        message: Program | None = codec.decode([frame.buffer for frame in frames])
+        # A pipelined sender has more underway; taking it here saves a turn of the event loop for each.
+        while message is not None:
+            self._programs.send(self.perform(message))
+            message = self._programs.receive()
+        self._stream.flush(zmq.POLLIN)
+
+    def perform(self, message: Program) -> Reply:
+        """Run one program to its end and describe how it ended. Never raises."""
+        team: Team | None = getattr(message, "team", None)
+        replica = team.rank_of(self._engine) if team else 0
+        began = time.monotonic()
+        progress.reset()
+        self._control.program_began(message.program, replica)
+        try:
+            reply = self._handlers[type(message)](message, replica)
+        except BaseException as error:
+            reply = self._failed(message.program, error)
+        reply = replace(reply, seconds=time.monotonic() - began)
+        summary = f"{reply.error.type_name}: {reply.error.text}" if reply.error else ""
+        self._control.program_ended(ProgramEnded(self._engine, message.program, reply.status, summary))
+        return reply
+
+    def _failed(self, program: int, error: BaseException, value: Any = None) -> Reply:
+        if self._guard.aborted:
+            return Reply(program, "interrupted" if self._guard.interrupted else "aborted", value=value)
+        return Reply(program, "error", failure.report(error, self._shell), value=value)
+
+    def _join(self, team: Team, replica: int) -> None:
+        spmd.enter(team, replica, self._device, groups.join(team, replica, self._device))
+
+    def _run_cell(self, message: RunCell, replica: int) -> Reply:
+        program, mark = message.program, None
+        failed: BaseException | None = None
+
+        def body() -> None:
+            nonlocal mark
+            self._join(message.team, replica)
+            self._namespace.open(message.delivery, replica)
+            mark = self._namespace.begin(message.source)
+            groups.program_began(program)
+            with strategies.resolve(message.strategy).scope() if message.in_scope else nullcontext():
+                self._executor.run(message.source, message.filename, message.label)
+            self._shell.events.trigger("post_execute")  # figures that were drawn are shown now
+
+        try:
+            self._guard.call(program, body)
+        except BaseException as error:
+            failed = error
+        finally:
+            groups.program_ended()
+        # An unfinished scope binds nothing: its variables were never made equal.
+        effects = None
+        if mark is not None and not (failed and message.in_scope):
+            effects = self._namespace.finish(mark, program, failed is not None)
+        return Reply(program, "ok", value=effects) if failed is None else self._failed(program, failed, effects)
+
+    def _call(self, message: CallFunction, replica: int) -> Reply:
+        def body() -> Any:
+            self._join(message.team, replica)
+            args, kwargs = self._namespace.open_call(message.payload, message.delivery, replica)
+            groups.program_began(message.program)
+            result = getattr(strategies.resolve(message.strategy), message.method)(*args, **kwargs)
+            return self._namespace.close_call(message.program, result)
+
+        try:
+            return Reply(message.program, "ok", value=self._guard.call(message.program, body))
+        finally:
+            groups.program_ended()
+
+    def _apply(self, message: Apply, replica: int) -> Reply:
+        return Reply(message.program, "ok", value=self._guard.call(message.program, lambda: self._namespace.apply(message)))
+
+    # -- the shell of the engine -----------------------------------------------------------------------------------
+
+    def _adapt_shell(self, logs: dict[str, int]) -> None:
+        """Turn everything that a cell writes, shows or asks towards the notebook."""
+        sys.stdout = ReplicaStream(self._engine, "stdout", self._control, logs["stdout"], 1)  # type: ignore[assignment]
+        sys.stderr = ReplicaStream(self._engine, "stderr", self._control, logs["stderr"], 2)  # type: ignore[assignment]
+        self._shell.display_pub = ReplicaDisplayPublisher(self._engine, self._control, parent=self._shell)
+        self._shell.user_ns["exit"] = self._shell.user_ns["quit"] = _end_cell
+        builtins.input = _no_input
+
+    def _connect_live(self) -> None:
+        def sink(values: dict[str, Any]) -> None:
+            self._control.live(values)
+
+        live.sink = sink
+
+
+def _end_cell(code: object = None) -> None:
+    """Ends this replica's part of the cell, never the engine."""
+    raise SystemExit(code)
+
+
+def _no_input(prompt: object = "") -> str:
+    raise RuntimeError(
+        f"input({prompt!r}) was called on a replica, and a replica has no keyboard. Ask in an ordinary cell and use "
+        "the answer's name in the distributed one."
+    )
+
+
+def install(shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> Agent:
+    """Make this process an engine of distnb: called once, on the main thread, when its event loop exists."""
+    agent = Agent(shell, connection, engine, device)
+    agent.serve()
+    return agent

@@ -1,0 +1,112 @@
+"""Running a cell's text in the engine's IPython namespace, as IPython itself would.
+
+IPython's own `run_cell` prints the traceback and goes on; here an error must reach the notebook, the last
+expression's value must be shown there, and a running event loop must not stop `await` from working.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import linecache
+from collections.abc import Coroutine
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from distnb.wire.messages import Display
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from distnb.engine.control import Control
+
+__all__ = ["Executor"]
+
+
+class Executor:
+    """Runs source text in a shell's user namespace.
+
+    Args:
+        engine: The engine's id, for events.
+        shell: The engine's IPython shell.
+        control: Takes the display of the last expression's value.
+    """
+
+    def __init__(self, engine: int, shell: InteractiveShell, control: Control) -> None:
+        self._engine = engine
+        self._shell = shell
+        self._control = control
+
+    def run(self, source: str, filename: str, label: str = "") -> None:
+        """Run a cell to its end.
+
+        Args:
+            source: The text, IPython syntax included.
+            filename: What its code objects, and so tracebacks, carry.
+            label: How people call the cell in tracebacks ("Cell In[3]"), or "".
+
+        Raises:
+            BaseException: Whatever the cell raises, SystemExit excepted: `exit()` only ends the cell.
+        """
+        # IPython strips empty lines at the top, but they stand for the notebook cell's first lines: numbers must agree.
+        padding = "\n" * (len(source) - len(source.lstrip("\n")))
+        text = padding + self._shell.transform_cell(source)
+        self.remember_source(filename, text, label)
+        tree = self._shell.transform_ast(ast.parse(text, filename))
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) and not _is_silenced(text) else None
+        try:
+            if tree.body:
+                self._execute(self._compile(tree, filename, "exec"))
+            if last is not None:
+                self._show(self._execute(self._compile(ast.Expression(last.value), filename, "eval")))  # type: ignore[attr-defined]
+        except SystemExit:
+            pass
+
+    def remember_source(self, filename: str, text: str, label: str = "") -> None:
+        """Let tracebacks, pdb, inspect and torch.compile see the lines of a text that is in no file."""
+        linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+        if label.startswith("Cell In[") and label[8:-1].isdigit():
+            names = getattr(self._shell.compile, "_filename_map", None)
+            if names is not None:
+                names[filename] = int(label[8:-1])
+
+    def _compile(self, tree: ast.Module | ast.Expression, filename: str, mode: str) -> CodeType:
+        # The shell's flags hold the `from __future__` imports of earlier cells.
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | self._shell.compile.flags
+        code: CodeType = compile(ast.fix_missing_locations(tree), filename, mode, flags=flags, dont_inherit=True)
+        return code
+
+    def _execute(self, code: CodeType) -> Any:
+        namespace = self._shell.user_ns
+        result = eval(code, namespace)
+        if code.co_flags & inspect.CO_COROUTINE:
+            return _run_coroutine(result)
+        return result
+
+    def _show(self, value: Any) -> None:
+        if value is None:
+            return
+        running = self._control.running
+        data, metadata = self._shell.display_formatter.format(value)  # type: ignore[union-attr]
+        if running is not None and data:
+            self._control.emit(Display(self._engine, *running, data=data, metadata=metadata))
+
+
+def _is_silenced(text: str) -> bool:
+    """Whether the cell ends in a semicolon, which asks IPython not to show the last value."""
+    return text.rstrip().endswith(";")
+
+
+def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    # The agent is called from the engine's own loop, and asyncio refuses a second one in the same thread unless
+    # the first steps aside for the while.
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+        asyncio._set_running_loop(outer)

@@ -1,0 +1,138 @@
+"""The authenticated channel between the notebook and its engines: ZeroMQ over TCP with CURVE.
+
+The notebook binds two ROUTER sockets, one for programs and one for control; every engine connects a DEALER to
+each. CURVE encrypts both, and a client whose public key is not the cluster's gets no byte through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from distnb.wire.codec import decode, encode
+
+__all__ = ["Link", "Switchboard", "receive_from", "send_to"]
+
+_COPY_BELOW = 65536  # bytes; larger frames are handed to ZeroMQ without a copy
+
+
+class _OneClientKey:
+    """Lets exactly one CURVE key in: the one written to the cluster's secret connection file."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Called by the authenticator with each client's public key (Z85)."""
+        return bool(key == self._public)
+
+
+class Switchboard:
+    """The notebook's end: two ROUTER sockets that reach every engine by its id.
+
+    The program socket belongs to whoever holds the session's turn, the control socket to the supervisor's thread.
+
+    Args:
+        server_secret, server_public: The notebook's CURVE key pair (Z85).
+        client_public: The public key that engines prove to own.
+        host: The address to listen on; loopback unless engines live on other machines.
+    """
+
+    def __init__(self, *, server_secret: bytes, server_public: bytes, client_public: bytes, host: str = "127.0.0.1") -> None:
+        # A context of its own: the authenticator serves all sockets of its context, and users have theirs.
+        self._context = zmq.Context()
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", _OneClientKey(client_public))
+        self._keys = (server_secret, server_public)
+        self.program = self._bind_socket()
+        self.control = self._bind_socket()
+        self.program_url = _bind_loopback(self.program, host)
+        self.control_url = _bind_loopback(self.control, host)
+
+    def _bind_socket(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.curve_secretkey, socket.curve_publickey = self._keys
+        socket.curve_server = True
+        # Without these a ROUTER drops silently: past the high-water mark, and to peers that it does not know.
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.router_mandatory = True
+        socket.router_handover = True
+        socket.linger = 0
+        return socket
+
+    def close(self) -> None:
+        """Close both sockets and stop the authenticator. Waiting messages are dropped."""
+        self.program.close()
+        self.control.close()
+        self._authenticator.stop()
+        self._context.destroy(linger=0)
+
+
+def _bind_loopback(socket: zmq.Socket[bytes], host: str) -> str:
+    port = socket.bind_to_random_port(f"tcp://{host}")
+    return f"tcp://{host}:{port}"
+
+
+def send_to(socket: zmq.Socket[bytes], engine: int, message: Any) -> None:
+    """Send a message to one engine. Raises zmq.ZMQError (EHOSTUNREACH) when it is not connected."""
+    frames = [b"%d" % engine, *encode(message)]
+    large = any(memoryview(frame).nbytes >= _COPY_BELOW for frame in frames)
+    socket.send_multipart(frames, copy=not large)
+
+
+def receive_from(socket: zmq.Socket[bytes]) -> Iterator[tuple[int, Any]]:
+    """All messages that have arrived, each with the id of its engine. Never blocks."""
+    while True:
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return
+        yield int(frames[0].bytes), decode([frame.buffer for frame in frames[1:]])
+
+
+class Link:
+    """An engine's end: one DEALER socket that reaches the notebook.
+
+    Args:
+        context: The engine's ZeroMQ context.
+        engine: The engine's id, its identity on the channel.
+        url: Where the notebook listens.
+        server_public, client_public, client_secret: CURVE keys (Z85).
+    """
+
+    def __init__(self, context: zmq.Context[Any], engine: int, url: str, *, server_public: bytes, client_public: bytes, client_secret: bytes) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        self.socket.identity = b"%d" % engine
+        self.socket.curve_serverkey = server_public
+        self.socket.curve_publickey = client_public
+        self.socket.curve_secretkey = client_secret
+        self.socket.sndhwm = self.socket.rcvhwm = 0
+        self.socket.linger = 1000
+        self.socket.connect(url)
+
+    def send(self, message: Any) -> None:
+        """Send a message; large buffers have left this process's hands when it returns.
+
+        A replica goes on to change its tensors in place, so a frame sent without a copy must be gone first.
+        """
+        frames = encode(message)
+        large = any(memoryview(frame).nbytes >= _COPY_BELOW for frame in frames)
+        tracker = self.socket.send_multipart(frames, copy=not large, track=large)
+        if large and tracker is not None:
+            tracker.wait()
+
+    def receive(self) -> Any:
+        """The next message, or None when there is none yet."""
+        try:
+            frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        return decode([frame.buffer for frame in frames])
+
+    def close(self) -> None:
+        """Close the socket, giving messages on their way one second."""
+        self.socket.close()

@@ -1,0 +1,258 @@
+"""The messages that notebook and engines exchange: frozen dataclasses, and nothing that computes.
+
+Two channels join the notebook to each engine. The *program* channel carries what is to be run, in order, and its
+replies; the engine reads it on its main thread. The *control* channel is read by a thread of its own on both
+sides, so that events flow, and programs can be ended, while the main thread computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from distnb.options import StrategySpec
+from distnb.topology import Team
+
+__all__ = [
+    "Abort",
+    "Apply",
+    "CallFunction",
+    "Died",
+    "Display",
+    "DumpStacks",
+    "ErrorReport",
+    "Hello",
+    "Live",
+    "Output",
+    "ProgramEnded",
+    "Reply",
+    "RunCell",
+    "Shutdown",
+    "Stacks",
+    "Status",
+    "TelemetrySample",
+]
+
+ObjectId = tuple[int, str]
+"""Names an object on the engines: (id of the program that made it, path). The same on every replica."""
+
+
+# -- program channel, notebook to engine -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunCell:
+    """Run a cell (or the body of a top-level scope) on this replica.
+
+    Attributes:
+        program: Serial number of the program; replies and events carry it.
+        team, strategy: Who runs it together, and which strategy the name `strategy` is bound to.
+        source: The text without its magic line, padded so that line numbers are the notebook cell's.
+        filename: Key of the source in linecache, the notebook's own name for the cell.
+        label: How tracebacks call it, "Cell In[3]".
+        in_scope: Run inside `strategy.scope()`.
+        delivery: The namespace's parcel (see `wire.bindings`), made by session.namespace, opened by engine.namespace.
+    """
+
+    program: int
+    team: Team
+    strategy: StrategySpec
+    source: str
+    filename: str
+    label: str = ""
+    in_scope: bool = False
+    delivery: Any = None
+
+
+@dataclass(frozen=True)
+class CallFunction:
+    """Call `strategy.<method>(...)` on this replica; the arguments refer to the engine's objects by id.
+
+    Attributes:
+        payload: Pickled `(args, kwargs)`, made by session.travel; opened by engine.travel.
+        free: Ids of objects whose last handle is gone.
+    """
+
+    program: int
+    team: Team
+    strategy: StrategySpec
+    method: str
+    payload: Any
+    delivery: Any = None
+    free: tuple[ObjectId, ...] = ()
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Apply a named operation of engine.operations to an object: fetch, attribute, call, item, summary, free."""
+
+    program: int
+    operation: str
+    target: ObjectId
+    payload: Any = None
+
+
+# -- program channel, engine to notebook -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """An exception of a replica, ready to be shown and raised again in the notebook.
+
+    Attributes:
+        pickled: The exception itself, or None where it cannot travel.
+        type_name, text: Qualified class name, and str(exception).
+        traceback: Plain lines, without distnb's own frames.
+        rendered: The same as IPython would colour it.
+    """
+
+    pickled: bytes | None
+    type_name: str
+    text: str
+    traceback: tuple[str, ...]
+    rendered: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The end of a program on one replica."""
+
+    program: int
+    status: Literal["ok", "error", "aborted", "interrupted"]
+    error: ErrorReport | None = None
+    value: Any = None
+    seconds: float = 0.0
+
+
+# -- control channel, notebook to engine -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End this program now: free every blocked collective and raise in the main thread."""
+
+    program: int
+    reason: str
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class DumpStacks:
+    """Send back the stacks of every thread."""
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """End the engine process."""
+
+
+# -- control channel, engine to notebook -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    """An engine is up. Sent on both channels; on the program channel once its main loop serves it."""
+
+    engine: int
+    pid: int
+    host: str
+    device: str
+    python: str = ""
+    torch: str = ""
+
+
+@dataclass(frozen=True)
+class ProgramEnded:
+    """A program ended on this engine, told at once on the control channel, whoever waits on the other."""
+
+    engine: int
+    program: int
+    status: Literal["ok", "error", "aborted", "interrupted"]
+    summary: str = ""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Text that a replica wrote."""
+
+    engine: int
+    program: int
+    replica: int
+    stream: Literal["stdout", "stderr"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Display:
+    """A rich display of a replica (figure, HTML, …), as IPython's display publisher got it."""
+
+    engine: int
+    program: int
+    replica: int
+    data: dict[str, Any]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    transient: dict[str, Any] = field(default_factory=dict)
+    update: bool = False
+    clear: Literal["no", "now", "wait"] = "no"
+
+
+@dataclass(frozen=True)
+class Live:
+    """Values of `distnb.live`, batched: (seconds since the program began, step, {name: value})."""
+
+    engine: int
+    program: int
+    replica: int
+    points: tuple[tuple[float, int, dict[str, float]], ...]
+
+
+@dataclass(frozen=True)
+class TelemetrySample:
+    """What a replica's control thread measured.
+
+    Attributes:
+        steps, examples: Counted by `Strategy.run` since the program began.
+        rss_nbytes: Resident memory of the engine; device_nbytes: allocated on the accelerator, or None.
+        where: The user's line that the replica is in, when known ("cell 3, line 12").
+    """
+
+    engine: int
+    program: int
+    replica: int
+    seconds: float
+    steps: int
+    examples: int
+    rss_nbytes: int
+    device_nbytes: int | None = None
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """The answer to `DumpStacks`."""
+
+    engine: int
+    text: str
+
+
+# -- made on the notebook side, for those who listen ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Died:
+    """An engine's process ended."""
+
+    engine: int
+    pid: int
+    exit_status: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """A program began, went on, or ended, as the session sees it."""
+
+    program: int
+    state: Literal["started", "stopping", "ended"]
+    team: Team
+    devices: tuple[str, ...] = ()
+    text: str = ""
