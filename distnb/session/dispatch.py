@@ -1,0 +1,164 @@
+"""Sending programs to a team of engines and collecting their replies, in order, one program at a time."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from distnb.errors import EngineDied, ReplicaStuck
+from distnb.session.interrupts import Interrupts
+from distnb.session.supervision import GiveUpOn
+from distnb.session.supervisor import Supervisor
+from distnb.wire.channel import receive_from, send_to
+from distnb.wire.messages import Died, Reply
+
+__all__ = ["Dispatch", "Outcome"]
+
+
+@dataclass
+class Outcome:
+    """How a program ended on each engine of its team.
+
+    Attributes:
+        replies: By engine, in the order in which they came.
+        died: Exit status of engines that died before they replied.
+        stuck: Engines that did not follow the order to end.
+        interrupted: Whether the user asked for the end.
+    """
+
+    program: int
+    engines: tuple[int, ...]
+    replies: dict[int, Reply] = field(default_factory=dict)
+    died: dict[int, str] = field(default_factory=dict)
+    stuck: set[int] = field(default_factory=set)
+    interrupted: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether every engine replied or is known not to."""
+        return all(engine in self.replies or engine in self.died or engine in self.stuck for engine in self.engines)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every replica ended well."""
+        return not self.died and not self.stuck and all(reply.status == "ok" for reply in self.replies.values())
+
+
+class Dispatch:
+    """Owns the program socket. One distributed program at a time: others wait their turn.
+
+    Args:
+        socket: The program socket of the switchboard.
+        supervisor: Follows every program.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], supervisor: Supervisor) -> None:
+        self._socket = socket
+        self._supervisor = supervisor
+        self._numbers = itertools.count(1)
+        self._turn = threading.RLock()
+        self._pending: dict[int, Outcome] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(supervisor.lost_fd, zmq.POLLIN)
+        self._interrupts = Interrupts()
+        self._poller.register(self._interrupts.fd, zmq.POLLIN)
+        self._dead: dict[int, str] = {}
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Hold it while a program is made, sent and waited for."""
+        with self._turn:
+            yield
+
+    def number(self) -> int:
+        """The serial number of the next program."""
+        return next(self._numbers)
+
+    def send(self, program: int, messages: dict[int, Any]) -> Outcome:
+        """Send a program to its engines, one message each, and do not wait.
+
+        Raises:
+            EngineDied, ReplicaStuck: An engine cannot take it; nothing was sent to any.
+        """
+        self._check(messages)
+        outcome = self._pending[program] = Outcome(program, tuple(messages))
+        self._supervisor.program_began(program, messages)
+        for engine, message in messages.items():
+            try:
+                send_to(self._socket, engine, message)
+            except zmq.ZMQError:
+                pass  # it died this moment: its pidfd tells, and the wait hears of it
+        return outcome
+
+    def wait(self, outcome: Outcome) -> Outcome:
+        """Wait for a program's end on every engine. An interrupt ends the program, and is told in the outcome."""
+        with self._interrupts:
+            while not outcome.complete:
+                self._read()
+                if self._interrupts.count and not outcome.interrupted:
+                    outcome.interrupted = True
+                    self._supervisor.interrupt(outcome.program)
+        self._pending.pop(outcome.program, None)
+        return outcome
+
+    def pump(self) -> None:
+        """Take in the replies that have come, without waiting."""
+        self._read(timeout_ms=0)
+
+    def engine_replaced(self, engine: int) -> None:
+        """A new process has taken this engine's place."""
+        self._dead.pop(engine, None)
+
+    def close(self) -> None:
+        """Free what is not the switchboard's."""
+        self._interrupts.close()
+
+    def _read(self, timeout_ms: int | None = None) -> None:
+        ready = dict(self._poller.poll(timeout_ms))
+        if self._supervisor.lost_fd in ready:
+            self._lose()
+        if self._interrupts.fd in ready:
+            self._interrupts.drain()
+        for engine, reply in receive_from(self._socket):
+            if not isinstance(reply, Reply):
+                continue  # a hello: the control channel has told it
+            if reply.status == "ok":
+                self._supervisor.replied(engine, reply.program)
+            outcome = self._pending.get(reply.program)
+            if outcome is not None:
+                outcome.replies[engine] = reply
+                outcome.died.pop(engine, None)
+
+    def _lose(self) -> None:
+        for loss in self._supervisor.lost():
+            if isinstance(loss, Died):
+                self._dead[loss.engine] = loss.exit_status
+            for outcome in self._pending.values():
+                if loss.engine not in outcome.engines or loss.engine in outcome.replies:
+                    continue
+                if isinstance(loss, Died):
+                    outcome.died[loss.engine] = loss.exit_status
+                elif isinstance(loss, GiveUpOn) and loss.program == outcome.program:
+                    outcome.stuck.add(loss.engine)
+
+    def _check(self, engines: dict[int, Any]) -> None:
+        dead = sorted(engine for engine in engines if engine in self._dead)
+        if dead:
+            raise EngineDied(
+                f"Engine {dead[0]} has ended ({self._dead[dead[0]]}), and this program needs it. Start a replacement "
+                "with %distnb restart --missing; mirrored variables are restored to it from a survivor."
+            )
+        stuck = self._supervisor.stuck
+        busy = sorted(engine for engine in engines if engine in stuck)
+        if busy:
+            raise ReplicaStuck(
+                f"Engine {busy[0]} is still busy with a program that was ended: it sits in code that no signal reaches. "
+                f"Wait for it (%distnb status), or replace it alone with %distnb restart {busy[0]}."
+            )

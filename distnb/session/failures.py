@@ -1,0 +1,134 @@
+"""Raising in the notebook what ended a program on the engines."""
+
+from __future__ import annotations
+
+import pickle
+from types import MethodType
+from typing import Any
+
+from distnb.errors import EngineDied, ProgramError, RemoteError
+from distnb.session.dispatch import Outcome
+from distnb.topology import Team
+from distnb.wire.messages import ErrorReport, Reply
+
+__all__ = ["raise_failure"]
+
+
+class ReplicaTraceback(Exception):
+    """The replica's own traceback, as the cause of the error raised in the notebook: plain Python shows it first."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def raise_failure(outcome: Outcome, team: Team) -> None:
+    """Raise what ended a program; nothing if it went well.
+
+    Raises:
+        KeyboardInterrupt: The user ended it.
+        EngineDied: A process ended, and no replica has a better reason.
+        BaseException: The failing replica's own exception, of its own type, with its own traceback. The lowest
+            replica's when several raised the same.
+    """
+    if outcome.ok and not outcome.interrupted:
+        return
+    if outcome.interrupted:
+        raise _Interrupted(_others(outcome, team, None) or "every replica ended its part")
+    failed = [engine for engine, reply in outcome.replies.items() if reply.status == "error"]
+    if failed:
+        # In order of arrival: the first is the cause, later ones may be its consequences.
+        first = _report(outcome.replies[failed[0]])
+        same = [engine for engine in failed if _report(outcome.replies[engine]).type_name == first.type_name]
+        engine = min(same, key=team.rank_of)
+        _raise(_report(outcome.replies[engine]), team, engine, _others(outcome, team, engine))
+    if outcome.died:
+        engine, status = next(iter(outcome.died.items()))
+        raise EngineDied(
+            f"Engine {engine} (replica {team.rank_of(engine)} of {team.size}, {team.devices[team.rank_of(engine)]}) {status} "
+            f"while it ran its part; the other replicas' part was ended, and what lives there is still there. The next "
+            f"program runs on the engines that are left; %distnb restart --missing starts a replacement."
+        )
+    raise ProgramError(f"The program was ended: {_others(outcome, team, None)}.")
+
+
+class _Interrupted(KeyboardInterrupt):
+    """The user's interrupt, with a word on what the replicas made of it."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+_Interrupted.__name__ = _Interrupted.__qualname__ = "KeyboardInterrupt"
+
+
+def _report(reply: Reply) -> ErrorReport:
+    assert reply.error is not None
+    return reply.error
+
+
+def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
+    """What became of the other replicas, in one line."""
+    parts: dict[str, list[int]] = {}
+    for engine in outcome.engines:
+        if engine == failed:
+            continue
+        rank = team.rank_of(engine)
+        reply = outcome.replies.get(engine)
+        if engine in outcome.died:
+            parts.setdefault(f"died ({outcome.died[engine]})", []).append(rank)
+        elif reply is None:
+            parts.setdefault("still busy: no signal reaches the code it is in (%distnb status)", []).append(rank)
+        elif reply.error is not None:
+            parts.setdefault(f"raised {reply.error.type_name}: {_shortened(reply.error.text)}", []).append(rank)
+        elif reply.status == "ok":
+            parts.setdefault("finished", []).append(rank)
+        else:
+            parts.setdefault("ended with it" if failed is not None else "ended", []).append(rank)
+    return "; ".join(f"{'replica' if len(ranks) == 1 else 'replicas'} {_ranges(ranks)} {what}" for what, ranks in parts.items())
+
+
+def _shortened(text: str, most: int = 120) -> str:
+    line = text.strip().split("\n", 1)[0]
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def _ranges(ranks: list[int]) -> str:
+    """0, 1, 2, 5 as "0-2, 5"."""
+    ranks = sorted(ranks)
+    groups: list[list[int]] = []
+    for rank in ranks:
+        if groups and rank == groups[-1][-1] + 1:
+            groups[-1].append(rank)
+        else:
+            groups.append([rank])
+    return ", ".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)
+
+
+def _raise(report: ErrorReport, team: Team, engine: int, others: str) -> None:
+    error = _revive(report)
+    rank = team.rank_of(engine)
+    title = f"Replica {rank} of {team.size} ({team.devices[rank]}) raised:"
+    rendered = [title, *report.rendered, *([f"({others})"] if others else [])]
+
+    def render(self: BaseException) -> list[str]:
+        return rendered
+
+    try:
+        # IPython asks the exception itself how it wants to be shown.
+        error._render_traceback_ = MethodType(render, error)  # type: ignore[attr-defined]
+    except AttributeError:
+        pass  # a class with slots; the cause below tells the same
+    if others:
+        error.add_note(f"({others})")
+    raise error from ReplicaTraceback("\n" + "\n".join([title, *report.traceback]))
+
+
+def _revive(report: ErrorReport) -> BaseException:
+    if report.pickled is not None:
+        try:
+            error: Any = pickle.loads(report.pickled)
+            if isinstance(error, BaseException):
+                return error
+        except Exception:
+            pass  # its class does not exist on this side; the stand-in below says all that is known
+    return RemoteError(f"{report.type_name}: {report.text}")
