@@ -20,7 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
-INSTALL := $(PIP) install --quiet -c constraints.txt
+INSTALL := $(PIP) install -qq -c constraints.txt
 
 .PHONY: help demo lab test check lint types imports tests bench hooks clean
 

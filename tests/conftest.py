@@ -1,0 +1,149 @@
+"""What holds for every test: a hard limit that shows all stacks, and nothing left behind.
+
+- A test that runs into its limit (`@pytest.mark.timeout(seconds)`, 180 s by default) fails with the stacks of this
+  process and of every process that it started, taken *before* anything is torn down. Where the main thread sits in C
+  code that lets no signal handler run, the whole run ends some seconds later: better that than a hang.
+- After each test no process, no listening port and no temporary file may be there that was not there before. What a
+  fixture of a wider scope started is looked at when its module ends.
+- `needs("chromium")` skips where a program is missing; under CI=true it fails instead.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tests import processes
+
+# -- a place of its own for all that a run writes -------------------------------------------------------------------
+
+# Before anything imports tempfile's cached directory, jupyter_core or IPython. Short: Unix sockets live here too.
+_ROOT = Path(tempfile.mkdtemp(prefix="dnb-"))
+for _name, _folder in {"TMPDIR": "tmp", "IPYTHONDIR": "ipython", "JUPYTER_RUNTIME_DIR": "run"}.items():
+    (_ROOT / _folder).mkdir()
+    os.environ[_name] = str(_ROOT / _folder)
+tempfile.tempdir = None
+# Two cores are all that a test may count on; replicas share them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "agg")
+
+_KEPT = ("pytest-of-", "torchinductor_")  # pytest's tmp_path, and torch.compile's cache
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(_ROOT, ignore_errors=True)
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+_REAL_STDERR = os.fdopen(os.dup(2), "w")
+_GRACE_S = 60.0
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """Takes the place of pytest-timeout's own timer."""
+
+    def strike(number: int, frame: FrameType | None) -> None:
+        text = processes.stacks([os.getpid(), *processes.children_of_this_run()])
+        print(f"\n~~~ {item.nodeid}: the stacks after {settings.timeout:g} s ~~~\n{text}", file=sys.stderr)
+        pytest.fail(f"Timeout: not done within {settings.timeout:g} s (every process's stacks are in stderr)")
+
+    signal.signal(signal.SIGALRM, strike)
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout)
+    faulthandler.dump_traceback_later(settings.timeout + _GRACE_S, exit=True, file=_REAL_STDERR)
+    return True
+
+
+def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    faulthandler.cancel_dump_traceback_later()
+    return True
+
+
+# -- leaks --------------------------------------------------------------------------------------------------------------
+
+_GONE_WITHIN_S = float(os.environ.get("DISTNB_TEST_GONE_WITHIN_S", "10"))
+
+
+class _Before:
+    """What was there, to be compared with what is there."""
+
+    def __init__(self) -> None:
+        self.pids = set(processes.children_of_this_run())
+        self.ports = processes.listening_ports()
+        self.files = _files()
+
+    def left(self, *, ignore_offspring: bool) -> list[str]:
+        """What is new, in words."""
+        new = [p for pid, p in processes.children_of_this_run().items() if pid not in self.pids]
+        if ignore_offspring:
+            new = [p for p in new if not processes.ancestors(p) & self.pids]
+        left = [f"process {processes.describe(p)}" for p in new]
+        left += [f"listening port {host}:{port}" for host, port in processes.listening_ports() - self.ports]
+        if not (ignore_offspring and self.pids):
+            left += [f"file {path}" for path in sorted(_files() - self.files)]
+        return left
+
+    def check(self, whose: str, *, ignore_offspring: bool) -> None:
+        """Fail when something is left; give processes the time that the product promises to need at most."""
+        deadline = time.monotonic() + _GONE_WITHIN_S
+        while left := self.left(ignore_offspring=ignore_offspring):
+            if time.monotonic() > deadline:
+                for pid, process in processes.children_of_this_run().items():
+                    if pid not in self.pids and not (ignore_offspring and processes.ancestors(process) & self.pids):
+                        process.kill()  # not to spoil the next test
+                pytest.fail(f"{whose} left behind:\n  " + "\n  ".join(left))
+            gc.collect()  # sockets close when the last reference goes, and tracebacks hold some
+            time.sleep(0.02)
+
+
+def _files() -> set[str]:
+    found = {str(p) for p in (_ROOT / "tmp").iterdir() if not p.name.startswith(_KEPT)}
+    found |= {str(p) for p in (_ROOT / "run").iterdir()}
+    security = _ROOT / "ipython" / "profile_default" / "security"
+    found |= {str(p) for p in security.glob("*")}
+    if os.environ.get("CI") == "true":  # elsewhere others work on the same machine
+        found |= {str(p) for p in Path("/dev/shm").iterdir()}
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = _Before()
+    yield
+    before.check(request.node.nodeid, ignore_offspring=False)
+
+
+@pytest.fixture(autouse=True)
+def _test_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = _Before()
+    yield
+    before.check(request.node.nodeid, ignore_offspring=True)
+
+
+# -- system packages ------------------------------------------------------------------------------------------------------
+
+
+def needs(program: str) -> str:
+    """The path of a program that a test needs. Missing: the test is skipped, but fails in CI."""
+    path = shutil.which(program) or shutil.which(program, path="/usr/sbin:/sbin")
+    if path is None:
+        reason = f"{program} is not installed on this machine"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason + ", and CI must have it")
+        pytest.skip(reason)
+    return path

@@ -1,0 +1,133 @@
+"""Runs a piece of program on *n* local processes with the environment that torchrun would set.
+
+Example:
+    >>> for rank in run_ranks("result = int(os.environ['RANK'])", n=2):
+    ...     assert rank.check().result == rank.rank
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from tests import processes
+
+# A rank must not outlive the test that started it (1 is PR_SET_PDEATHSIG), nor fight for the cores.
+_PROLOGUE = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+import torch
+torch.set_num_threads(1)
+"""
+_EPILOGUE = """
+import cloudpickle as _cloudpickle
+with open(os.environ["DISTNB_TEST_RESULT"], "wb") as _file:
+    _cloudpickle.dump(globals().get("result"), _file)
+"""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How one rank ended."""
+
+    rank: int
+    returncode: int
+    stdout: str
+    stderr: str
+    result: Any
+
+    def check(self) -> Rank:
+        """Itself, when it ended well; else an AssertionError with what it wrote."""
+        assert self.returncode == 0, f"rank {self.rank} ended with {self.returncode}\n{self.stdout}\n{self.stderr}"
+        return self
+
+
+def rank_environment(rank: int, n: int, port: int) -> dict[str, str]:
+    """What torchrun sets on one machine; the store is served by the caller, on `port`."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(n),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(n),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "none",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run_ranks(
+    program: str, n: int, *, timeout_s: float = 60.0, env: Mapping[str, str] | None = None, expect_death: bool = False
+) -> list[Rank]:
+    """Run `program` as a script on `n` ranks and wait for all of them.
+
+    Args:
+        program: Source text (dedented here). What it binds to `result` comes back, pickled. `torch`, `os`, `sys`
+            are imported already.
+        n: How many.
+        timeout_s: When it strikes, an AssertionError shows every rank's stack and output; all ranks are killed.
+        env: Added to each rank's environment.
+        expect_death: Do not wait for the others once one rank was killed by a signal.
+    """
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: no race for a free one
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        script = Path(folder, "program.py")
+        script.write_text(_PROLOGUE + textwrap.dedent(program) + _EPILOGUE, encoding="utf-8")
+        ranks = [_start(script, rank, n, store.port, dict(env or {})) for rank in range(n)]
+        try:
+            _wait(ranks, timeout_s, expect_death)
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGKILL)
+                process.wait()
+        return [_ended(rank, process, Path(folder)) for rank, process in enumerate(ranks)]
+
+
+def _start(script: Path, rank: int, n: int, port: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    folder = script.parent
+    environment = {
+        **os.environ,
+        **rank_environment(rank, n, port),
+        "DISTNB_TEST_RESULT": str(folder / f"result{rank}"),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
+        **env,
+    }
+    with (folder / f"stdout{rank}").open("wb") as out, (folder / f"stderr{rank}").open("wb") as err:
+        return subprocess.Popen([sys.executable, str(script)], env=environment, stdout=out, stderr=err)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float, expect_death: bool) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(process.poll() is None for process in ranks):
+        if expect_death and any((process.poll() or 0) < 0 for process in ranks):
+            return
+        if time.monotonic() > deadline:
+            alive = [process.pid for process in ranks if process.poll() is None]
+            raise AssertionError(
+                f"{len(alive)} of {len(ranks)} ranks not done in {timeout_s} s\n" + processes.stacks(alive)
+            )
+        time.sleep(0.01)
+
+
+def _ended(rank: int, process: subprocess.Popen[bytes], folder: Path) -> Rank:
+    result_path = folder / f"result{rank}"
+    result = cloudpickle.loads(result_path.read_bytes()) if result_path.exists() else None
+    out = (folder / f"stdout{rank}").read_text(errors="replace")
+    err = (folder / f"stderr{rank}").read_text(errors="replace")
+    return Rank(rank, process.returncode, out, err, result)
