@@ -1,1 +1,107 @@
+"""The notebook's side: the session and what belongs to it. One session at a time; `start` makes it, `stop` ends it."""
 
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from distnb.errors import NoClusterError, StartError
+
+if TYPE_CHECKING:
+    from distnb.session.session import Session
+    from distnb.topology import Device
+
+__all__ = ["current", "ensure", "start", "stop"]
+
+_current: Session | None = None
+_lock = threading.RLock()
+
+
+def current() -> Session | None:
+    """The running session, or None."""
+    return _current
+
+
+def require() -> Session:
+    """The running session.
+
+    Raises:
+        NoClusterError: There is none.
+    """
+    if _current is None:
+        raise NoClusterError("No cluster is running. Start one with %distnb start -n 2, or distnb.start(2).")
+    return _current
+
+
+def start(
+    n: int | None = None,
+    devices: str | Sequence[str | Device] | None = None,
+    *,
+    oversubscribe: bool = False,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Session:
+    """Start engines on this machine: `%distnb start` does the same.
+
+    Args:
+        n: How many. Nothing given: one per GPU, else two on the CPU.
+        devices: Their devices, as a sequence or as text with commas ("cuda:0,cuda:1").
+        oversubscribe: Let several engines share one device.
+        on_progress: Told, in words, how far the start is.
+
+    Returns:
+        The session, which `stop` ends; so does the end of this process, however it ends.
+
+    Raises:
+        StartError: A cluster runs already, this machine lacks what was asked for, or an engine did not come up.
+            Nothing is left behind.
+        OptionError: The numbers or names make no sense.
+
+    Example:
+        >>> import distnb
+        >>> cluster = distnb.start(2)       # doctest: +SKIP
+        >>> distnb.stop()                   # doctest: +SKIP
+    """
+    global _current
+    from distnb.runtime import choice
+    from distnb.session.remote import Remote
+    from distnb.session.session import Session
+
+    with _lock:
+        if _current is not None:
+            devices_there = ", ".join(row.device for row in _current.status())
+            raise StartError(f"A cluster is running already ({devices_there}). Use it, or end it first: %distnb stop, or distnb.stop().")
+        session = Session.start(n, devices, oversubscribe=oversubscribe, user_ns=_user_namespace(), on_progress=on_progress)
+        _current = session
+        choice.register_remote(lambda strategy: Remote(require))
+        atexit.register(stop)
+        return session
+
+
+def stop() -> None:
+    """End the cluster and all its processes. Without one it does nothing."""
+    global _current
+    with _lock:
+        session, _current = _current, None
+        if session is not None:
+            atexit.unregister(stop)
+            session.stop()
+
+
+def ensure(announce: Callable[[str], None] = print) -> Session:
+    """The running session; if there is none, the default cluster is started and `announce` told so."""
+    with _lock:
+        if _current is not None:
+            return _current
+        announce("No cluster is running: starting the default one (one engine per GPU, else two on the CPU). %distnb start -n N chooses.")
+        return start()
+
+
+def _user_namespace() -> dict[str, Any]:
+    """The variables that the user sees: those of the IPython shell, or of a plain script's main module."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    namespace: dict[str, Any] = shell.user_ns if shell is not None else sys.modules["__main__"].__dict__
+    return namespace

@@ -102,11 +102,18 @@ class Dispatch:
         with self._interrupts:
             while not outcome.complete:
                 self._read()
-                if self._interrupts.count and not outcome.interrupted:
-                    outcome.interrupted = True
-                    self._supervisor.interrupt(outcome.program)
+                if self._interrupts.count:
+                    self.interrupt()
         self._pending.pop(outcome.program, None)
         return outcome
+
+    def interrupt(self) -> bool:
+        """End the programs that are under way, from any thread. False if there are none."""
+        pending = [outcome for outcome in list(self._pending.values()) if not outcome.interrupted]
+        for outcome in pending:
+            outcome.interrupted = True
+            self._supervisor.interrupt(outcome.program)
+        return bool(pending)
 
     def pump(self) -> None:
         """Take in the replies that have come, without waiting."""

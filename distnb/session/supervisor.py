@@ -70,6 +70,12 @@ class Supervisor:
         """Engines that are still busy with a program that was ended, and its number."""
         return dict(self._state.stuck)
 
+    @property
+    def hellos(self) -> dict[int, Hello]:
+        """What each engine said of itself when it came up."""
+        with self._changed:
+            return dict(self._hellos)
+
     def program_began(self, program: int, engines: Iterable[int]) -> None:
         """Follow a program. To be called before it is sent."""
         with self._lock:

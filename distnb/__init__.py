@@ -1,0 +1,91 @@
+"""Distributed PyTorch to play with in a notebook, in the programming model of tf.distribute.
+
+Importing this package loads neither torch nor IPython and starts nothing: every name below is loaded at first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "start": "distnb.session",
+    "stop": "distnb.session",
+    "Cluster": "distnb.session.session:Session",
+    "errors": "distnb.errors:",
+    "nn": "distnb.strategies.nn:",
+    "metrics": "distnb.metrics:",
+    "experimental": "distnb.strategies.aliases:experimental",
+    "live": "distnb.strategies.live",
+    "Strategy": "distnb.strategies.base",
+    "OneDeviceStrategy": "distnb.strategies.one_device",
+    "MirroredStrategy": "distnb.strategies.mirrored",
+    "ReplicaContext": "distnb.strategies.context",
+    "get_strategy": "distnb.strategies.context",
+    "has_strategy": "distnb.strategies.context",
+    "in_cross_replica_context": "distnb.strategies.context",
+    "get_replica_context": "distnb.strategies.context",
+    "replica_id": "distnb.strategies.context",
+    "is_chief": "distnb.strategies.context",
+    "on_chief": "distnb.strategies.context",
+    "DistributedValues": "distnb.values",
+    "PerReplica": "distnb.values",
+    "Mirrored": "distnb.values",
+    "ReduceOp": "distnb.options",
+    "RunOptions": "distnb.options",
+    "InputOptions": "distnb.options",
+    "ValueContext": "distnb.options",
+}
+"""Where each public name lives: `module`, `module:other_name`, or `module:` for the module itself."""
+
+__all__ = [*_WHERE, "__version__"]
+
+if TYPE_CHECKING:
+    from distnb.options import InputOptions, ReduceOp, RunOptions, ValueContext
+    from distnb.session import start, stop
+    from distnb.session.session import Session as Cluster
+    from distnb.strategies.base import Strategy
+    from distnb.strategies.context import (
+        ReplicaContext,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+        is_chief,
+        on_chief,
+        replica_id,
+    )
+    from distnb.strategies.live import live
+    from distnb.strategies.mirrored import MirroredStrategy
+    from distnb.strategies.one_device import OneDeviceStrategy
+    from distnb.values import DistributedValues, Mirrored, PerReplica
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'distnb' has no attribute {name!r}")
+    module, _, inner = _WHERE[name].partition(":")
+    loaded = importlib.import_module(module)
+    value = loaded if _WHERE[name].endswith(":") else getattr(loaded, inner or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """What `%load_ext distnb` calls."""
+    from distnb.magics import load_ipython_extension as load
+
+    load(ipython)
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    """What `%unload_ext distnb` calls."""
+    from distnb.magics import unload_ipython_extension as unload
+
+    unload(ipython)

@@ -1,0 +1,317 @@
+"""The notebook's session: one cluster, its engines, and the programs that are run on them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distnb.cluster.connection import Connection, Keys, make_keys
+from distnb.cluster.devices import plan_devices
+from distnb.cluster.launch import Cluster
+from distnb.cluster.store import RendezvousStore
+from distnb.errors import ClusterError, NoClusterError, OptionError, StartError
+from distnb.options import StrategySpec
+from distnb.session.dispatch import Dispatch, Outcome
+from distnb.session.events import EventHub
+from distnb.session.failures import raise_failure
+from distnb.session.namespace import NotebookNamespace
+from distnb.session.supervisor import Supervisor
+from distnb.topology import Device, Team
+from distnb.wire.channel import Switchboard
+from distnb.wire.messages import Apply, CallFunction, Hello, ObjectId, RunCell, Status
+
+__all__ = ["EngineStatus", "Session"]
+
+_START_TIMEOUT_S = 120.0
+_OUTPUT_PATIENCE_S = 1.0
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """One row of `%distnb status`.
+
+    Attributes:
+        state: "idle", "busy" (with a program that was ended and goes on), or how the process ended.
+    """
+
+    engine: int
+    device: str
+    pid: int
+    host: str
+    state: str
+
+
+class Session:
+    """A running cluster as the notebook sees it. `start` makes one.
+
+    Attributes:
+        events: Everything that happens on the engines; widgets and output listen here.
+        namespace: The notebook's side of the one namespace.
+        user_ns: The notebook's variables.
+    """
+
+    def __init__(self, user_ns: dict[str, Any]) -> None:
+        self.user_ns = user_ns
+        self.events = EventHub()
+        self._keys: Keys = make_keys()
+        self._switchboard = Switchboard(
+            server_secret=self._keys.server_secret.encode(),
+            server_public=self._keys.server_public.encode(),
+            client_public=self._keys.client_public.encode(),
+        )
+        self._supervisor = Supervisor(self._switchboard.control, self.events)
+        self._dispatch = Dispatch(self._switchboard.program, self._supervisor)
+        self._store = RendezvousStore()
+        self._cluster: Cluster | None = None
+        self._ended: dict[int, str] = {}
+        self._generation = 1
+        self.namespace = NotebookNamespace(user_ns, self.perform)
+        self._owner = os.getpid()
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def start(
+        cls,
+        n: int | None = None,
+        devices: str | Sequence[str | Device] | None = None,
+        *,
+        oversubscribe: bool = False,
+        user_ns: dict[str, Any],
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> Session:
+        """Start a cluster on this machine and wait until every engine is ready.
+
+        Args:
+            n: Number of engines; None for one per GPU, else two on the CPU.
+            devices: Their devices, as `plan_devices` reads them.
+            oversubscribe: Let several engines share one device.
+            user_ns: The notebook's variables.
+            on_progress: Told, in words, how far the start is.
+
+        Raises:
+            OptionError, StartError: Nothing was left behind.
+        """
+        planned = plan_devices(n, devices, oversubscribe=oversubscribe)
+        session = cls(user_ns)
+        try:
+            session._launch(planned, on_progress)
+        except BaseException:
+            session.stop()
+            raise
+        return session
+
+    def _launch(self, devices: tuple[Device, ...], on_progress: Callable[[str], None]) -> None:
+        connection = Connection(
+            program_url=self._switchboard.program_url,
+            control_url=self._switchboard.control_url,
+            server_public=self._keys.server_public,
+            client_public=self._keys.client_public,
+            client_secret=self._keys.client_secret,
+            store_host=self._store.host,
+            store_port=self._store.port,
+            notebook_pid=os.getpid(),
+        )
+        self._cluster = Cluster(devices, connection, on_exit=self._on_exit, on_progress=on_progress)
+        self._cluster.start()
+        self._store.serve()  # torch loads here while it loads in the engines
+        self._await_engines(self._cluster.engines, on_progress)
+
+    def _await_engines(self, engines: Iterable[int], on_progress: Callable[[str], None]) -> dict[int, Hello]:
+        wanted = tuple(engines)
+        here = self._supervisor.wait_hello(wanted, _START_TIMEOUT_S, lambda: any(engine in self._ended for engine in wanted))
+        missing = [engine for engine in wanted if engine not in here]
+        if missing:
+            assert self._cluster is not None
+            engine = missing[0]
+            what = self._ended.get(engine, f"said nothing for {_START_TIMEOUT_S:.0f} s")
+            raise StartError(f"Engine {engine} {what} while it started.\n{self._cluster.log_tail(engine)}")
+        return here
+
+    def _on_exit(self, engine: int, pid: int, status: str) -> None:
+        self._ended[engine] = status
+        self._supervisor.engine_died(engine, pid, status)
+        self._generation += 1
+
+    def stop(self) -> None:
+        """End every process of the cluster and free what it held. Calling it again does nothing."""
+        if os.getpid() != self._owner:
+            return  # a forked child must not end its parent's engines
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            cluster.stop()
+        self.namespace.close()
+        self._supervisor.close()
+        self._dispatch.close()
+        self._switchboard.close()
+        self._store.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the cluster has not been stopped."""
+        return self._cluster is not None
+
+    def restart(self, engines: Iterable[int] | None = None, *, missing: bool = False, on_progress: Callable[[str], None] = lambda text: None) -> tuple[int, ...]:
+        """Replace engines by new processes of the same ids, on the same devices.
+
+        Args:
+            engines: Which; None for all of them (or, with `missing`, those that have ended).
+            missing: Only engines whose process has ended; mirrored objects are restored to them from a survivor.
+
+        Returns:
+            The engines that were replaced.
+
+        Raises:
+            OptionError: There is no such engine.
+            StartError: A new process did not start.
+        """
+        cluster = self._require_cluster()
+        known = tuple(cluster.engines)
+        chosen = tuple(engines) if engines is not None else tuple(sorted(self._ended)) if missing else known
+        unknown = [engine for engine in chosen if engine not in known]
+        if unknown:
+            raise OptionError(f"There is no engine {unknown[0]}; the engines are {', '.join(map(str, known))}.")
+        if not chosen:
+            return ()
+        with self._dispatch.turn():
+            survivors = tuple(engine for engine in known if engine not in chosen and engine not in self._ended)
+            self._supervisor.forget(chosen)
+            for engine in chosen:
+                self._ended.pop(engine, None)
+            cluster.restart(chosen)
+            self._await_engines(chosen, on_progress)
+            for engine in chosen:
+                self._dispatch.engine_replaced(engine)
+            self._generation += 1
+            self.namespace.engines_replaced(chosen, survivors)
+        return chosen
+
+    def _require_cluster(self) -> Cluster:
+        if self._cluster is None:
+            raise NoClusterError("The cluster was stopped. Start one with %distnb start, or distnb.start().")
+        return self._cluster
+
+    def status(self) -> tuple[EngineStatus, ...]:
+        """What each engine is, and does."""
+        cluster, stuck = self._require_cluster(), self._supervisor.stuck
+        hellos = self._supervisor.hellos
+        rows = []
+        for engine, process in sorted(cluster.engines.items()):
+            state = self._ended.get(engine) or (f"busy with program {stuck[engine]}, which was ended" if engine in stuck else "idle")
+            host = hellos[engine].host if engine in hellos else ""
+            rows.append(EngineStatus(engine, str(process.device), process.pid, host, state))
+        return tuple(rows)
+
+    # -- programs --------------------------------------------------------------------------------------------------
+
+    def team(self, spec: StrategySpec) -> Team:
+        """The engines that a strategy runs on: all that are there, or as many, or those devices, as it names.
+
+        Raises:
+            OptionError: The strategy asks for what the cluster does not have.
+            ClusterError: No engine is left.
+        """
+        processes = self._require_cluster().engines
+        alive = [engine for engine in sorted(processes) if engine not in self._ended]
+        if not alive:
+            raise ClusterError("Every engine of the cluster has ended. %distnb restart starts them anew.")
+        if spec.devices:
+            chosen = self._on_devices(spec.devices, alive)
+        else:
+            wanted = spec.num_replicas or len(alive)
+            if wanted > len(alive):
+                raise OptionError(
+                    f"The strategy asks for {wanted} replicas and the cluster has {len(alive)} engine(s) "
+                    f"({', '.join(str(processes[engine].device) for engine in alive)}). Start a larger one: "
+                    f"%distnb stop, then %distnb start -n {wanted}."
+                )
+            chosen = alive[:wanted]
+        devices = tuple(processes[engine].device for engine in chosen)
+        return Team(tuple(chosen), devices, self._generation, self._store.host, self._store.port)
+
+    def _on_devices(self, devices: tuple[str, ...], alive: list[int]) -> list[int]:
+        processes = self._require_cluster().engines
+        free = list(alive)
+        chosen = []
+        for device in devices:
+            match = next((engine for engine in free if str(processes[engine].device) == device), None)
+            if match is None:
+                there = ", ".join(str(processes[engine].device) for engine in alive)
+                raise OptionError(f"No engine of the cluster has {device}; its engines have {there}. Name those, or start a cluster on other devices.")
+            free.remove(match)
+            chosen.append(match)
+        return chosen
+
+    def run_cell(self, source: str, spec: StrategySpec, *, filename: str, label: str = "", in_scope: bool = False) -> None:
+        """Run a cell on every replica of a strategy, and bind what it assigned.
+
+        Args:
+            source: Its text, padded with empty lines so that line numbers are the notebook cell's.
+            spec: The strategy.
+            filename: What code objects of the cell carry.
+            label: How tracebacks call the cell, "Cell In[3]".
+            in_scope: Run it within `strategy.scope()`.
+
+        Raises:
+            BaseException: The failing replica's own exception; KeyboardInterrupt when the user ended it.
+        """
+        with self._dispatch.turn():
+            team = self.team(spec)
+            delivery = self.namespace.outgoing(source, team)
+            program = self._dispatch.number()
+            message = RunCell(program, team, spec, source, filename, label, in_scope, delivery)
+            outcome = self._perform(program, team, message)
+            effects = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items() if reply.value is not None}
+            self.namespace.incoming(source, team, effects)
+        raise_failure(outcome, team)
+
+    def _perform(self, program: int, team: Team, message: Any) -> Outcome:
+        """Send one message to a whole team, wait for its end, and tell those who listen."""
+        self._supervisor.publish(Status(program, "started", team, tuple(map(str, team.devices))))
+        outcome = self._dispatch.wait(self._dispatch.send(program, {engine: message for engine in team.engines}))
+        if not outcome.ok:
+            # Whatever was under way on the group is lost; the next program meets in a new one.
+            self._generation += 1
+        self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
+        self._supervisor.publish(Status(program, "ended", team, tuple(map(str, team.devices)), "" if outcome.ok else "failed"))
+        return outcome
+
+    def call(self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a method of a strategy on every replica: how `strategy.run` works from the notebook.
+
+        Returns:
+            What the replicas returned, regrouped; tensors and other objects stay where they are, behind handles.
+        """
+        with self._dispatch.turn():
+            team = self.team(spec)
+            program = self._dispatch.number()
+            payload, delivery = self.namespace.outgoing_call(args, kwargs, team)
+            message = CallFunction(program, team, spec, method, payload, delivery, self.namespace.freed())
+            outcome = self._dispatch.wait(self._dispatch.send(program, {engine: message for engine in team.engines}))
+            if outcome.ok:
+                return self.namespace.result(team, program, {team.rank_of(e): reply.value for e, reply in outcome.replies.items()})
+            self._generation += 1
+        raise_failure(outcome, team)
+
+    def perform(self, engines: Sequence[int], operation: str, target: ObjectId, payload: Any = None) -> dict[int, Any]:
+        """Apply an operation to an object on some engines: how handles read and change what they stand for.
+
+        Returns:
+            The operation's value by engine.
+        """
+        with self._dispatch.turn():
+            program = self._dispatch.number()
+            message = Apply(program, operation, target, payload)
+            outcome = self._dispatch.wait(self._dispatch.send(program, {engine: message for engine in engines}))
+        if not outcome.ok:
+            self._generation += 1
+            processes = self._require_cluster().engines
+            devices = tuple(processes[engine].device for engine in engines)
+            raise_failure(outcome, Team(tuple(engines), devices, 0, "", 0))
+        return {engine: reply.value for engine, reply in outcome.replies.items()}
+
+    def interrupt(self) -> bool:
+        """End the program that runs, as the notebook's stop button does; from any thread. False if none runs."""
+        return self._dispatch.interrupt()
