@@ -27,7 +27,7 @@ import pytest
 
 from tests import processes
 
-# -- a place of its own for all that a run writes -------------------------------------------------------------------
+# -- a place of its own for all that a run writes ---------------------------------------------------------------------
 
 # Before anything imports tempfile's cached directory, jupyter_core or IPython. Short: Unix sockets live here too.
 _ROOT = Path(tempfile.mkdtemp(prefix="dnb-"))

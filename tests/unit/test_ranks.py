@@ -43,7 +43,10 @@ def test_a_hanging_rank_is_killed_and_its_stack_shown():
         run_ranks(program, 2, timeout_s=6)
 
 
-ORPHAN = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdin=-3, stdout=-3, stderr=-3, start_new_session=True).pid)"
+ORPHAN = (
+    "import subprocess; "
+    "print(subprocess.Popen(['sleep', '600'], stdin=-3, stdout=-3, stderr=-3, start_new_session=True).pid)"
+)
 
 
 def test_an_orphan_is_seen():

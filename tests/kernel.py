@@ -1,0 +1,197 @@
+"""A real IPython kernel, driven as a front end drives it: what a user would see, and nothing else.
+
+Example:
+    >>> with Notebook() as notebook:
+    ...     notebook.run("x = 1")
+    ...     assert notebook.run("print(x)").stdout == "1\n"
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from jupyter_client.manager import KernelManager
+
+from tests import processes
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass
+class Ran:
+    """What one cell did, as its front end got it."""
+
+    source: str
+    status: str = "running"
+    error_name: str = ""
+    error_text: str = ""
+    traceback: str = ""
+    stdout: str = ""
+    stderr: str = ""
+    displays: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def check(self) -> Ran:
+        """Itself when the cell ended well, else an AssertionError with its traceback."""
+        assert self.status == "ok", (
+            f"{self.source}\n{self.error_name}: {self.error_text}\n{self.traceback}\n{self.stderr}"
+        )
+        return self
+
+    @property
+    def text(self) -> str:
+        """The plain text of everything shown."""
+        return self.stdout + "".join(str(data.get("text/plain", "")) for data in self.displays)
+
+
+class Notebook:
+    """A kernel with distnb loaded.
+
+    Args:
+        engines: Start a cluster of that many CPU engines at once; 0 for none.
+        env: Added to the kernel's environment. GPUs are hidden unless it says otherwise.
+    """
+
+    def __init__(self, engines: int = 0, *, env: dict[str, str] | None = None) -> None:
+        self._engines = engines
+        self._manager = KernelManager(kernel_name="python3")
+        self._env = {
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "CUDA_VISIBLE_DEVICES": "",
+            **(env or {}),
+        }
+
+    def __enter__(self) -> Notebook:
+        self._manager.start_kernel(env=self._env)
+        self._client = self._manager.client()
+        self._client.start_channels()
+        try:
+            self._client.wait_for_ready(timeout=60)
+            self.run("%load_ext distnb")
+            if self._engines:
+                self.run(f"%distnb start -n {self._engines}", timeout_s=90)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int:
+        """The kernel's process."""
+        provisioner = self._manager.provisioner
+        assert provisioner is not None
+        return int(provisioner.process.pid)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Close the notebook as a front end does: ask the kernel to end, kill it when it does not."""
+        with contextlib.suppress(AttributeError):
+            self._client.stop_channels()
+        self._manager.shutdown_kernel()
+        self._manager.cleanup_resources()
+
+    # -- cells --------------------------------------------------------------------------------------------------
+
+    def start(self, source: str) -> str:
+        """Begin a cell; `finish` waits for it."""
+        return str(self._client.execute(source, allow_stdin=False))
+
+    def finish(self, message: str, source: str = "", *, timeout_s: float = 60.0) -> Ran:
+        """Wait for a cell. When it takes longer, an AssertionError with the stacks of all processes."""
+        ran = Ran(source)
+        begin = time.monotonic()
+        for kind, content in self.events(message, timeout_s):
+            _take(ran, kind, content)
+        reply = self._reply(message)
+        ran.seconds = time.monotonic() - begin
+        ran.status = reply["status"]
+        if ran.status == "error" and not ran.error_name:
+            ran.error_name, ran.error_text = reply["ename"], reply["evalue"]
+        return ran
+
+    def try_run(self, source: str, *, timeout_s: float = 60.0) -> Ran:
+        """Run a cell that may fail."""
+        return self.finish(self.start(source), source, timeout_s=timeout_s)
+
+    def run(self, source: str, *, timeout_s: float = 60.0) -> Ran:
+        """Run a cell that must not fail."""
+        return self.try_run(source, timeout_s=timeout_s).check()
+
+    def value(self, expression: str) -> Any:
+        """The value of an expression whose repr is a literal."""
+        ran = self.run(f"print(repr({expression}))")
+        return ast.literal_eval(ran.stdout)
+
+    def interrupt(self) -> None:
+        """The stop button."""
+        self._manager.interrupt_kernel()
+
+    def complete(self, code: str) -> list[str]:
+        """What Tab offers at the end of `code`."""
+        reply = self._client.complete(code, reply=True, timeout=30)
+        return list(reply["content"]["matches"])
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def events(self, message: str, timeout_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The cell's messages as they come, until it is done."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            got = self._next(deadline, timeout_s)
+            if got["parent_header"].get("msg_id") != message:
+                continue
+            kind, content = got["msg_type"], got["content"]
+            if kind == "status" and content["execution_state"] == "idle":
+                return
+            yield kind, content
+
+    def wait_for_output(self, message: str, text: str, *, timeout_s: float = 60.0) -> str:
+        """Read a running cell's stdout until `text` has come. Returns what came."""
+        seen = ""
+        for kind, content in self.events(message, timeout_s):
+            if kind == "stream" and content["name"] == "stdout":
+                seen += content["text"]
+                if text in seen:
+                    return seen
+            if kind == "error":
+                raise AssertionError(f"failed before {text!r} came: {content['ename']}: {content['evalue']}")
+        raise AssertionError(f"the cell ended before {text!r} came; it wrote {seen!r}")
+
+    def _next(self, deadline: float, timeout_s: float) -> dict[str, Any]:
+        import queue
+
+        try:
+            return dict(self._client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic())))
+        except queue.Empty:
+            pids = [self.pid, *processes.children_of_this_run()]
+            raise AssertionError(f"not done in {timeout_s} s\n{processes.stacks(pids)}") from None
+
+    def _reply(self, message: str) -> dict[str, Any]:
+        while True:
+            reply = self._client.get_shell_msg(timeout=30)
+            if reply["parent_header"].get("msg_id") == message:
+                return dict(reply["content"])
+
+
+def _take(ran: Ran, kind: str, content: dict[str, Any]) -> None:
+    if kind == "stream":
+        setattr(ran, content["name"], getattr(ran, content["name"]) + content["text"])
+    elif kind == "error":
+        ran.error_name, ran.error_text = content["ename"], content["evalue"]
+        ran.traceback = _ANSI.sub("", "\n".join(content["traceback"]))
+    elif kind in ("display_data", "execute_result", "update_display_data"):
+        ran.displays.append(content["data"])

@@ -1,0 +1,317 @@
+"""DESIGN rule 1, as a user meets it: a real kernel, real engines, 2 and 4 of them.
+
+Whatever goes wrong in a cell, the cell ends on every replica with an error that says what went wrong; the next cell
+works; variables made before are still there. No test here measures how long it takes: each has a hard limit, which
+is far beyond the second that is promised, and far below "for ever".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import processes
+from tests.kernel import Notebook, Ran
+
+LIMIT_S = 20.0
+pytestmark = pytest.mark.timeout(120)
+
+SETUP = """
+import os, signal, time
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import distnb
+
+
+class Slow(torch.utils.data.Dataset):
+    def __init__(self, first_nap_s=0.0):
+        self.first_nap_s = first_nap_s
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        if self.first_nap_s:
+            time.sleep(self.first_nap_s)
+        return torch.ones(2)
+
+
+def meet(folder, name):
+    # Tells the others that this replica is about to wait, or (for the one called "fails") waits until all have told.
+    n = dist.get_world_size()
+    open(os.path.join(folder, f"{name}{dist.get_rank()}"), "w").close()
+    if name == "fails":
+        while len(os.listdir(folder)) < n:
+            time.sleep(0.005)
+"""
+
+KEPT = """%%distribute mirrored
+torch.manual_seed(3)
+with strategy.scope():
+    kept = torch.nn.Linear(2, 2, bias=False)
+before = kept.weight.detach().sum().item()
+"""
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 engines", "4 engines"])
+def notebook(request: pytest.FixtureRequest) -> Iterator[Notebook]:
+    with Notebook(request.param) as notebook:
+        notebook.engines = request.param
+        notebook.run("import torch; torch.set_num_threads(1)")
+        notebook.run(SETUP)
+        notebook.run(KEPT)
+        yield notebook
+
+
+@pytest.fixture(autouse=True)
+def _everything_works_afterwards(notebook: Notebook) -> Iterator[None]:
+    yield
+    works(notebook, notebook.engines)
+
+
+def works(notebook: Notebook, replicas: int) -> None:
+    """The next cell works on that many replicas, and what was made before is still there."""
+    ran = notebook.run(
+        """%%distribute mirrored
+total = torch.ones(1)
+dist.all_reduce(total)
+now = kept.weight.detach().sum().item()
+x = torch.ones(1, 2)
+strategy.run(lambda: distnb.nn.compute_average_loss(kept(x).sum(1), global_batch_size=4).backward())
+print("replicas:", int(total))
+""",
+        timeout_s=LIMIT_S,
+    )
+    assert f"replicas: {replicas}\n" in ran.stdout
+    assert notebook.value("now == before") is True
+
+
+def failed(notebook: Notebook, source: str, error: str, limit_s: float = LIMIT_S) -> Ran:
+    """Run a cell that must end with an error of this name."""
+    ran = notebook.try_run(source, timeout_s=limit_s)
+    assert ran.status == "error", ran
+    assert ran.error_name == error, ran.traceback
+    return ran
+
+
+def line_of(source: str, text: str) -> int:
+    return next(number for number, line in enumerate(source.splitlines(), 1) if text in line)
+
+
+# -- (a) one replica raises while the others wait ------------------------------------------------------------------
+
+FAIL = 'raise ValueError("mine")'
+WAITS = {
+    "our collective": """
+def step():
+    context = distnb.get_replica_context()
+    if context.replica_id_in_sync_group == 1:
+        meet(FOLDER, "fails")
+        raise ValueError("mine")
+    meet(FOLDER, "waits")
+    return context.all_reduce("sum", torch.ones(3))
+strategy.run(step)
+""",
+    "reduce": """
+if distnb.replica_id() == 1:
+    meet(FOLDER, "fails")
+    raise ValueError("mine")
+values = strategy.run(lambda: torch.ones(3) * (1 + distnb.replica_id()))
+meet(FOLDER, "waits")
+strategy.reduce("sum", values, axis=None)
+""",
+    "raw all_reduce": """
+if distnb.replica_id() == 1:
+    meet(FOLDER, "fails")
+    raise ValueError("mine")
+meet(FOLDER, "waits")
+dist.all_reduce(torch.ones(3))
+""",
+    "raw barrier": """
+if distnb.replica_id() == 1:
+    meet(FOLDER, "fails")
+    raise ValueError("mine")
+meet(FOLDER, "waits")
+dist.barrier()
+""",
+    "backward": """
+with strategy.scope():
+    net = torch.nn.Linear(2, 1)
+def step():
+    loss = distnb.nn.compute_average_loss(net(torch.ones(3, 2)).sum(1), global_batch_size=12)
+    if distnb.replica_id() == 1:
+        meet(FOLDER, "fails")
+        raise ValueError("mine")
+    meet(FOLDER, "waits")
+    loss.backward()
+strategy.run(step)
+""",
+    "DistributedDataParallel's backward": """
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+loss = net(torch.ones(3, 2)).sum()
+if distnb.replica_id() == 1:
+    meet(FOLDER, "fails")
+    raise ValueError("mine")
+meet(FOLDER, "waits")
+loss.backward()
+""",
+}
+WORKERS = """
+loader = torch.utils.data.DataLoader(Slow(), num_workers=1)
+alive = iter(loader)
+next(alive)
+"""
+
+
+@pytest.mark.parametrize("workers", [False, True], ids=["", "workers alive"])
+@pytest.mark.parametrize("where", WAITS)
+def test_one_replica_raises_while_the_others_wait(
+    notebook: Notebook, tmp_path: Path, where: str, workers: bool
+) -> None:
+    source = (
+        "%%distribute mirrored" + (WORKERS if workers else "") + WAITS[where].replace("FOLDER", repr(str(tmp_path)))
+    )
+    ran = failed(notebook, source, "ValueError")
+    assert ran.error_text == "mine"
+    assert FAIL in ran.traceback, "its source line is shown"
+    assert f"line {line_of(source, FAIL)}" in ran.traceback, "with the line number of the notebook's cell"
+    assert ran.traceback.index("Replica 1") < ran.traceback.index(FAIL), "the failing replica is named first"
+    others = "replica 0" if notebook.engines == 2 else "replicas 0, 2-3"
+    assert others in ran.traceback, "the others are summed up"
+    assert ran.traceback.count("Traceback (most recent call last)") <= 1, "no other replica's traceback"
+
+
+# -- (b) collectives that do not match ---------------------------------------------------------------------------------
+
+MISMATCHES = {
+    "different operations": (
+        "if distnb.replica_id() == 0:\n    dist.all_reduce(torch.ones(4))\nelse:\n    dist.broadcast(torch.ones(4), 0)",
+        ("all_reduce", "broadcast"),
+    ),
+    "different shapes": ("dist.all_reduce(torch.ones(4 + distnb.replica_id()))", ("[4]", "[5]")),
+    "different dtypes": (
+        "dist.all_reduce(torch.ones(4, dtype=torch.float32 if distnb.replica_id() == 0 else torch.int32))",
+        ("float32", "int32"),
+    ),
+    "different order, same size": (
+        "a, b = torch.ones(4), torch.full((4,), 10.0)\n"
+        "if distnb.replica_id() == 0:\n    dist.all_reduce(a)\n    dist.all_reduce(b)\n"
+        "else:\n    dist.all_reduce(b)\n    dist.all_reduce(a)",
+        ("line 4", "line 7"),
+    ),
+    "one calls more": (
+        "dist.all_reduce(torch.ones(4))\nif distnb.replica_id() == 0:\n    dist.all_reduce(torch.ones(4))",
+        ("line 4",),
+    ),
+    "ours, in run": (
+        "def step():\n    context = distnb.get_replica_context()\n"
+        "    if context.replica_id_in_sync_group == 0:\n        return context.all_reduce('sum', torch.ones(4))\n"
+        "    return context.all_gather(torch.ones(4), 0)\nstrategy.run(step)",
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_collectives_that_do_not_match_are_an_error(notebook: Notebook, what: str) -> None:
+    body, told = MISMATCHES[what]
+    ran = failed(notebook, f"%%distribute mirrored\n{body}\nprint('went on')", "CollectiveMismatchError")
+    for text in told:
+        assert text in ran.traceback
+    assert "went on" not in ran.stdout or what == "one calls more", "no replica went on with a wrong sum"
+
+
+# -- (c) the user interrupts -----------------------------------------------------------------------------------------------
+
+INTERRUPTED = {
+    "pure Python": "print('ready', flush=True)\nwhile True:\n    pass",
+    "a sleep": "print('ready', flush=True)\ntime.sleep(600)",
+    "a collective": (
+        "print('ready', flush=True)\nif distnb.replica_id() == 0:\n    time.sleep(600)\ndist.all_reduce(torch.ones(3))"
+    ),
+    "our collective": (
+        "def step():\n    if distnb.replica_id() == 0:\n        time.sleep(600)\n"
+        "    return distnb.get_replica_context().all_reduce('sum', torch.ones(3))\n"
+        "print('ready', flush=True)\nstrategy.run(step)"
+    ),
+    "a DataLoader with workers": (
+        "loader = torch.utils.data.DataLoader(Slow(600.0), num_workers=2)\n"
+        "print('ready', flush=True)\nfor batch in loader:\n    pass"
+    ),
+    "except Exception": (
+        "print('ready', flush=True)\nwhile True:\n    try:\n        time.sleep(600)\n    except Exception:\n        pass"
+    ),
+}
+
+
+@pytest.mark.parametrize("by", ["stop button", "magic"])
+@pytest.mark.parametrize("what", INTERRUPTED)
+def test_the_user_interrupts(notebook: Notebook, tmp_path: Path, what: str, by: str) -> None:
+    children = len(processes.children_of_this_run())
+    if by == "magic":  # from a thread: the main one is busy with the cell
+        go = tmp_path / "go"
+        notebook.run(
+            "import threading\n"
+            "def _stop():\n"
+            f"    while not os.path.exists({str(go)!r}):\n        time.sleep(0.01)\n"
+            "    get_ipython().run_line_magic('distnb', 'interrupt')\n"
+            "stopper = threading.Thread(target=_stop); stopper.start()"
+        )
+    source = f"%%distribute mirrored\n{INTERRUPTED[what]}"
+    message = notebook.start(source)
+    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+    if by == "magic":
+        go.touch()
+    else:
+        notebook.interrupt()
+    ran = notebook.finish(message, source, timeout_s=LIMIT_S)
+    assert ran.error_name == "KeyboardInterrupt", ran
+    if by == "magic":
+        notebook.run("stopper.join(); del stopper, _stop")
+    processes.wait_until(
+        lambda: len(processes.children_of_this_run()) <= children, LIMIT_S, "DataLoader workers are still there"
+    )
+
+
+def test_code_that_no_signal_reaches_gives_the_prompt_back(notebook: Notebook) -> None:
+    source = """%%distribute mirrored
+print("ready", flush=True)
+if distnb.replica_id() == 1:
+    sum(range(10**12))
+dist.all_reduce(torch.ones(1))
+"""
+    message = notebook.start(source)
+    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+    notebook.interrupt()
+    ran = notebook.finish(message, source, timeout_s=LIMIT_S)
+    assert ran.error_name == "KeyboardInterrupt", ran
+    assert "busy" in notebook.run("%distnb status").text
+    failed(notebook, "%%distribute mirrored\npass", "ReplicaStuck")
+    notebook.run("%distnb restart 1", timeout_s=60)
+
+
+# -- (d) an engine dies ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [False, True], ids=["", "workers alive"])
+@pytest.mark.parametrize("waits", ["dist.all_reduce(torch.ones(3))", "time.sleep(600)"], ids=["collective", "sleep"])
+def test_an_engine_is_killed(notebook: Notebook, tmp_path: Path, waits: str, workers: bool) -> None:
+    source = (
+        "%%distribute mirrored"
+        + (WORKERS if workers else "\n")
+        + f"""
+if distnb.replica_id() == 1:
+    meet({str(tmp_path)!r}, "fails")
+    os.kill(os.getpid(), signal.SIGKILL)
+meet({str(tmp_path)!r}, "waits")
+{waits}
+"""
+    )
+    ran = failed(notebook, source, "EngineDied")
+    assert "ngine 1" in ran.error_text
+    assert "SIGKILL" in ran.error_text or "signal 9" in ran.error_text
+    works(notebook, notebook.engines - 1)  # on the survivors
+    notebook.run("%distnb restart --missing", timeout_s=60)  # and, after this, on all: see the fixture
