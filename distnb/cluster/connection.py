@@ -1,0 +1,120 @@
+"""What an engine must know to reach the notebook, and the private directory where that is written.
+
+Secrets are files that only the user can read, never arguments or environment variables: other users of the machine
+can list those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from distnb.errors import StartError
+
+__all__ = ["CONNECTION_VARIABLE", "Connection", "Keys", "make_keys", "make_run_directory", "remove_run_directory"]
+
+CONNECTION_VARIABLE = "DISTNB_CONNECTION"
+"""Environment variable that holds the path of the connection file."""
+
+_FILE_NAME = "connection.json"
+_PREFIX = "distnb-"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """CURVE key pairs of a cluster (Z85 text): the notebook's, and the one that all its engines share."""
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+
+def make_keys() -> Keys:
+    """New key pairs for one cluster. The server's secret never leaves the notebook process."""
+    import zmq
+
+    server, client = zmq.curve_keypair(), zmq.curve_keypair()
+    return Keys(*(key.decode("ascii") for key in (*server, *client)))
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How an engine reaches the notebook that started it.
+
+    Attributes:
+        program_url, control_url: Where the notebook listens (ZeroMQ addresses).
+        server_public: The notebook's CURVE key (Z85).
+        client_public, client_secret: The engines' CURVE keys (Z85).
+        store_host, store_port: The rendezvous store.
+        notebook_pid: The process whose end is the engines' end.
+    """
+
+    program_url: str
+    control_url: str
+    server_public: str
+    client_public: str
+    client_secret: str
+    store_host: str
+    store_port: int
+    notebook_pid: int
+
+    def write(self, directory: Path) -> Path:
+        """Write the connection file (mode 0600) and return its path."""
+        path = directory / _FILE_NAME
+        # The mode is given at creation: a chmod afterwards would leave a moment in which others can read.
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(dataclasses.asdict(self), file)
+        return path
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Connection:
+        """Read a connection file.
+
+        Raises:
+            StartError: It is not there, is no connection file, or others could have read or written it.
+        """
+        try:
+            status = os.stat(path)
+            if status.st_uid != os.getuid() or status.st_mode & 0o077:
+                raise StartError(
+                    f"The connection file {os.fspath(path)} can be read or changed by other users (mode "
+                    f"{status.st_mode & 0o777:o}, owner {status.st_uid}), so its keys "
+                    "are no secret. Start the cluster anew."
+                )
+            return cls(**json.loads(Path(path).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise StartError(f"{os.fspath(path)} is no connection file of a running cluster: {error}.") from error
+
+
+def make_run_directory() -> Path:
+    """A new directory (mode 0700) for one cluster's secrets, logs and sockets.
+
+    It is made in XDG_RUNTIME_DIR where that exists (it lives in memory), else in the directory for temporary files.
+
+    Raises:
+        StartError: It could not be made.
+    """
+    for parent in (os.environ.get("XDG_RUNTIME_DIR"), None):
+        if parent is not None and not os.access(parent, os.W_OK | os.X_OK):
+            continue
+        try:
+            return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        except OSError as error:
+            failure = error
+    raise StartError(
+        f"No directory for the cluster's secrets could be made: {failure}. "
+        "Set TMPDIR to a directory that you may write."
+    )
+
+
+def remove_run_directory(directory: str | os.PathLike[str]) -> None:
+    """Remove a directory that `make_run_directory` made; nothing else, and silently when it is gone."""
+    if os.path.basename(os.path.normpath(directory)).startswith(_PREFIX):
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,208 @@
+"""Which devices this machine has, and which of them engines get.
+
+GPUs are counted through NVML, the driver's own library: no process is started, torch is not imported, and CUDA is
+not initialised in the notebook (that would cost GPU memory there, and make forking unsafe).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from distnb.errors import OptionError, StartError
+from distnb.topology import Device, parse_device
+
+__all__ = ["available_gpus", "plan_devices"]
+
+_DEFAULT_CPU_ENGINES = 2
+_MOST_ENGINES = 256
+
+
+def plan_devices(
+    n: int | None = None,
+    devices: str | Sequence[str | Device] | None = None,
+    *,
+    oversubscribe: bool = False,
+    gpus: int | None = None,
+) -> tuple[Device, ...]:
+    """Decide which device each engine gets.
+
+    Nothing given: one engine per GPU, else two on the CPU. CPU engines are told apart by number (`cpu:0`, `cpu:1`);
+    all of them share the machine's cores.
+
+    Args:
+        n: How many engines.
+        devices: Their devices, as a sequence or as comma-separated text, in any spelling that `parse_device` reads.
+        oversubscribe: Let several engines share one device.
+        gpus: How many GPUs there are; None to ask the driver.
+
+    Returns:
+        One device per engine.
+
+    Raises:
+        OptionError: The numbers or names make no sense.
+        StartError: This machine does not have what was asked for; the text lists what it has.
+
+    Example:
+        >>> [str(device) for device in plan_devices(3, gpus=0)]
+        ['cpu:0', 'cpu:1', 'cpu:2']
+        >>> [str(device) for device in plan_devices(devices="/gpu:0,/gpu:1", gpus=2)]
+        ['cuda:0', 'cuda:1']
+    """
+    _check_count(n)
+    named = _read_names(devices)
+    if named is None:
+        gpus = available_gpus() if gpus is None else gpus
+        return _plan_by_count(n, gpus, oversubscribe)
+    if n is not None and n != len(named) and not (oversubscribe and len(set(named)) == 1):
+        raise OptionError(
+            f"n={n} engines were asked for with {len(named)} device(s) ({_list(named)}). "
+            "Name one device per engine, or leave one of the two out."
+        )
+    if n is not None and n != len(named):
+        named = named * n
+    if any(device.type == "cuda" for device in named) and gpus is None:
+        gpus = available_gpus()
+    for device in named:
+        _check_exists(device, gpus or 0)
+    doubles = sorted({device for device in named if named.count(device) > 1})
+    if doubles and not oversubscribe:
+        raise OptionError(
+            f"{_list(doubles)} is named more than once in {_list(named)}. Each engine gets a device of its own; "
+            "oversubscribe=True lets several share one (replicas then communicate through host memory)."
+        )
+    return named
+
+
+def _check_count(n: int | None) -> None:
+    if n is None:
+        return
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise OptionError(f"n={n!r}: give the number of engines as a whole number.")
+    if n < 1:
+        raise OptionError(f"n={n}: a cluster has at least one engine.")
+    if n > _MOST_ENGINES:
+        raise OptionError(
+            f"n={n}: more than {_MOST_ENGINES} engines on one machine; each is a process with torch in it."
+        )
+
+
+def _read_names(devices: str | Sequence[str | Device] | None) -> tuple[Device, ...] | None:
+    if devices is None:
+        return None
+    if isinstance(devices, str):
+        devices = [part for part in devices.split(",") if part.strip()]
+    elif not isinstance(devices, Sequence):
+        raise OptionError(
+            f"devices={devices!r}: give a sequence of device names, such as ['cuda:0', 'cuda:1'], or text with commas."
+        )
+    if not devices:
+        raise OptionError(
+            "devices is empty. Name at least one device, or leave it out: one engine per GPU, else two on the CPU."
+        )
+    return tuple(parse_device(device) for device in devices)
+
+
+def _plan_by_count(n: int | None, gpus: int, oversubscribe: bool) -> tuple[Device, ...]:
+    if gpus == 0:
+        return tuple(Device("cpu", index) for index in range(n or _DEFAULT_CPU_ENGINES))
+    if n is None or n <= gpus:
+        return tuple(Device("cuda", index) for index in range(n or gpus))
+    if not oversubscribe:
+        there = _list(Device("cuda", index) for index in range(gpus))
+        on_cpu = ",".join(f"cpu:{index}" for index in range(n))
+        raise StartError(
+            f"{n} engines were asked for and this machine has {_count(gpus)} ({there}). Ask for at most {gpus}, "
+            f"name CPU devices (devices={on_cpu!r}), or let engines share GPUs (oversubscribe=True)."
+        )
+    return tuple(Device("cuda", index % gpus) for index in range(n))
+
+
+def _check_exists(device: Device, gpus: int) -> None:
+    if device.type == "cpu":
+        if device.index >= _MOST_ENGINES:
+            raise OptionError(f"{device}: CPU engines are numbered cpu:0 to cpu:{_MOST_ENGINES - 1}.")
+        return
+    if device.type != "cuda":
+        raise StartError(f"{device}: engines run on CPU and CUDA devices here. {_what_is_there(gpus)}")
+    if device.index >= gpus:
+        raise StartError(f"There is no {device} on this machine. {_what_is_there(gpus)}")
+
+
+def _what_is_there(gpus: int) -> str:
+    if gpus:
+        return f"It has {_count(gpus)} ({_list(Device('cuda', i) for i in range(gpus))}) and the CPU (cpu:0, cpu:1, …)."
+    return f"It has the CPU only (cpu:0, cpu:1, …): {_why_no_gpu()}."
+
+
+def _why_no_gpu() -> str:
+    if not _torch_has_cuda():
+        return "the installed PyTorch is a build without CUDA"
+    if _physical_gpus() is None:
+        return "no NVIDIA driver was found"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+        return f"CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']!r}"
+    return "the NVIDIA driver reports no GPU"
+
+
+def _count(gpus: int) -> str:
+    return f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
+
+
+def _list(devices: object) -> str:
+    return ", ".join(str(device) for device in devices)  # type: ignore[attr-defined]
+
+
+def available_gpus() -> int:
+    """How many GPUs an engine would see: those that CUDA_VISIBLE_DEVICES leaves, if torch can use them."""
+    physical = _physical_gpus()
+    if not physical or not _torch_has_cuda():
+        return 0
+    return _visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), physical)
+
+
+def _visible_gpus(setting: str | None, physical: int) -> int:
+    """What CUDA makes of CUDA_VISIBLE_DEVICES: entries up to the first that names no GPU; none when one is repeated."""
+    if setting is None:
+        return physical
+    seen: list[str] = []
+    for entry in (part.strip() for part in setting.split(",")):
+        if entry.isdigit():
+            if int(entry) >= physical:
+                break
+            entry = str(int(entry))
+        elif not entry.startswith(("GPU-", "MIG-")):
+            break
+        if entry in seen:
+            return 0
+        seen.append(entry)
+    return len(seen)
+
+
+@cache
+def _physical_gpus() -> int | None:
+    """GPUs that the driver knows; None without a driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    try:
+        count = ctypes.c_uint()
+        return int(count.value) if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else None
+    finally:
+        nvml.nvmlShutdown()
+
+
+@cache
+def _torch_has_cuda() -> bool:
+    """Whether the installed torch was built with CUDA, told from its files: importing it takes a second."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    return (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists()

@@ -1,0 +1,91 @@
+"""ipyparallel's launchers for one controller and one engine, watched by our watcher instead of a thread each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineLauncher, LocalProcessLauncher
+
+from distnb.cluster.surroundings import import_environment
+from distnb.cluster.watcher import Watcher
+
+__all__ = ["ControllerProcessLauncher", "EngineProcessLauncher", "launch_controller", "launch_engine"]
+
+# -P: a file of the user's, such as random.py beside the notebook, must not stand in for a module that we import.
+_PYTHON = (sys.executable, "-P", "-m")
+
+
+Ended = Callable[[int, int | None], None]
+"""Called with (pid, exit status or None) when a process has ended."""
+
+
+class _Watched(LocalProcessLauncher):  # type: ignore[misc]
+    """A launcher whose process is reaped by a `Watcher`, and whose log stays until the cluster's directory goes."""
+
+    watcher: Watcher
+    ended: Ended
+
+    def _start_waiting(self) -> None:
+        self.watcher.watch(self.pid, self._end)
+
+    def _end(self, status: int | None) -> None:
+        if self._popen_process is not None:
+            self._popen_process.returncode = status if status is not None else 0  # already reaped
+        self.notify_stop({"exit_code": status, "pid": self.pid, "identifier": self.identifier})
+        self.ended(self.pid, status)
+
+    def _log_output(self, stop_data: object = None) -> None:
+        """The log is read by whoever has to explain the end."""
+
+
+class EngineProcessLauncher(_Watched, LocalEngineLauncher):  # type: ignore[misc]
+    """Starts one engine."""
+
+
+class ControllerProcessLauncher(_Watched, LocalControllerLauncher):  # type: ignore[misc]
+    """Starts ipyparallel's controller."""
+
+
+def launch_engine(
+    engine: int, directory: Path, log: Path, environment: dict[str, str], watcher: Watcher, ended: Ended
+) -> int:
+    """Start an engine and return its pid. `ended` is called in the watcher's thread."""
+    launcher = EngineProcessLauncher(
+        engine_cmd=[*_PYTHON, "distnb.engine"],
+        environment=environment,
+        identifier=str(engine),
+        output_file=str(log),
+        profile_dir=str(directory),
+        work_dir=os.getcwd(),
+    )
+    return _start(launcher, watcher, ended)
+
+
+def launch_controller(directory: Path, log: Path, watcher: Watcher, ended: Ended) -> int:
+    """Start the controller and return its pid. One process, with its heart monitor, serves all on loopback."""
+    launcher = ControllerProcessLauncher(
+        controller_cmd=[*_PYTHON, "distnb.cluster.controller", str(os.getpid()), str(directory)],
+        controller_args=[
+            f"--profile-dir={directory}",
+            "--ip=127.0.0.1",
+            "--location=127.0.0.1",
+            "--usethreads",
+            "--ping=1000",
+            "--log-level=WARN",
+        ],
+        environment=import_environment(),
+        identifier="controller",
+        output_file=str(log),
+        profile_dir=str(directory),
+        work_dir=os.getcwd(),
+    )
+    return _start(launcher, watcher, ended)
+
+
+def _start(launcher: _Watched, watcher: Watcher, ended: Ended) -> int:
+    launcher.watcher, launcher.ended = watcher, ended
+    launcher.start()
+    return int(launcher.pid)

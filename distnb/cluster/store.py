@@ -1,0 +1,84 @@
+"""The rendezvous store: where the replicas of a team find each other before they can communicate."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from distnb.errors import StartError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+__all__ = ["RendezvousStore"]
+
+_HOST = "127.0.0.1"
+_BACKLOG = 1024
+_TIMEOUT_S = 60.0
+
+
+class RendezvousStore:
+    """A torch TCPStore on loopback, served by threads of the process that makes it.
+
+    The port is taken at once, and torch imported only when `serve` is called: engines can be told where the store
+    will be while torch still loads, and those that connect early wait in the socket's queue.
+
+    Example:
+        >>> store = RendezvousStore()
+        >>> store.host
+        '127.0.0.1'
+        >>> store.close()
+
+    Args:
+        port: Where to listen; 0 for any free port.
+
+    Raises:
+        StartError: The port is taken.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        # TCPStore itself would listen on every interface, whatever host it is given; a bound socket it takes as it is.
+        self._socket: socket.socket | None = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._socket.bind((_HOST, port))
+        except (OSError, OverflowError) as error:
+            self._socket.close()
+            raise StartError(
+                f"The rendezvous store could not listen on {_HOST}:{port}: {error}. "
+                "Choose another port, or 0 for any free one."
+            ) from error
+        self._socket.listen(_BACKLOG)
+        self.host: str = _HOST
+        self.port: int = self._socket.getsockname()[1]
+        self._store: TCPStore | None = None
+        self._lock = threading.Lock()
+
+    def serve(self) -> TCPStore:
+        """Start to answer, and return the store itself. Imports torch; later calls return the same store."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        with self._lock:
+            if self._store is None:
+                if self._socket is None:
+                    raise StartError(f"The rendezvous store on port {self.port} was closed.")
+                self._store = TCPStore(
+                    self.host,
+                    self.port,
+                    None,
+                    is_master=True,
+                    timeout=timedelta(seconds=_TIMEOUT_S),
+                    wait_for_workers=False,
+                    master_listen_fd=self._socket.fileno(),
+                )
+                self._socket.detach()  # from here on the descriptor is the store's
+            return self._store
+
+    def close(self) -> None:
+        """Stop listening. Replicas that already found each other go on."""
+        with self._lock:
+            self._store = None
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None

@@ -1,0 +1,81 @@
+"""The environment variables of a process that computes: threads, network interfaces, and who it is."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from distnb.cluster.connection import CONNECTION_VARIABLE
+from distnb.topology import Device
+
+__all__ = [
+    "AGENT_VARIABLE",
+    "DEVICE_VARIABLE",
+    "ENGINE_VARIABLE",
+    "REPLACES_VARIABLE",
+    "THREADS_VARIABLE",
+    "compute_environment",
+    "cores",
+    "engine_environment",
+    "import_environment",
+    "threads_for",
+]
+
+ENGINE_VARIABLE = "DISTNB_ENGINE_ID"
+DEVICE_VARIABLE = "DISTNB_DEVICE"
+THREADS_VARIABLE = "DISTNB_THREADS"
+REPLACES_VARIABLE = "DISTNB_REPLACES"
+AGENT_VARIABLE = "DISTNB_AGENT"
+"""Module whose `install` makes an engine of the process; tests put a small one in the agent's place."""
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_for(processes: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Threads for each of several processes that compute side by side, so that they don't fight for the cores.
+
+    A number that the user set in OMP_NUM_THREADS is left as it is.
+    """
+    chosen = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(chosen) if chosen.isdigit() and int(chosen) > 0 else max(1, cores() // processes)
+
+
+def compute_environment(processes: int) -> dict[str, str]:
+    """For every process that computes on this machine together with others.
+
+    All communication stays on the loopback interface: Gloo and NCCL would listen on a public one.
+    """
+    environment = {
+        "OMP_NUM_THREADS": str(threads_for(processes)),
+        "GLOO_SOCKET_IFNAME": _LOOPBACK,
+        "TP_SOCKET_IFNAME": _LOOPBACK,
+        "NCCL_SOCKET_IFNAME": _LOOPBACK,
+        "NCCL_RAS_ENABLE": "0",  # a monitoring port of its own, which nobody here reads
+    }
+    return environment | import_environment()
+
+
+def import_environment() -> dict[str, str]:
+    """Lets a child process import the distnb that this process uses, also when that is a checkout and not installed."""
+    package = str(Path(__file__).parents[2])
+    if package in (*site.getsitepackages(), site.getusersitepackages()):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
+
+
+def engine_environment(engine: int, device: Device, engines: int, connection_file: Path) -> dict[str, str]:
+    """For one engine of a cluster of `engines` on this machine."""
+    environment = compute_environment(engines)
+    environment[THREADS_VARIABLE] = environment["OMP_NUM_THREADS"]
+    environment[ENGINE_VARIABLE] = str(engine)
+    environment[DEVICE_VARIABLE] = str(device)
+    environment[CONNECTION_VARIABLE] = str(connection_file)
+    return environment

@@ -1,0 +1,113 @@
+"""`python -m distnb.engine`: one engine process. The cluster starts it, and tells it all in its environment."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from distnb.cluster.connection import CONNECTION_VARIABLE, Connection, remove_run_directory
+from distnb.cluster.orphans import die_with
+from distnb.cluster.surroundings import (
+    AGENT_VARIABLE,
+    DEVICE_VARIABLE,
+    ENGINE_VARIABLE,
+    REPLACES_VARIABLE,
+    THREADS_VARIABLE,
+)
+from distnb.cluster.watcher import READY_PIPE
+from distnb.topology import Device, parse_device
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Become an engine, until the notebook says otherwise or is gone."""
+    path = Path(os.environ[CONNECTION_VARIABLE])
+    engine = int(os.environ[ENGINE_VARIABLE])
+    device = parse_device(os.environ[DEVICE_VARIABLE])
+    connection = Connection.read(path)
+    if os.getpgid(0) != os.getpid():
+        os.setsid()  # a terminal's Ctrl-C is for the notebook; and what ends with us is exactly our group
+    die_with(connection.notebook_pid, first=lambda: remove_run_directory(path.parent))
+    loading = _Loading()
+    # ipykernel and IPython load beside torch: reading files and linking libraries leave time for each other.
+    from distnb.engine.app import EngineApp
+
+    app = EngineApp.instance(id=engine)
+    app.initialize([f"--profile-dir={path.parent}", "--log-level=WARN"])
+    app.replaces = REPLACES_VARIABLE in os.environ
+
+    def prepare(shell: Any) -> None:
+        loading.finish()
+        _choose_device(device)
+        agent = importlib.import_module(os.environ.get(AGENT_VARIABLE, "distnb.engine.agent"))
+        agent.install(shell, connection, engine, device)
+        _tell_ready(path.parent, engine)
+
+    app.prepare = prepare
+    try:
+        app.start()
+    except SystemExit:
+        pass
+    _leave()
+
+
+class _Loading:
+    """torch, imported by a thread of its own."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._load, name="distnb-import-torch", daemon=True)
+        self._thread.start()
+
+    def _load(self) -> None:
+        try:
+            import torch
+            import torch.distributed
+
+            torch.set_num_threads(int(os.environ.get(THREADS_VARIABLE, "1")))
+        except BaseException as error:  # noqa: BLE001  # raised in the main thread
+            self._error = error
+
+    def finish(self) -> None:
+        """Wait until it is there. Raises what its import raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _choose_device(device: Device) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(device.index)
+
+
+def _tell_ready(directory: Path, engine: int) -> None:
+    """Tell the cluster that this engine serves. If the notebook has gone in the meantime, others notice."""
+    try:
+        descriptor = os.open(directory / READY_PIPE, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        os.write(descriptor, b"%d\n" % engine)
+    finally:
+        os.close(descriptor)
+
+
+def _leave() -> None:
+    """End the process: exit functions run (they end DataLoader workers), threads of the user are not waited for."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            stream.flush()
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

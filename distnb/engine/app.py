@@ -1,0 +1,186 @@
+"""The engine as an ipyparallel engine: its kernel and shell exist at once, and join the controller when that is there.
+
+ipyparallel's own engine makes its kernel only after the controller has answered. Ours does not wait: the notebook
+reaches the agent directly, so cells run while the controller still starts, and ipyparallel's channel follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import zmq
+from ipykernel.control import ControlThread
+from ipykernel.iostream import IOPubThread, OutStream
+from ipykernel.kernelapp import IPKernelApp
+from ipyparallel.controller.heartmonitor import Heart
+from ipyparallel.engine.app import IPEngine
+from ipyparallel.engine.kernel import IPythonParallelKernel
+from jupyter_client.session import Session
+from zmq.eventloop.zmqstream import ZMQStream
+
+__all__ = ["EngineApp", "PythonStream"]
+
+_LOOK_S = 0.1  # how often the controller's connection file is looked for
+_ANSWER_S = 5.0  # how long an answer of the controller is waited for before it is asked anew
+_GIVE_UP_S = 600.0
+
+
+class PythonStream(OutStream):
+    """Sends what Python code writes to ipyparallel's clients. File descriptors 1 and 2 are left to the agent."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "watchfd": False})  # type: ignore[no-untyped-call]
+
+
+class EngineApp(IPEngine):  # type: ignore[misc]
+    """One engine. `prepare` is called with the shell when it exists, on the running event loop of the main thread."""
+
+    name = "distnb-engine"
+    prepare: Callable[[Any], None] = staticmethod(lambda shell: None)
+    replaces = False  # whether an engine of the same id was registered before
+
+    def init_engine(self) -> None:
+        """Called by `initialize`. ipyparallel waits for the controller here; we do not."""
+        self.session = Session(parent=self)
+        self.session.metadata = {"engine": self.session.session}  # ipyparallel's clients tell engines by it
+        self.find_connection_file()
+
+    def init_signal(self) -> None:
+        """SIGINT is not for engines (programs are ended by the agent); SIGTERM ends this one.
+
+        A handler that does nothing, not SIG_IGN: subprocesses would inherit that, and could not be interrupted.
+        """
+        signal.signal(signal.SIGINT, lambda number, frame: None)
+        signal.signal(signal.SIGTERM, self._terminate)
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self.loop.add_callback_from_signal(self._leave)
+        raise SystemExit(0)  # out of a cell that runs; where that is swallowed, the loop ends next
+
+    def _leave(self) -> None:
+        raise SystemExit(0)
+
+    async def _start(self) -> None:
+        self._build_kernel()
+        self.prepare(self.kernel.shell)
+        joining = asyncio.ensure_future(self._join_controller())
+        if self._kernel_start_future is not None:
+            await self._kernel_start_future
+        await asyncio.Event().wait()
+        joining.cancel()
+
+    # -- the kernel, on sockets that lead nowhere yet ----------------------------------------------------------------
+
+    def _build_kernel(self) -> None:
+        self.shell_socket = self._socket(zmq.ROUTER)
+        self.control_socket = self._socket(zmq.ROUTER)
+        self.iopub_socket = self._socket(zmq.PUB)  # XPUB would greet the controller, which does not know the greeting
+        self.iopub_socket.SNDHWM = 0
+        self._iopub = IOPubThread(self.iopub_socket)
+        self._iopub.start()
+        self._control_thread = ControlThread(daemon=True)
+        self._control_thread.start()
+        self.config.HistoryManager.hist_file = ":memory:"
+        self.kernel = IPythonParallelKernel.instance(
+            parent=self,
+            engine_id=self.id,
+            ident=self.ident,
+            session=self.session,
+            iopub_socket=self._iopub,
+            user_ns=self.user_ns,
+            log=self.log,
+            control_thread=self._control_thread,
+            control_stream=ZMQStream(self.control_socket, self._control_thread.io_loop),
+            shell_streams=[ZMQStream(self.shell_socket)],
+        )
+        self.kernel.shell.display_pub.topic = f"engine.{self.id}.displaypub".encode()
+        self._init_kernel_app()
+        self.out_stream_factory = PythonStream
+        self.redirect_output(self._iopub)
+        started = self.kernel.start()
+        if started is not None:
+            self._kernel_start_future = asyncio.ensure_future(started)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self.context.socket(kind)
+        socket.identity = self.bident
+        return socket
+
+    def _init_kernel_app(self) -> None:
+        """Code in the shell, and ipykernel itself, asks for an application."""
+        app = self.kernel_app = IPKernelApp(parent=self, shell=self.kernel.shell, kernel=self.kernel, log=self.log)
+        IPKernelApp._instance = app  # type: ignore[assignment]
+        self.init_signal()
+        app.init_profile_dir()
+        app.init_gui_pylab()
+        app.init_extensions()
+        app.init_code()
+
+    # -- ipyparallel's channels --------------------------------------------------------------------------------------
+
+    async def _join_controller(self) -> None:
+        """Register, however late the controller comes, and however often it has to be started."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _GIVE_UP_S
+        while loop.time() < deadline:
+            info = self._read_connection_file()
+            answer = await self._register(info) if info else None
+            if info and answer:
+                self._connect(info, answer)
+                return
+            await asyncio.sleep(_LOOK_S)
+        self.log.warning("ipyparallel's controller never came; its own channel does not work in this cluster.")
+
+    def _read_connection_file(self) -> dict[str, Any] | None:
+        try:
+            with open(self.url_file) as file:
+                info: dict[str, Any] = json.load(file)
+        except (OSError, ValueError):
+            return None  # not there, or half written
+        self.session.key = info["key"].encode()
+        self.session.signature_scheme = info["signature_scheme"]
+        self.session.packer, self.session.unpacker = info["pack"], info["unpack"]
+        return info
+
+    async def _register(self, info: dict[str, Any]) -> dict[str, Any] | None:
+        """Ask the controller for our id. None when it does not answer in time."""
+        stream = ZMQStream(self._socket(zmq.DEALER))
+        stream.socket.linger = 0
+        stream.socket.connect(f"{info['interface']}:{info['registration']}")
+        answered: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+
+        def on_answer(frames: list[bytes]) -> None:
+            _, signed = self.session.feed_identities(frames)
+            if not answered.done():
+                answered.set_result(self.session.deserialize(signed)["content"])
+
+        stream.on_recv(on_answer)
+        if self.replaces:
+            self.session.send(stream, "unregistration_request", content={"id": self.id})
+        self.session.send(stream, "registration_request", content={"uuid": self.ident, "id": self.id})
+        try:
+            answer = await asyncio.wait_for(answered, _ANSWER_S)
+        except TimeoutError:
+            return None
+        finally:
+            stream.close()
+        if answer.get("status") != "ok" or answer["id"] != self.id:
+            self.log.warning("ipyparallel's controller answered %r to engine %s.", answer, self.id)
+            return None
+        return answer
+
+    def _connect(self, info: dict[str, Any], answer: dict[str, Any]) -> None:
+        """Lead the kernel's sockets to the controller, each in the thread that owns it."""
+        interface = info["interface"]
+        leaves = info["broadcast"]
+        for port in (info["mux"], info["task"], leaves[self.id % len(leaves)]):
+            self.shell_socket.connect(f"{interface}:{port}")
+        self._control_thread.io_loop.add_callback(self.control_socket.connect, f"{interface}:{info['control']}")
+        self._iopub.schedule(partial(self.iopub_socket.connect, f"{interface}:{info['iopub']}"))
+        Heart(f"{interface}:{info['hb_ping']}", f"{interface}:{info['hb_pong']}", None, heart_id=self.bident).start()
