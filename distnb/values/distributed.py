@@ -1,0 +1,187 @@
+"""Values that have one component on each replica. Importing this loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Self
+
+from distnb.errors import DistributedValueError, StructureError
+
+__all__ = ["DistributedValues", "Mirrored", "PerReplica"]
+
+
+class DistributedValues:
+    """Base of values with one component per replica; not made directly.
+
+    Which components are at hand depends on where one is. On a replica it is the own one; `strategy.local_results`
+    gives what is here.
+
+    Args:
+        components: One per replica, in order; or, by replica id, those that are here.
+        num_replicas: How many replicas the value belongs to; may be left out when all components are given.
+        global_batch_size: Examples in the whole global batch, for a slice of a distributed dataset.
+
+    Raises:
+        StructureError: The components do not fit the number of replicas.
+    """
+
+    __slots__ = ("__weakref__", "_components", "_global_batch_size", "_num_replicas")
+
+    _components: dict[int, Any]
+    _num_replicas: int
+    _global_batch_size: int | None
+
+    def __init__(
+        self,
+        components: Mapping[int, Any] | Sequence[Any],
+        num_replicas: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+    ) -> None:
+        here = dict(components) if isinstance(components, Mapping) else dict(enumerate(components))
+        total = len(here) if num_replicas is None else num_replicas
+        unfit = [replica for replica in here if not (isinstance(replica, int) and 0 <= replica < total)]
+        if unfit or not here or (not isinstance(components, Mapping) and len(here) != total):
+            raise StructureError(
+                f"{type(self).__name__} needs one component for each of its {total} replica(s) and got them for "
+                f"{sorted(here, key=repr)}. Give a sequence with one component per replica, or a dict "
+                "{replica_id: component} together with num_replicas."
+            )
+        self._components = here
+        self._num_replicas = total
+        self._global_batch_size = global_batch_size
+
+    @classmethod
+    def own(cls, replica_id: int, component: Any, num_replicas: int, global_batch_size: int | None = None) -> Self:
+        """The value as replica `replica_id` holds it: with its own component only.
+
+        Unchecked, because it is made once per `run`.
+        """
+        value = cls.__new__(cls)
+        value._components = {replica_id: component}
+        value._num_replicas = num_replicas
+        value._global_batch_size = global_batch_size
+        return value
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components that are here, in replica order."""
+        return tuple(self._components[replica] for replica in sorted(self._components))
+
+    @property
+    def replica_ids(self) -> tuple[int, ...]:
+        """The replicas whose components are here."""
+        return tuple(sorted(self._components))
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas the value belongs to, here or elsewhere."""
+        return self._num_replicas
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Examples in the whole global batch that this is a slice of; None when it is no slice of a batch."""
+        return self._global_batch_size
+
+    def component(self, replica_id: int) -> Any:
+        """The component of one replica.
+
+        Raises:
+            DistributedValueError: It is not here, or there is no such replica.
+        """
+        try:
+            return self._components[replica_id]
+        except KeyError:
+            pass
+        name = type(self).__name__
+        if not 0 <= replica_id < self._num_replicas:
+            raise DistributedValueError(
+                f"A {name} of {self._num_replicas} replica(s) has no component {replica_id}: they are numbered from 0."
+            )
+        raise DistributedValueError(
+            f"Component {replica_id} of this {name} is on another replica; here is {list(self.replica_ids)}. "
+            "strategy.local_results gives what is here; strategy.reduce and strategy.gather bring all together."
+        )
+
+    def __repr__(self) -> str:
+        lines = [f"  {replica}: {self._show(replica)}" for replica in range(self._num_replicas)]
+        return f"{type(self).__name__}:{{\n" + ",\n".join(lines) + "\n}"
+
+    def _show(self, replica_id: int) -> str:
+        if replica_id in self._components:
+            return repr(self._components[replica_id])
+        return f"<on replica {replica_id}>"
+
+    # What one plain value could do, and this cannot ---------------------------------------------------------------
+
+    def _refuse(self, wish: str) -> NoReturn:
+        raise DistributedValueError(
+            f"A {type(self).__name__} {wish}: it stands for one component on each of {self._num_replicas} replica(s). "
+            "Combine them with strategy.reduce(op, value, axis) or strategy.gather(value, axis), look at those that "
+            "are here with strategy.local_results(value), or compute with it in a function that strategy.run calls "
+            "with the value in args."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"A {type(self).__name__} has no attribute {name!r}; its components may have: "
+            f"strategy.local_results(value)[0].{name}. strategy.reduce and strategy.gather make one value of all."
+        )
+
+    def __array__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        self._refuse("cannot become an array")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _types: Any, _args: Any = (), _kwargs: Any = None) -> NoReturn:
+        name = getattr(function, "__name__", "a torch function")
+        raise DistributedValueError(
+            f"{name} got a {cls.__name__} where one tensor is needed. In a function that strategy.run calls, with the "
+            "value in args, it is the replica's own tensor; elsewhere strategy.reduce(op, value, axis) or "
+            "strategy.gather(value, axis) make one tensor of it, and strategy.local_results(value) gives those that "
+            "are here."
+        )
+
+
+def _refusing(wish: str) -> Callable[..., NoReturn]:
+    def method(self: DistributedValues, *_args: Any) -> NoReturn:
+        self._refuse(wish)
+
+    return method
+
+
+_REFUSED = {
+    "has no truth value": "bool",
+    "has no length": "len",
+    "cannot be iterated": "iter contains",
+    "cannot be indexed": "getitem setitem",
+    "cannot become a number": "float int index complex round",
+    "has no arithmetic": "neg pos abs invert add sub mul truediv floordiv mod pow matmul and or xor lshift rshift "
+    "radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul rand ror rxor "
+    "iadd isub imul itruediv imatmul divmod",
+    "cannot be compared": "lt le gt ge",
+}
+for _wish, _names in _REFUSED.items():
+    for _name in _names.split():
+        setattr(DistributedValues, f"__{_name}__", _refusing(_wish))
+
+
+class PerReplica(DistributedValues):
+    """A value whose components differ, or may differ, from replica to replica.
+
+    Example:
+        >>> PerReplica([1, 2])
+        PerReplica:{
+          0: 1,
+          1: 2
+        }
+    """
+
+    __slots__ = ()
+
+
+class Mirrored(DistributedValues):
+    """A value whose components are kept equal on all replicas."""
+
+    __slots__ = ()
