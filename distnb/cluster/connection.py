@@ -16,7 +16,15 @@ from pathlib import Path
 
 from distnb.errors import StartError
 
-__all__ = ["CONNECTION_VARIABLE", "Connection", "Keys", "make_keys", "make_run_directory", "remove_run_directory"]
+__all__ = [
+    "CONNECTION_VARIABLE",
+    "Connection",
+    "Keys",
+    "connection_path",
+    "make_keys",
+    "make_run_directory",
+    "remove_run_directory",
+]
 
 CONNECTION_VARIABLE = "DISTNB_CONNECTION"
 """Environment variable that holds the path of the connection file."""
@@ -66,7 +74,7 @@ class Connection:
 
     def write(self, directory: Path) -> Path:
         """Write the connection file (mode 0600) and return its path."""
-        path = directory / _FILE_NAME
+        path = connection_path(directory)
         # The mode is given at creation: a chmod afterwards would leave a moment in which others can read.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -91,6 +99,11 @@ class Connection:
             return cls(**json.loads(Path(path).read_text()))
         except (OSError, ValueError, TypeError) as error:
             raise StartError(f"{os.fspath(path)} is no connection file of a running cluster: {error}.") from error
+
+
+def connection_path(directory: Path) -> Path:
+    """Where the connection file of a cluster lies in its run directory."""
+    return directory / _FILE_NAME
 
 
 def make_run_directory() -> Path:

@@ -1,7 +1,6 @@
-"""`python -m distnb.cluster.controller NOTEBOOK_PID RUN_DIRECTORY`: ipyparallel's controller, ended with the notebook.
+"""`python -m distnb.cluster.controller PID DIRECTORY …`: ipyparallel's controller, ended with the notebook.
 
-It is also the guard of the engines. Each engine watches the notebook itself, by a thread; but a thread starves while
-C code holds the interpreter lock, and this process, which never computes, then ends that engine's group from outside.
+It is also the guard of the engines: see `distnb.cluster.guard`.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from distnb.cluster.connection import remove_run_directory
-from distnb.cluster.orphans import die_with, end_group, recorded_groups
+from distnb.cluster.guard import guard
 
 __all__ = ["main"]
 
@@ -24,16 +22,8 @@ def main(notebook_pid: int, directory: Path, arguments: list[str]) -> None:
         directory: The cluster's run directory, removed with the notebook.
         arguments: ipyparallel's own command line.
     """
-    own = os.getpid()
-
-    def end_engines() -> None:
-        for leader in recorded_groups(directory):
-            if leader != own:
-                end_group(leader)
-        remove_run_directory(directory)
-
     os.umask(0o077)  # its connection files hold the key
-    die_with(notebook_pid, first=end_engines)
+    guard(notebook_pid, directory)
     from ipyparallel.controller.app import IPController
 
     IPController.launch_instance(arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,18 +12,16 @@ from functools import partial
 from pathlib import Path
 
 from distnb.cluster.connection import Connection, make_run_directory, remove_run_directory
-from distnb.cluster.devices import plan_devices
-from distnb.cluster.orphans import end_group, end_process, forget_group, record_group
+from distnb.cluster.orphans import forget_group, record_group
+from distnb.cluster.processes import Processes
 from distnb.cluster.surroundings import AGENT_VARIABLE, REPLACES_VARIABLE, engine_environment
-from distnb.cluster.watcher import Watcher, describe_status
-from distnb.errors import ClusterError, NoClusterError, StartError
+from distnb.cluster.watcher import Watcher
+from distnb.errors import NoClusterError, StartError
 from distnb.topology import Device
 
 __all__ = ["Cluster", "EngineProcess"]
 
 _START_TIMEOUT_S = 180.0
-_ASK_S = 2.0  # what an engine gets to end by itself, then the same after SIGTERM
-_KILL_S = 5.0
 _CONTROLLER_TRIES = 3
 _LOG_LINES = 15
 
@@ -34,78 +31,81 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class EngineProcess:
-    """A running engine.
+    """The process of an engine.
 
     Attributes:
         engine: Its id.
-        pid: Its process, which leads a process group of its own.
+        pid: Its process id; it leads a process group of its own.
         device: Where it computes.
-        log: File with what it wrote outside programs.
         ready: Whether its agent serves programs.
+        ended: How the process ended, in words; empty while it lives.
     """
 
     engine: int
     pid: int
     device: Device
-    log: Path
     ready: bool = False
+    ended: str = ""
 
 
 class Cluster:
     """Engines on this machine, launched through ipyparallel, with a watcher that knows at once when one ends.
 
-    All methods run in the notebook process, and any thread may call them, one at a time.
+    It is started once. All methods run in the notebook process, and any thread may call them.
 
     Args:
+        devices: One per engine, as `plan_devices` gives them.
+        connection: How engines reach this process; written to a secret file.
+        on_exit: Called with (engine, pid, status in words) in the watcher's thread when an engine ends unasked.
+        on_progress: Called with a line of text, in the thread that starts, each time there is news.
         agent: Module whose `install(shell, connection, engine, device)` makes an engine of a process.
     """
 
-    def __init__(self, *, agent: str = "distnb.engine.agent") -> None:
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        connection: Connection,
+        *,
+        on_exit: OnExit = lambda engine, pid, status: None,
+        on_progress: OnProgress = lambda text: None,
+        agent: str = "distnb.engine.agent",
+    ) -> None:
+        self.devices = tuple(devices)
+        self._connection = connection
+        self._on_exit = on_exit
+        self._on_progress = on_progress
         self._agent = agent
         self._lock = threading.RLock()  # one start, stop or restart at a time
-        self._changed = threading.Condition()  # guards what the watcher's thread writes
         self._engines: dict[int, EngineProcess] = {}
-        self._expected: set[int] = set()  # pids whose end is our own doing
-        self._ended: dict[int, str] = {}  # pid → status, while somebody waits for it
-        self._devices: tuple[Device, ...] = ()
-        self._watcher: Watcher | None = None
+        self._processes: Processes | None = None
+        self._directory: Path | None = None
         self._controller_pid: int | None = None
         self._controller_tries = 0
         self._controller_trouble = ""
-        self._directory: Path | None = None
         self._owner = os.getpid()
-        self._on_exit: OnExit = lambda engine, pid, status: None
-        self._on_progress: OnProgress = lambda text: None
 
     # -- what there is ----------------------------------------------------------------------------------------------
 
     @property
     def engines(self) -> dict[int, EngineProcess]:
-        """The engines that live, by id."""
-        with self._changed:
-            return dict(sorted(self._engines.items()))
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The device of every engine that was started, dead or alive, in order of ids."""
-        return self._devices
+        """The last process of every engine, dead or alive, by id."""
+        return dict(sorted(self._engines.items()))
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ids of engines that have died."""
-        with self._changed:
-            return tuple(engine for engine in range(len(self._devices)) if engine not in self._engines)
+        """Ids of engines whose process has ended."""
+        return tuple(process.engine for process in self.engines.values() if process.ended)
 
     @property
     def running(self) -> bool:
         """Whether the cluster was started and not stopped."""
-        return self._watcher is not None
+        return self._processes is not None
 
     @property
     def directory(self) -> Path:
         """The private directory of this cluster: secrets and logs. Raises NoClusterError when it is not running."""
         if self._directory is None:
-            raise NoClusterError("This cluster is not running, so it has no files. Start it first.")
+            raise NoClusterError("This cluster is not running, so it has no files. Start one with %distnb start.")
         return self._directory
 
     @property
@@ -119,203 +119,161 @@ class Cluster:
         return self._controller_trouble
 
     def log_tail(self, engine: int, lines: int = _LOG_LINES) -> str:
-        """The last lines of an engine's log."""
+        """The last lines that an engine wrote outside programs, indented."""
         return _tail(self._log_path(engine), lines)
+
+    def _log_path(self, engine: int) -> Path:
+        return self.directory / "log" / f"engine-{engine}.log"
 
     # -- start ------------------------------------------------------------------------------------------------------
 
-    def start(
-        self,
-        n: int | None,
-        devices: str | Sequence[str | Device] | None,
-        connection: Connection,
-        *,
-        on_exit: OnExit,
-        on_progress: OnProgress | None = None,
-        oversubscribe: bool = False,
-        timeout_s: float = _START_TIMEOUT_S,
-    ) -> None:
+    def start(self, *, meanwhile: Callable[[], object] = lambda: None, timeout_s: float = _START_TIMEOUT_S) -> None:
         """Start the engines and return when each one's agent serves.
 
         Args:
-            n, devices, oversubscribe: As for `plan_devices`.
-            connection: How engines reach this process; written to a secret file.
-            on_exit: Called with (engine, pid, status in words) in the watcher's thread when an engine ends unasked.
-            on_progress: Called with a line of text, in the calling thread, each time there is news.
+            meanwhile: Done in this thread while the engines load.
             timeout_s: How long all engines together may take.
 
         Raises:
             StartError: An engine ended or did not come up; its last lines are in the text. Nothing is left behind.
-            OptionError: The numbers or names make no sense.
         """
         with self._lock:
             if self.running:
-                raise StartError(f"This cluster is already running ({len(self.engines)} engines). Stop it first.")
-            planned = plan_devices(n, devices, oversubscribe=oversubscribe)
-            self._on_exit, self._on_progress = on_exit, on_progress or (lambda text: None)
-            self._owner = os.getpid()
-            atexit.register(self._stop_at_exit)
+                raise StartError(f"This cluster is already running ({_engines(len(self._engines))}). Stop it first.")
+            atexit.register(self.stop)
             try:
                 self._directory = make_run_directory()
-                self._connection_file = connection.write(self._directory)
+                self._connection.write(self._directory)
                 (self._directory / "log").mkdir()
-                self._devices = planned
-                self._watcher = Watcher(self._directory, self._engine_ready)
-                for engine in range(len(planned)):
-                    self._launch(engine)
-                self._wait_until_ready(range(len(planned)), timeout_s)
+                self._processes = Processes(Watcher(self._directory, self._engine_ready))
+                names = ", ".join(map(str, self.devices))
+                self._on_progress(f"starting {_engines(len(self.devices))} on {names}")
+                for engine in range(len(self.devices)):
+                    self._launch(self._processes, engine)
+                meanwhile()
+                self._wait_until_ready(self._processes, range(len(self.devices)), timeout_s)
                 # Its imports would take the cores from the engines', and nothing of ours waits for it.
-                self._launch_controller()
+                self._launch_controller(self._processes)
             except BaseException:
                 self.stop()
                 raise
 
-    def restart(
-        self,
-        engines: Iterable[int] | None = None,
-        *,
-        on_progress: OnProgress | None = None,
-        timeout_s: float = _START_TIMEOUT_S,
-    ) -> None:
-        """Replace engines by new processes with the same ids and devices; None for those that have died.
+    def restart(self, engines: Iterable[int] | None = None, *, timeout_s: float = _START_TIMEOUT_S) -> None:
+        """Replace engines by new processes with the same ids and devices; None for those that have ended.
 
         Raises:
             NoClusterError: The cluster is not running.
             StartError: There is no such engine, or a new one did not come up: it is missing then.
         """
         with self._lock:
-            if not self.running:
+            if self._processes is None:
                 raise NoClusterError("There is no running cluster whose engines could be restarted. Start one first.")
             wanted = sorted(set(self.missing if engines is None else engines))
-            unknown = [engine for engine in wanted if engine not in range(len(self._devices))]
-            if unknown:
-                raise StartError(
-                    f"There is no engine {unknown[0]!r}; the cluster has engines 0 to {len(self._devices) - 1}."
-                )
-            self._on_progress = on_progress or (lambda text: None)
-            self._end([self._engines[engine].pid for engine in wanted if engine in self._engines])
+            for engine in wanted:
+                if engine not in self._engines:
+                    raise StartError(f"There is no engine {engine!r}; there are engines 0 to {len(self.devices) - 1}.")
+            self._processes.end([self._engines[engine].pid for engine in wanted])
             try:
                 for engine in wanted:
-                    self._launch(engine, replaces=True)
-                self._wait_until_ready(wanted, timeout_s)
+                    self._launch(self._processes, engine, replaces=True)
+                self._wait_until_ready(self._processes, wanted, timeout_s)
             except BaseException:
-                self._end([self.engines[engine].pid for engine in wanted if engine in self.engines])
+                self._processes.end([self._engines[engine].pid for engine in wanted])
                 raise
 
-    def _launch(self, engine: int, *, replaces: bool = False) -> None:
+    def _launch(self, processes: Processes, engine: int, *, replaces: bool = False) -> None:
+        # Imported late: `distnb run` and those who only ask for devices need no ipyparallel.
         from distnb.cluster.launchers import launch_engine
 
-        assert self._watcher is not None
-        device, log = self._devices[engine], self._log_path(engine)
-        environment = engine_environment(engine, device, len(self._devices), self._connection_file)
+        environment = engine_environment(engine, self.devices[engine], len(self.devices), self.directory)
         environment[AGENT_VARIABLE] = self._agent
         if replaces:
             environment[REPLACES_VARIABLE] = "1"
-        with self._changed:  # held so that the watcher's thread cannot report its end before it is known
+        start = partial(launch_engine, engine, self.directory, self._log_path(engine), environment)
+        with processes.changed:
             try:
-                pid = launch_engine(
-                    engine, self.directory, log, environment, self._watcher, partial(self._engine_ended, engine)
-                )
+                pid = processes.launch(start, partial(self._engine_ended, engine))
             except OSError as error:
                 raise StartError(f"The process of engine {engine} could not be started: {error}.") from error
-            self._engines[engine] = EngineProcess(engine, pid, device, log)
+            self._engines[engine] = EngineProcess(engine, pid, self.devices[engine])
         record_group(self.directory, pid)
 
-    def _wait_until_ready(self, engines: Iterable[int], timeout_s: float) -> None:
-        waiting, told = set(engines), ""
-        devices = ", ".join(str(self._devices[engine]) for engine in sorted(waiting))
-        self._on_progress(f"starting {_engines(len(waiting))} on {devices}")
-        pids = {engine: self._engines[engine].pid for engine in waiting if engine in self._engines}
+    def _wait_until_ready(self, processes: Processes, engines: Iterable[int], timeout_s: float) -> None:
+        wanted, told = tuple(engines), -1
         deadline = time.monotonic() + timeout_s
         while True:
-            with self._changed:
-                dead = [engine for engine in waiting if engine not in self._engines]
-                late = [engine for engine in waiting if engine in self._engines and not self._engines[engine].ready]
-            if dead:
-                raise StartError(self._explain_death(dead[0], pids.get(dead[0])))
-            text = f"{len(waiting) - len(late)} of {_engines(len(waiting))} ready"
-            if text != told:
-                told = text
-                self._on_progress(text)
-            if not late:
+            ready = 0
+            for process in (self._engines[engine] for engine in wanted):
+                if process.ended:
+                    raise StartError(
+                        f"Engine {process.engine} ({process.device}) {process.ended} while it started. "
+                        f"The last lines of its log:\n{self.log_tail(process.engine)}"
+                    )
+                ready += process.ready
+            if ready != told:
+                self._on_progress(f"{ready} of {_engines(len(wanted))} ready")
+                told = ready
+            if ready == len(wanted):
                 return
-            if time.monotonic() > deadline:
+            with processes.changed:
+                news = processes.changed.wait_for(partial(self._have_news, wanted, ready), deadline - time.monotonic())
+            if not news:
+                late = next(engine for engine in wanted if not self._engines[engine].ready)
                 raise StartError(
-                    f"Engine {late[0]} did not come up within {timeout_s:.0f} s, and was ended. "
-                    f"The last lines of its log:\n{self._indented_log(late[0])}"
+                    f"Engine {late} did not come up within {timeout_s:.0f} s, and was ended. "
+                    f"The last lines of its log:\n{self.log_tail(late)}"
                 )
-            with self._changed:
-                self._changed.wait_for(partial(self._have_news_of, late), deadline - time.monotonic())
 
-    def _have_news_of(self, engines: list[int]) -> bool:
-        return any(engine not in self._engines or self._engines[engine].ready for engine in engines)
+    def _have_news(self, engines: Sequence[int], ready: int) -> bool:
+        processes = [self._engines[engine] for engine in engines]
+        return any(process.ended for process in processes) or sum(process.ready for process in processes) != ready
 
-    def _explain_death(self, engine: int, pid: int | None) -> str:
-        status = self._ended.get(pid or 0, "ended")
-        what = f"Engine {engine} ({self._devices[engine]}) {status} while it started."
-        return f"{what} The last lines of its log:\n{self._indented_log(engine)}"
+    # -- in the watcher's thread ------------------------------------------------------------------------------------
 
-    def _indented_log(self, engine: int) -> str:
-        return "\n".join(f"    {line}" for line in self.log_tail(engine).splitlines()) or "    (empty)"
+    def _engine_ready(self, engine: int) -> None:
+        processes = self._processes
+        if processes is not None and engine in self._engines:
+            with processes.changed:
+                self._engines[engine] = replace(self._engines[engine], ready=True)
+                processes.changed.notify_all()
 
-    def _log_path(self, engine: int) -> Path:
-        return self.directory / "log" / f"engine-{engine}.log"
+    def _engine_ended(self, engine: int, pid: int, status: str, expected: bool) -> None:
+        processes, directory = self._processes, self._directory
+        if processes is None or directory is None:
+            return
+        forget_group(directory, pid)
+        with processes.changed:
+            if self._engines[engine].pid == pid:
+                self._engines[engine] = replace(self._engines[engine], ended=status)
+                processes.changed.notify_all()
+        if not expected:
+            self._on_exit(engine, pid, status)
 
     # -- ipyparallel's controller -----------------------------------------------------------------------------------
 
-    def _launch_controller(self) -> None:
+    def _launch_controller(self, processes: Processes) -> None:
         from distnb.cluster.launchers import launch_controller
 
-        assert self._watcher is not None
         self._controller_tries += 1
-        log = self.directory / "log" / f"controller-{self._controller_tries}.log"
         for stale in (self.directory / "security").glob("ipcontroller-*.json"):
             stale.unlink(missing_ok=True)
-        with self._changed:
-            self._controller_pid = launch_controller(
-                self.directory, log, self._watcher, partial(self._controller_ended, log)
-            )
+        log = self.directory / "log" / f"controller-{self._controller_tries}.log"
+        with processes.changed:
+            start = partial(launch_controller, self.directory, log)
+            self._controller_pid = processes.launch(start, partial(self._controller_ended, log))
+        record_group(self.directory, self._controller_pid)
 
-    def _controller_ended(self, log: Path, pid: int, status: int | None) -> None:
-        """In the watcher's thread. A port that another process took in the meantime is the usual reason."""
-        words = describe_status(status)
-        with self._changed:
-            self._ended[pid] = words
-            expected = pid in self._expected
-            if self._controller_pid == pid:
-                self._controller_pid = None
-            self._changed.notify_all()
-        if expected:
+    def _controller_ended(self, log: Path, pid: int, status: str, expected: bool) -> None:
+        """In the watcher's thread. That another process took one of its ports in the meantime is the usual reason."""
+        processes = self._processes
+        if expected or processes is None:
             return
         if self._controller_tries < _CONTROLLER_TRIES:
-            self._launch_controller()
+            self._launch_controller(processes)
         else:
             self._controller_trouble = (
-                f"ipyparallel's controller {words}. The last lines of its log:\n{_tail(log, _LOG_LINES)}"
+                f"ipyparallel's controller {status}. The last lines of its log:\n{_tail(log, _LOG_LINES)}"
             )
-
-    # -- news from the watcher's thread -----------------------------------------------------------------------------
-
-    def _engine_ready(self, engine: int) -> None:
-        with self._changed:
-            if engine in self._engines:
-                self._engines[engine] = replace(self._engines[engine], ready=True)
-                self._changed.notify_all()
-
-    def _engine_ended(self, engine: int, pid: int, status: int | None) -> None:
-        words = describe_status(status)
-        with self._changed:
-            self._ended[pid] = words
-            process = self._engines.get(engine)
-            was_ready = process is not None and process.ready
-            if process is not None and process.pid == pid:
-                del self._engines[engine]
-            expected = pid in self._expected
-            self._changed.notify_all()
-        if self._directory is not None:
-            forget_group(self._directory, pid)
-        if was_ready and not expected:
-            self._on_exit(engine, pid, words)
 
     # -- end --------------------------------------------------------------------------------------------------------
 
@@ -331,60 +289,18 @@ class Cluster:
         if os.getpid() != self._owner:
             return  # a forked child: these are not its processes
         with self._lock:
-            watcher, directory = self._watcher, self._directory
+            processes, directory, controller = self._processes, self._directory, self._controller_pid
             try:
-                pids = [process.pid for process in self.engines.values()]
-                self._end(pids, also=self._controller_pid, ask=ask)
+                if processes is not None:
+                    pids = [process.pid for process in self._engines.values()]
+                    processes.end([*pids, *([controller] if controller is not None else [])], ask)
             finally:
-                self._watcher, self._directory, self._devices = None, None, ()
-                self._controller_tries, self._controller_trouble = 0, ""
-                with self._changed:
-                    self._engines.clear()
-                    self._expected.clear()
-                    self._ended.clear()
-                if watcher is not None:
-                    watcher.close()
+                self._processes = self._directory = self._controller_pid = None
+                atexit.unregister(self.stop)
+                if processes is not None:
+                    processes.watcher.close()
                 if directory is not None:
                     remove_run_directory(directory)
-                atexit.unregister(self._stop_at_exit)
-
-    def _stop_at_exit(self) -> None:
-        self.stop()
-
-    def _end(self, engines: Sequence[int], *, also: int | None = None, ask: Callable[[], None] | None = None) -> None:
-        """End processes of ours: ask, then SIGTERM, then SIGKILL to their groups; at once if interrupted."""
-        pids = [*engines, *([also] if also is not None else [])]
-        with self._changed:
-            self._expected.update(pids)
-        try:
-            if ask is not None and engines:
-                ask()
-                self._wait_for_ends(engines, _ASK_S)
-            self._signal(pids, signal.SIGTERM)
-            self._wait_for_ends(pids, _ASK_S)
-        finally:
-            self._signal(pids, signal.SIGKILL)
-            self._wait_for_ends(pids, _KILL_S)
-        stuck = [pid for pid in pids if pid not in self._ended]
-        if stuck:
-            raise ClusterError(
-                f"Process {stuck[0]} did not end, not even by SIGKILL: it hangs in the operating "
-                "system (a driver, a network disk)."
-            )
-
-    def _signal(self, pids: Iterable[int], number: signal.Signals) -> None:
-        with (
-            self._changed
-        ):  # the watcher reaps a process after its end is noted, so until then the pid is nobody else's
-            for pid in pids:
-                if pid not in self._ended and number == signal.SIGKILL:
-                    end_group(pid)
-                elif pid not in self._ended:
-                    end_process(pid, number)
-
-    def _wait_for_ends(self, pids: Iterable[int], timeout_s: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: all(pid in self._ended for pid in pids), timeout_s)
 
 
 def _engines(n: int) -> str:
@@ -392,7 +308,9 @@ def _engines(n: int) -> str:
 
 
 def _tail(path: Path, lines: int) -> str:
+    """The last lines of a log, without those empty lines at its end, indented."""
     try:
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+        text = path.read_text(errors="replace").rstrip().splitlines()[-lines:]
     except OSError:
-        return ""
+        text = []
+    return "\n".join(f"    {line}" for line in text) or "    (it is empty)"

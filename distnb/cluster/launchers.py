@@ -18,7 +18,7 @@ __all__ = ["ControllerProcessLauncher", "EngineProcessLauncher", "launch_control
 _PYTHON = (sys.executable, "-P", "-m")
 
 
-Ended = Callable[[int, int | None], None]
+Reaped = Callable[[int, int | None], None]
 """Called with (pid, exit status or None) when a process has ended."""
 
 
@@ -26,7 +26,7 @@ class _Watched(LocalProcessLauncher):  # type: ignore[misc]
     """A launcher whose process is reaped by a `Watcher`, and whose log stays until the cluster's directory goes."""
 
     watcher: Watcher
-    ended: Ended
+    ended: Reaped
 
     def _start_waiting(self) -> None:
         self.watcher.watch(self.pid, self._end)
@@ -50,7 +50,7 @@ class ControllerProcessLauncher(_Watched, LocalControllerLauncher):  # type: ign
 
 
 def launch_engine(
-    engine: int, directory: Path, log: Path, environment: dict[str, str], watcher: Watcher, ended: Ended
+    engine: int, directory: Path, log: Path, environment: dict[str, str], watcher: Watcher, ended: Reaped
 ) -> int:
     """Start an engine and return its pid. `ended` is called in the watcher's thread."""
     launcher = EngineProcessLauncher(
@@ -64,7 +64,7 @@ def launch_engine(
     return _start(launcher, watcher, ended)
 
 
-def launch_controller(directory: Path, log: Path, watcher: Watcher, ended: Ended) -> int:
+def launch_controller(directory: Path, log: Path, watcher: Watcher, ended: Reaped) -> int:
     """Start the controller and return its pid. One process, with its heart monitor, serves all on loopback."""
     launcher = ControllerProcessLauncher(
         controller_cmd=[*_PYTHON, "distnb.cluster.controller", str(os.getpid()), str(directory)],
@@ -85,7 +85,7 @@ def launch_controller(directory: Path, log: Path, watcher: Watcher, ended: Ended
     return _start(launcher, watcher, ended)
 
 
-def _start(launcher: _Watched, watcher: Watcher, ended: Ended) -> int:
+def _start(launcher: _Watched, watcher: Watcher, ended: Reaped) -> int:
     launcher.watcher, launcher.ended = watcher, ended
     launcher.start()
     return int(launcher.pid)

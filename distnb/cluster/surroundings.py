@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from distnb.cluster.connection import CONNECTION_VARIABLE
+from distnb.cluster.connection import CONNECTION_VARIABLE, connection_path
 from distnb.topology import Device
 
 __all__ = [
@@ -71,11 +71,11 @@ def import_environment() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
 
 
-def engine_environment(engine: int, device: Device, engines: int, connection_file: Path) -> dict[str, str]:
-    """For one engine of a cluster of `engines` on this machine."""
+def engine_environment(engine: int, device: Device, engines: int, directory: Path) -> dict[str, str]:
+    """For one engine of a cluster of `engines` on this machine, whose run directory is `directory`."""
     environment = compute_environment(engines)
     environment[THREADS_VARIABLE] = environment["OMP_NUM_THREADS"]
     environment[ENGINE_VARIABLE] = str(engine)
     environment[DEVICE_VARIABLE] = str(device)
-    environment[CONNECTION_VARIABLE] = str(connection_file)
+    environment[CONNECTION_VARIABLE] = str(connection_path(directory))
     return environment

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import selectors
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,23 +13,10 @@ from distnb.cluster.orphans import end_group
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["READY_PIPE", "Watcher", "describe_status"]
+__all__ = ["READY_PIPE", "Watcher"]
 
 READY_PIPE = "ready"
 """Name of the pipe, in the run directory, into which each engine writes its number, on a line, once it serves."""
-
-
-def describe_status(status: int | None) -> str:
-    """An exit status in words, as `subprocess` counts: negative for a signal, None when it is not known."""
-    if status is None:
-        return "ended; its status was taken by other code of this process"
-    if status < 0:
-        try:
-            name = signal.Signals(-status).name
-        except ValueError:
-            name = f"signal {-status}"
-        return f"killed by {name}"
-    return f"exited with code {status}"
 
 
 class Watcher:
