@@ -115,8 +115,7 @@ class Session:
             notebook_pid=os.getpid(),
         )
         self._cluster = Cluster(devices, connection, on_exit=self._on_exit, on_progress=on_progress)
-        self._cluster.start()
-        self._store.serve()  # torch loads here while it loads in the engines
+        self._cluster.start(meanwhile=self._store.serve)  # torch loads here while it loads in the engines
         self._await_engines(self._cluster.engines, on_progress)
 
     def _await_engines(self, engines: Iterable[int], on_progress: Callable[[str], None]) -> dict[int, Hello]:
