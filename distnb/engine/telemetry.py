@@ -1,0 +1,75 @@
+"""What a replica does, measured from its control thread while the main thread computes. It must cost next to nothing."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import psutil
+
+from distnb.strategies import progress
+from distnb.wire.messages import TelemetrySample
+
+__all__ = ["program_began", "remember_cell", "sample"]
+
+_process: psutil.Process | None = None
+_labels: dict[str, str] = {}
+_began = 0.0
+
+
+def program_began() -> None:
+    """From now on seconds are counted from here; on the main thread."""
+    global _began
+    _began = time.monotonic()
+
+
+def remember_cell(filename: str, label: str) -> None:
+    """Let samples say where in this cell the replica is.
+
+    Args:
+        filename: What the cell's code objects carry.
+        label: How people call it, "Cell In[3]".
+    """
+    _labels[filename] = label.replace("Cell In[", "cell ").removesuffix("]") or "cell"
+
+
+def sample(engine: int, program: int, replica: int) -> TelemetrySample:
+    """Measure this process.
+
+    Args:
+        engine, program, replica: What the sample is marked with.
+    """
+    global _process
+    if _process is None:
+        _process = psutil.Process()
+    return TelemetrySample(
+        engine=engine,
+        program=program,
+        replica=replica,
+        seconds=time.monotonic() - _began if _began else 0.0,
+        steps=progress.steps,
+        examples=progress.examples,
+        rss_nbytes=int(_process.memory_info().rss),
+        device_nbytes=_device_nbytes(),
+        where=_where(),
+    )
+
+
+def _device_nbytes() -> int | None:
+    torch = sys.modules.get("torch")
+    # Asking CUDA for anything would initialise it, which costs hundreds of megabytes.
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return int(torch.cuda.memory_allocated())
+
+
+def _where() -> str:
+    """The innermost line of a cell that the main thread is in."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        label = _labels.get(frame.f_code.co_filename)
+        if label is not None:
+            return f"{label}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,310 @@
+"""What the live view shows, as data: curves, replicas, status. Events in, plain values out; it draws nothing."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
+
+__all__ = ["MOST_POINTS", "Curve", "Line", "LiveModel", "Point", "ReplicaRow", "State", "VariableRow"]
+
+MOST_POINTS = 600
+"""A line keeps at most this many points: then neighbours are joined, with their least and greatest value."""
+
+Point = tuple[float, float, float, float]
+"""Step, value, and the least and greatest value of the steps that the point stands for."""
+
+State = Literal["starting", "running", "stopping", "ended", "failed", "died"]
+
+_RATE_WINDOW_S = 2.0
+
+
+class Line:
+    """One replica's values of one name, bounded: old points are joined as it grows, extremes are kept.
+
+    Args:
+        most: Points that it keeps at most.
+    """
+
+    def __init__(self, most: int = MOST_POINTS) -> None:
+        self._most = most
+        self._width = 1  # steps that one point stands for
+        self._count = 0  # of those, in the last point
+        self.points: list[Point] = []
+
+    def add(self, step: float, value: float) -> None:
+        """Add a value; steps grow."""
+        if self._count and self._count < self._width:
+            _, _, low, high = self.points[-1]
+            self.points[-1] = (step, value, _least(low, value), _greatest(high, value))
+            self._count += 1
+            return
+        if len(self.points) >= self._most:
+            self._halve()
+        self.points.append((step, value, value, value))
+        self._count = 1
+
+    def _halve(self) -> None:
+        pairs = [self.points[i : i + 2] for i in range(0, len(self.points), 2)]
+        self.points = [join_points(pair) for pair in pairs]
+        self._width *= 2
+
+    @property
+    def last(self) -> float | None:
+        """The latest value."""
+        return self.points[-1][1] if self.points else None
+
+
+def join_points(points: Sequence[Point]) -> Point:
+    """One point for several neighbours: the last one's step and value, and the extremes of all."""
+    step, value, low, high = points[-1]
+    for _, _, least, greatest in points[:-1]:
+        low, high = _least(low, least), _greatest(high, greatest)
+    return step, value, low, high
+
+
+def _least(one: float, other: float) -> float:
+    return other if math.isnan(one) or other < one else one
+
+
+def _greatest(one: float, other: float) -> float:
+    return other if math.isnan(one) or other > one else one
+
+
+@dataclass
+class Curve:
+    """All that is known of one name.
+
+    Attributes:
+        lines: By replica.
+        differs: Whether two replicas gave different values at the same step. While they never did, the values are
+            taken to be reduced ones, and one thick line stands for all.
+    """
+
+    name: str
+    lines: dict[int, Line] = field(default_factory=dict)
+    differs: bool = False
+    _open: dict[float, float] = field(default_factory=dict)  # steps that not every replica has told yet
+    _told: dict[float, int] = field(default_factory=dict)
+
+    def add(self, replica: int, step: float, value: float, total: int) -> None:
+        """Add a value of a replica."""
+        self.lines.setdefault(replica, Line()).add(step, value)
+        if self.differs or total < 2:
+            return
+        known = self._open.setdefault(step, value)
+        if known != value and not (math.isnan(known) and math.isnan(value)):
+            self.differs = True
+            self._open.clear()
+            self._told.clear()
+            return
+        self._told[step] = self._told.get(step, 0) + 1
+        if self._told[step] == total or len(self._open) > 5_000:
+            oldest = step if self._told[step] == total else next(iter(self._open))
+            del self._open[oldest], self._told[oldest]
+
+    def shown(self, total: int) -> dict[tuple[int, ...], Line]:
+        """The lines to draw, each with the replicas that it stands for."""
+        if self.differs or len(self.lines) < 2:
+            return {(replica,): line for replica, line in sorted(self.lines.items())}
+        furthest = max(self.lines.values(), key=lambda line: line.points[-1][0])
+        return {tuple(sorted(self.lines)): furthest}
+
+
+@dataclass
+class ReplicaRow:
+    """What is known of one replica."""
+
+    replica: int
+    engine: int | None = None
+    device: str = ""
+    state: State = "running"
+    steps: int = 0
+    examples: int = 0
+    seconds: float = 0.0
+    rss_nbytes: int | None = None
+    device_nbytes: int | None = None
+    where: str = ""
+    values: dict[str, float] = field(default_factory=dict)
+    _history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=64))
+
+    def measured(self, sample: TelemetrySample, steps_before: int, examples_before: int) -> None:
+        """Take a sample; what earlier programs of the same cell counted is added."""
+        self.steps, self.examples = steps_before + sample.steps, examples_before + sample.examples
+        self.seconds, self.where = sample.seconds, sample.where or self.where
+        self.rss_nbytes, self.device_nbytes = sample.rss_nbytes, sample.device_nbytes
+        if self._history and sample.seconds < self._history[-1][0]:
+            self._history.clear()
+        self._history.append((sample.seconds, self.steps, self.examples))
+        while len(self._history) > 2 and self._history[1][0] < sample.seconds - _RATE_WINDOW_S:
+            self._history.popleft()
+
+    def per_second(self) -> tuple[float | None, float | None]:
+        """Steps and examples a second over the last two seconds; None where nothing was counted."""
+        if len(self._history) < 2:
+            return None, None
+        (then, steps, examples), (now, steps_now, examples_now) = self._history[0], self._history[-1]
+        if now <= then:
+            return None, None
+        return (
+            (steps_now - steps) / (now - then) if steps_now else None,
+            (examples_now - examples) / (now - then) if examples_now else None,
+        )
+
+
+@dataclass(frozen=True)
+class VariableRow:
+    """Where one variable lives."""
+
+    name: str
+    kind: str
+    type_name: str
+    shape: str
+    dtype: str
+    devices: str
+    nbytes: int | None
+
+
+class LiveModel:
+    """Everything that one cell's view shows.
+
+    Args:
+        title: The strategy's word, for the status line.
+
+    Attributes:
+        curves: By name, in the order in which they came.
+        rows: By replica.
+        state, text: How the cell stands.
+        variables: Filled when the cell has ended.
+        fresh: Points that were added since `take_fresh` was called: {name: {replica: [(step, value), …]}}.
+    """
+
+    def __init__(self, title: str = "") -> None:
+        self.title = title
+        self.curves: dict[str, Curve] = {}
+        self.rows: dict[int, ReplicaRow] = {}
+        self.state: State = "starting"
+        self.text = ""
+        self.began: float | None = None
+        self.ended_at: float | None = None
+        self.variables: list[VariableRow] = []
+        self.fresh: dict[str, dict[int, list[tuple[float, float]]]] = {}
+        self._step_base: dict[int, float] = {}  # a cell may run many programs, each of which counts from one
+        self._counted: dict[int, tuple[int, int]] = {}
+        self._program: dict[int, int] = {}
+
+    def feed(self, event: Any, now: float) -> None:
+        """Take an event of `wire.messages`; those that concern no view are passed over."""
+        if self.began is None:
+            self.began = now
+        if isinstance(event, Live):
+            self._begin_program(event.replica, event.engine, event.program)
+            for _, step, values in event.points:
+                self._add(event.replica, step, values)
+        elif isinstance(event, TelemetrySample):
+            row = self._begin_program(event.replica, event.engine, event.program)
+            row.measured(event, *self._counted.get(event.replica, (0, 0)))
+        elif isinstance(event, Status):
+            self._status(event)
+        elif isinstance(event, ProgramEnded | Died):
+            self._replica_ended(event)
+
+    def feed_here(self, point: Mapping[str, Any], now: float) -> None:
+        """Take a call of `distnb.live` in the notebook's own process: {name: number or {replica: number}}."""
+        if self.began is None:
+            self.began = now
+        if self.state == "starting":
+            self.state = "running"
+        step = self._step_base.get(-1, 0.0) + 1
+        self._step_base[-1] = step
+        for name, value in point.items():
+            for replica, component in (value.items() if isinstance(value, Mapping) else ((0, value),)):
+                self._add_one(replica, name, step, float(component))
+
+    def _status(self, event: Status) -> None:
+        if event.state == "started":
+            self.state = "running"
+            for replica, engine in enumerate(event.team.engines):
+                row = self._begin_program(replica, engine, event.program)
+                row.state, row.device = "running", str(event.team.devices[replica])
+        elif event.state == "stopping":
+            self.state, self.text = "stopping", event.text
+        else:
+            self.state = "failed" if event.text else "ended"
+            self.text = event.text
+
+    def _replica_ended(self, event: ProgramEnded | Died) -> None:
+        for row in self.rows.values():
+            if row.engine == event.engine:
+                if isinstance(event, Died):
+                    row.state, row.where = "died", event.exit_status
+                else:
+                    row.state = "ended" if event.status == "ok" else "failed" if event.status == "error" else "stopping"
+        if isinstance(event, ProgramEnded) and event.status == "error" and not self.text:
+            self.text = event.summary
+
+    def _begin_program(self, replica: int, engine: int, program: int) -> ReplicaRow:
+        row = self.rows.get(replica)
+        if row is None:
+            row = self.rows[replica] = ReplicaRow(replica, engine)
+        if self._program.get(replica) != program:
+            self._program[replica] = program
+            row.engine = engine
+            lasts = [curve.lines[replica].points[-1][0] for curve in self.curves.values() if replica in curve.lines]
+            self._step_base[replica] = max(lasts, default=0.0)
+            self._counted[replica] = (row.steps, row.examples)
+        return row
+
+    def _add(self, replica: int, step: float, values: Mapping[str, float]) -> None:
+        base = self._step_base.get(replica, 0.0)
+        for name, value in values.items():
+            self._add_one(replica, name, base + step, value)
+        self.rows[replica].values.update(values)
+
+    def _add_one(self, replica: int, name: str, step: float, value: float) -> None:
+        curve = self.curves.setdefault(name, Curve(name))
+        curve.add(replica, step, value, max(1, len(self.rows)))
+        self.fresh.setdefault(name, {}).setdefault(replica, []).append((step, value))
+
+    def take_fresh(self, most: int = 60) -> dict[str, dict[int, list[Point]]]:
+        """The points added since the last call, joined so that no line has more than `most` of them."""
+        fresh, self.fresh = self.fresh, {}
+        return {
+            name: {replica: _thinned(points, most) for replica, points in lines.items()} for name, lines in fresh.items()
+        }
+
+    def seconds(self, now: float) -> float:
+        """How long the cell has run."""
+        if self.began is None:
+            return 0.0
+        return (now if self.ended_at is None else self.ended_at) - self.began
+
+    def end(self, now: float, *, failed: bool) -> None:
+        """The cell ended."""
+        self.ended_at = now
+        if failed:
+            self.state = "failed"
+        elif self.state in ("starting", "running"):
+            self.state = "ended"
+
+    def rates(self) -> tuple[float | None, float | None]:
+        """Steps a second (of the slowest replica), and examples a second (of all together)."""
+        pairs = [row.per_second() for row in self.rows.values()]
+        steps = [pair[0] for pair in pairs if pair[0] is not None]
+        examples = [pair[1] for pair in pairs if pair[1] is not None]
+        return (min(steps) if steps else None), (sum(examples) if examples else None)
+
+    @property
+    def steps(self) -> int:
+        """Steps that every replica has done."""
+        return min((row.steps for row in self.rows.values()), default=0)
+
+
+def _thinned(points: list[tuple[float, float]], most: int) -> list[Point]:
+    single = [(step, value, value, value) for step, value in points]
+    size = -(-len(single) // most)
+    return single if size <= 1 else [join_points(single[i : i + size]) for i in range(0, len(single), size)]

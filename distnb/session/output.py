@@ -1,0 +1,426 @@
+"""The output of all replicas, merged into that of one cell: events in, instructions out, no IO and no clock.
+
+What the replicas write is one sequence of entries. A line of one replica that another has just written too joins
+its entry; an entry is shown when no replica can join it any more, or after `HOLD_S`. Each replica's own order is
+kept. Figures are shown at once and completed afterwards; unfinished lines (progress bars) are shown in an area of
+their own until they end.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from distnb.session.figures import Bundle, align, combine, is_figure, mark, plain_text
+from distnb.session.pacing import Pace
+from distnb.session.screen import Screen
+from distnb.wire.messages import Display, Output
+
+__all__ = ["HOLD_S", "Area", "Change", "Clear", "Instruction", "OutputMerger", "Show", "Write"]
+
+HOLD_S = 0.15
+"""A line waits at most this long for its doubles."""
+
+_AREA_S = 0.1  # the unfinished lines are drawn anew at most ten times a second
+_CHANGE_S = 0.2  # and a display five times
+_LONGEST_LINE = 20_000
+_TAIL = 20  # of the lines left out, so many last ones are shown when the cell ends
+_Stream = Literal["stdout", "stderr"]
+
+
+@dataclass(frozen=True)
+class Write:
+    """Print text on a stream."""
+
+    stream: _Stream
+    text: str
+
+
+@dataclass(frozen=True)
+class Show:
+    """Show a rich display that can be changed by its name later."""
+
+    name: str
+    bundle: Bundle
+
+
+@dataclass(frozen=True)
+class Change:
+    """Change a display that was shown."""
+
+    name: str
+    bundle: Bundle
+
+
+@dataclass(frozen=True)
+class Area:
+    """Draw the lines that are not finished yet; none of them: remove the area."""
+
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Clear:
+    """Remove everything that the cell has shown; with `wait`, when the next thing is shown."""
+
+    wait: bool
+
+
+Instruction = Write | Show | Change | Area | Clear
+
+
+@dataclass
+class _Slot:
+    """A place for one display: of the replicas' figures that belong together, or of one named by the user."""
+
+    name: str
+    group: dict[int, Bundle] = field(default_factory=dict)
+    shown: str | None = None  # digest of what is shown
+    changed: float = 0.0
+    dirty: bool = False
+
+
+@dataclass
+class _Entry:
+    """A step of the merged sequence. The key says what another replica must do to join."""
+
+    key: tuple[str, str]
+    since: float
+    replicas: set[int]
+    text: str = ""
+    slot: _Slot | None = None
+    bundle: Bundle | None = None
+
+
+class OutputMerger:
+    """Merges what replicas write and show.
+
+    Args:
+        total: Replicas that take part; with one, nothing is marked.
+        name: Prefix of the names of its displays, unique in the notebook.
+        hold_s: How long a line may wait for its doubles.
+    """
+
+    def __init__(self, total: int, name: str, hold_s: float = HOLD_S) -> None:
+        self._total = total
+        self._name = name
+        self._hold = hold_s if total > 1 else 0.0
+        self._active = set(range(total))
+        self._screens: dict[tuple[int, _Stream], Screen] = {}
+        self._entries: deque[_Entry] = deque()
+        self._base = 0  # entries that have left the front: position of entry i is base + i
+        self._places: dict[tuple[str, str], list[int]] = {}
+        self._last = dict.fromkeys(range(total), -1)
+        self._slots: list[_Slot] = []  # of figures not yet complete on every replica
+        self._figures: dict[int, list[Bundle]] = {}
+        self._named: dict[tuple[int, str], _Slot] = {}
+        self._named_slots: list[_Slot] = []
+        self._named_count: dict[int, int] = {}
+        self._all_slots: list[_Slot] = []
+        self._seen: set[int] = set()  # replicas with output since the last clearing
+        self._area: tuple[str, ...] = ()
+        self._area_drawn = 0.0
+        self._flood = {replica: Pace(5_000, 2_000) for replica in range(total)}
+        self._skipped: dict[tuple[int, _Stream], str] = {}
+        self._lines = Pace(1_000, 50)
+        self._displays = Pace(60, 2)
+        self._omitted = self._omitted_displays = 0
+        self._omitting: set[int] = set()
+        self._tail: deque[_Entry] = deque(maxlen=_TAIL)
+
+    # -- events in -------------------------------------------------------------------------------------------------
+
+    def feed(self, event: Output | Display, now: float) -> None:
+        """Take an event of a replica.
+
+        Args:
+            event: What it wrote or showed.
+            now: Seconds of the same steady clock as `collect`'s.
+        """
+        if event.replica not in self._last:
+            return
+        if isinstance(event, Output):
+            self._feed_text(event.replica, event.stream, event.text, now)
+        elif event.clear != "no":
+            self._join(("clear", event.clear), event.replica, now)
+        else:
+            self._feed_display(event, now)
+
+    def ended(self, replica: int, now: float) -> None:
+        """A replica will write no more: nobody waits for it, and its unfinished lines are finished."""
+        for stream in ("stdout", "stderr"):
+            key: tuple[int, _Stream] = (replica, "stdout" if stream == "stdout" else "stderr")
+            self._unskip(key, now)
+            if key in self._screens:
+                self._add_lines(replica, key[1], self._screens[key].finish(), now)
+        self._active.discard(replica)
+
+    def _feed_text(self, replica: int, stream: _Stream, text: str, now: float) -> None:
+        key = (replica, stream)
+        if not self._flood[replica].take(text.count("\n") + len(text) / 500, now):
+            self._omitted += self._skipped.get(key, "").count("\n") + text.count("\n")
+            self._skipped[key] = text[-1_000:]
+            self._omitted -= self._skipped[key].count("\n")
+            self._omitting.add(replica)
+            return
+        self._unskip(key, now)
+        screen = self._screens.setdefault(key, Screen())
+        self._add_lines(replica, stream, screen.feed(text, now), now)
+        if len(screen.rows[-1]) > _LONGEST_LINE:
+            self._add_lines(replica, stream, screen.finish(), now)
+
+    def _unskip(self, key: tuple[int, _Stream], now: float) -> None:
+        """The end of what a flood swept away is shown after all."""
+        if key in self._skipped:
+            text = self._skipped.pop(key).partition("\n")[2]
+            self._add_lines(*key, self._screens.setdefault(key, Screen()).feed(text, now), now)
+
+    def _add_lines(self, replica: int, stream: _Stream, lines: Iterable[str], now: float) -> None:
+        for line in lines:
+            if len(line) > _LONGEST_LINE:
+                line = f"{line[:_LONGEST_LINE]} … {len(line) - _LONGEST_LINE:,} more characters"
+            self._join((stream, line), replica, now, text=line)
+
+    def _feed_display(self, event: Display, now: float) -> None:
+        bundle = Bundle.of(event.data, event.metadata)
+        name = event.transient.get("display_id")
+        replica = event.replica
+        if event.update or (name is not None and (replica, str(name)) in self._named):
+            slot = self._named.get((replica, str(name)))
+            if slot is not None:
+                slot.group[replica], slot.dirty = bundle, True
+        elif name is not None:
+            self._feed_named(replica, str(name), bundle, now)
+        elif (text := plain_text(bundle.data)) is not None:
+            self._join(("stdout", text), replica, now, text=text)
+        elif is_figure(bundle.data):
+            self._feed_figure(replica, bundle, now)
+        else:
+            self._join(("rich", bundle.digest), replica, now, bundle=bundle)
+
+    def _feed_named(self, replica: int, name: str, bundle: Bundle, now: float) -> None:
+        # Names may be random, so the replicas' displays are paired by their order.
+        count = self._named_count[replica] = self._named_count.get(replica, 0) + 1
+        if count > len(self._named_slots):
+            self._named_slots.append(self._new_slot())
+            self._append(_Entry(("slot", self._named_slots[-1].name), now, {replica}, slot=self._named_slots[-1]))
+        slot = self._named[replica, name] = self._named_slots[count - 1]
+        slot.group[replica], slot.dirty = bundle, True
+
+    def _feed_figure(self, replica: int, bundle: Bundle, now: float) -> None:
+        self._figures.setdefault(replica, []).append(bundle)
+        groups = align(self._figures)
+        while len(self._slots) < len(groups):
+            self._slots.append(self._new_slot())
+            self._append(_Entry(("slot", self._slots[-1].name), now, {replica}, slot=self._slots[-1]))
+        for slot, group in zip(self._slots, groups, strict=True):
+            if slot.group != group:
+                slot.group, slot.dirty = group, True
+        complete = [i for i, group in enumerate(groups) if len(group) == self._total]
+        if complete:
+            # Nothing before a figure that every replica has shown will change any more.
+            for group in groups[: complete[-1] + 1]:
+                for each in group:
+                    self._figures[each].pop(0)
+            del self._slots[: complete[-1] + 1]
+
+    def _new_slot(self) -> _Slot:
+        slot = _Slot(f"{self._name}-{len(self._all_slots)}")
+        self._all_slots.append(slot)
+        return slot
+
+    def _join(
+        self, key: tuple[str, str], replica: int, now: float, text: str = "", bundle: Bundle | None = None
+    ) -> None:
+        """Let a replica join the first entry of this key that lies after all it did before, or make a new one."""
+        places = self._places.get(key)
+        if places:
+            at = bisect.bisect_right(places, self._last[replica])
+            if at < len(places):
+                self._last[replica] = places[at]
+                self._entries[places[at] - self._base].replicas.add(replica)
+                return
+        self._append(_Entry(key, now, {replica}, text=text, bundle=bundle))
+
+    def _append(self, entry: _Entry) -> None:
+        position = self._base + len(self._entries)
+        self._entries.append(entry)
+        self._places.setdefault(entry.key, []).append(position)
+        self._last[next(iter(entry.replicas))] = position
+
+    # -- instructions out ------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether `collect` would have nothing to do, now or later, without new events."""
+        return (
+            not self._entries
+            and not self._area
+            and not any(slot.dirty for slot in self._all_slots)
+            and not any(screen.open for screen in self._screens.values())
+        )
+
+    def collect(self, now: float, *, final: bool = False) -> list[Instruction]:
+        """What is to be shown now.
+
+        Args:
+            now: Seconds of a steady clock.
+            final: Hold nothing back: the cell ends.
+        """
+        for key, screen in list(self._screens.items()):
+            if screen.drawn and screen.open:
+                self._add_lines(*key, screen.settle(now), now)
+        if final:
+            for replica in range(self._total):
+                self.ended(replica, now)
+        out: list[Instruction] = []
+        while self._entries and (final or self._ready(self._entries[0], self._base, now)):
+            entry = self._entries.popleft()
+            self._forget(entry)
+            self._base += 1
+            self._release(entry, out, now)
+        if final:
+            self._show_tail(out)
+        for slot in self._all_slots:
+            if slot.dirty and slot.shown is not None and (final or now - slot.changed >= _CHANGE_S):
+                self._draw(slot, out, now)
+        self._draw_area(out, now, final=final)
+        return _joined(out)
+
+    def _ready(self, entry: _Entry, position: int, now: float) -> bool:
+        if now - entry.since >= self._hold:
+            return True
+        if entry.slot is not None:
+            return self._active <= entry.slot.group.keys()
+        return all(replica in entry.replicas or self._last[replica] > position for replica in self._active)
+
+    def _forget(self, entry: _Entry) -> None:
+        places = self._places[entry.key]
+        places.pop(0)
+        if not places:
+            del self._places[entry.key]
+
+    def _release(self, entry: _Entry, out: list[Instruction], now: float) -> None:
+        if entry.key[0] == "clear":
+            self._clear(entry, out)
+            return
+        self._seen |= entry.replicas
+        if entry.slot is not None or entry.bundle is not None:
+            if not self._displays.take(1, now):
+                self._omitted_displays += 1
+                return
+            if entry.slot is not None:
+                self._draw(entry.slot, out, now, first=True)
+            elif entry.bundle is not None:
+                if len(entry.replicas) < self._total:
+                    out.append(Write("stdout", f"{mark(entry.replicas)}\n"))
+                out.append(Show(f"{self._new_slot().name}", entry.bundle))
+        elif self._lines.take(1 + entry.text.count("\n") + len(entry.text) / 500, now):
+            self._show_omitted(out)
+            out.append(self._text(entry))
+        else:
+            if len(self._tail) == _TAIL:
+                self._count_omitted(self._tail.popleft())
+            self._tail.append(entry)
+
+    def _text(self, entry: _Entry) -> Write:
+        text = entry.text
+        if self._total > 1:
+            prefix = mark(entry.replicas) + " "
+            text = prefix + text.replace("\n", "\n" + " " * len(prefix))
+        return Write("stderr" if entry.key[0] == "stderr" else "stdout", text + "\n")
+
+    def _count_omitted(self, entry: _Entry) -> None:
+        self._omitted += 1 + entry.text.count("\n")
+        self._omitting |= entry.replicas
+
+    def _show_omitted(self, out: list[Instruction]) -> None:
+        while self._tail:
+            self._count_omitted(self._tail.popleft())
+        self._note_omitted(out)
+
+    def _show_tail(self, out: list[Instruction]) -> None:
+        tail = list(self._tail)
+        self._tail.clear()
+        self._note_omitted(out)
+        out.extend(self._text(entry) for entry in tail)
+        if self._omitted_displays:
+            out.append(Write("stdout", f"… {self._omitted_displays:,} displays left out: a cell shows at most 2 a second once it has shown 60.\n"))
+            self._omitted_displays = 0
+
+    def _note_omitted(self, out: list[Instruction]) -> None:
+        if self._omitted > 0:
+            who = f"{mark(self._omitting)} " if self._total > 1 else ""
+            lines = "1 line" if self._omitted == 1 else f"{self._omitted:,} lines"
+            out.append(Write("stdout", f"{who}… {lines} left out: too many for a notebook. `%distnb output` shows them.\n"))
+            self._omitted = 0
+            self._omitting.clear()
+
+    def _draw(self, slot: _Slot, out: list[Instruction], now: float, *, first: bool = False) -> None:
+        slot.dirty = False
+        bundle = combine(slot.group, self._total) if slot.group else Bundle({"text/plain": ""})
+        content = bundle.digest or str(bundle.data)
+        if first:
+            out.append(Show(slot.name, bundle))
+        elif content != slot.shown:
+            out.append(Change(slot.name, bundle))
+        slot.shown, slot.changed = content, now
+
+    def _clear(self, entry: _Entry, out: list[Instruction]) -> None:
+        """Clear the cell once every replica whose output is there wants it; before that, a replica's own displays."""
+        if self._seen <= entry.replicas:
+            # Everything that was still to come before would be wiped at once.
+            out[:] = [Clear(entry.key[1] == "wait")]
+            self._seen.clear()
+            self._forget_displays(lambda replica: True)
+            self._displays = Pace(60, 2)
+            self._area = ()
+        else:
+            self._seen -= entry.replicas
+            self._forget_displays(lambda replica: replica in entry.replicas)
+
+    def _forget_displays(self, whose: Callable[[int], bool]) -> None:
+        pending = {entry.slot.name for entry in self._entries if entry.slot is not None}
+        for slot in self._all_slots:
+            # What follows the clearing waits in the sequence, and stays.
+            if slot.name not in pending and slot.group:
+                slot.group = {replica: bundle for replica, bundle in slot.group.items() if not whose(replica)}
+                slot.dirty = slot.shown is not None
+        if all(whose(replica) for replica in self._last):
+            for slot in self._all_slots:
+                if slot.name not in pending:
+                    slot.shown, slot.dirty = None, False
+        kept = [slot for slot in self._slots if slot.name in pending or slot.group]
+        self._figures = {}
+        for slot in kept:
+            for replica, bundle in slot.group.items():
+                self._figures.setdefault(replica, []).append(bundle)
+        self._slots = kept
+
+    def _draw_area(self, out: list[Instruction], now: float, *, final: bool) -> None:
+        if not final and now - self._area_drawn < _AREA_S:
+            return
+        by_text: dict[str, list[int]] = {}
+        for (replica, _), screen in sorted(self._screens.items()):
+            if not final and screen.open and (screen.drawn or now - screen.since >= HOLD_S):
+                for row in filter(None, (row.rstrip() for row in screen.rows)):
+                    by_text.setdefault(row[-500:], []).append(replica)
+        lines = tuple(f"{mark(who)} {row}" if self._total > 1 else row for row, who in by_text.items())
+        if lines != self._area:
+            self._area, self._area_drawn = lines, now
+            out.append(Area(lines))
+
+
+def _joined(instructions: list[Instruction]) -> list[Instruction]:
+    """Neighbouring pieces of text of one stream become one."""
+    joined: list[Instruction] = []
+    for each in instructions:
+        last = joined[-1] if joined else None
+        if isinstance(each, Write) and isinstance(last, Write) and each.stream == last.stream:
+            joined[-1] = Write(each.stream, last.text + each.text)
+        else:
+            joined.append(each)
+    return joined

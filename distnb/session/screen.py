@@ -1,0 +1,128 @@
+"""What a replica's stream looks like, line by line: newlines, carriage returns, cursor moves.
+
+A progress bar rewrites its line with a carriage return, nested bars move up and down. A `Screen` follows one
+stream of one replica and tells which lines are finished, and which are still being written.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["SETTLE_S", "Screen"]
+
+SETTLE_S = 0.15
+"""A line below which the cursor went stays open for this long if a bar was drawn in it: nested bars come back up."""
+
+_CONTROLS = re.compile("(\r\n|\n|\r|\x08|\x1b\\[\\d*[A-DGJKH])")
+_REWRITES = re.compile("[\r\x08]|\x1b\\[\\d*[A-DGJKH]")
+
+
+class Screen:
+    """The unfinished end of one stream of one replica.
+
+    Attributes:
+        rows: Lines not yet finished, the topmost first.
+        since: When the oldest of them began.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[str] = [""]
+        self.since = 0.0
+        self._row = self._column = 0
+        self._drawn = False  # a bar was drawn in one of the rows
+        self._moved = 0.0
+
+    @property
+    def drawn(self) -> bool:
+        """Whether something rewrote a row, as progress bars do."""
+        return self._drawn
+
+    @property
+    def open(self) -> bool:
+        """Whether anything unfinished is there."""
+        return len(self.rows) > 1 or bool(self.rows[0])
+
+    def feed(self, text: str, now: float) -> list[str]:
+        """Take text.
+
+        Args:
+            text: As it was written.
+            now: Seconds of any steady clock.
+
+        Returns:
+            The lines that it finished, without their newlines.
+        """
+        if not self.open:
+            self.since, self._drawn = now, False
+        text = text.replace("\r\n", "\n")
+        if not self._drawn and not _REWRITES.search(text):
+            # Only the last row is open, and the cursor stands at its end.
+            *done, rest = (self.rows[0] + text).split("\n")
+            self.rows, self._row, self._column = [rest], 0, len(rest)
+            if done:
+                self.since = now
+            return done
+        for piece in _CONTROLS.split(text):
+            if piece:
+                self._put(piece, now)
+        return self._settled(now)
+
+    def settle(self, now: float) -> list[str]:
+        """The lines that are finished because nothing came back to them for a while."""
+        return self._settled(now)
+
+    def finish(self) -> list[str]:
+        """The stream ends: every row is finished."""
+        rows = [row.rstrip() if self._drawn else row for row in self.rows]
+        while rows and not rows[-1]:
+            rows.pop()
+        self.rows, self._row, self._column, self._drawn = [""], 0, 0, False
+        return rows
+
+    def _put(self, piece: str, now: float) -> None:
+        if piece == "\n":
+            self._go(self._row + 1, 0, now)
+        elif piece == "\r":
+            # A carriage return that only precedes the newline or the text's end draws nothing; the next text does.
+            self._column = 0
+        elif piece == "\x08":
+            self._column = max(0, self._column - 1)
+        elif piece.startswith("\x1b["):
+            self._escape(piece[-1], int(piece[2:-1] or 1), now)
+        else:
+            row = self.rows[self._row]
+            if self._column < len(row):
+                self._drawn = True
+            row = row[: self._column].ljust(self._column) + piece + row[self._column + len(piece) :]
+            self.rows[self._row] = row
+            self._column += len(piece)
+
+    def _escape(self, command: str, count: int, now: float) -> None:
+        if command == "A":
+            self._drawn = True
+            self._go(max(0, self._row - count), self._column, now)
+        elif command == "B":
+            self._go(self._row + count, self._column, now)
+        elif command == "C":
+            self._column += count
+        elif command in "DG":
+            self._column = max(0, self._column - count) if command == "D" else count - 1
+        elif command in "KJ":
+            self.rows[self._row] = self.rows[self._row][: self._column]
+        else:
+            self._column = 0
+
+    def _go(self, row: int, column: int, now: float) -> None:
+        while len(self.rows) <= row:
+            self.rows.append("")
+        self._row, self._column, self._moved = row, column, now
+
+    def _settled(self, now: float) -> list[str]:
+        if self._row == 0 or (self._drawn and now - self._moved < SETTLE_S):
+            return []
+        done, self.rows = self.rows[: self._row], self.rows[self._row :]
+        self._row, self.since = 0, now
+        if self._drawn:
+            done = [line.rstrip() for line in done]
+            self._drawn = any(self.rows)
+        return done

@@ -1,0 +1,181 @@
+"""`distnb.live`: values to watch while the program runs. Events go out through `sink`; nothing is drawn here.
+
+On an engine the sink sends them to the notebook, in the notebook they go to the running cell's view, and in a
+plain script they become a progress line in the terminal.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any, TextIO
+
+from distnb.errors import OptionError
+from distnb.values import DistributedValues
+
+__all__ = ["Point", "Sink", "TextProgress", "is_ready", "live"]
+
+Point = dict[str, Any]
+"""Values of one call: {name: number}, where a number is anything that `float` takes; or {name: {replica: number}}."""
+
+Sink = Callable[[Point], None]
+
+sink: Sink | None = None
+"""Where values go; set by whoever hosts this process. None: to the terminal."""
+
+
+def live(**scalars: Any) -> None:
+    """Show values while the program runs: each name gets a curve, drawn as it grows.
+
+    Call it wherever values arise: in the function that `strategy.run` calls, at the top level of a distributed
+    cell, in ordinary cells, in a script. It never waits for an accelerator: a tensor's value is read later.
+
+    Args:
+        **scalars: Numbers, tensors of one element, or distributed values of them (on a replica its own component
+            is taken, in the notebook every replica's).
+
+    Raises:
+        OptionError: A value is no scalar.
+
+    Example:
+        >>> import distnb
+        >>> distnb.live(loss=0.25, accuracy=0.9)        # doctest: +SKIP
+    """
+    point = {name: _scalar(name, value) for name, value in scalars.items()}
+    if point:
+        (sink or _terminal)(point)
+
+
+def is_ready(point: Mapping[str, Any]) -> bool:
+    """Whether every number of a point can be read without waiting for a device."""
+    return all(value.ready for value in point.values() if isinstance(value, _OnDevice))
+
+
+class _OnDevice:
+    """A number on its way from an accelerator to host memory. The copy is queued behind what computes it."""
+
+    __slots__ = ("_arrived", "_copy")
+
+    def __init__(self, tensor: Any) -> None:
+        import torch
+
+        # The copy is taken now: the tensor may be changed in place before anyone reads it.
+        self._copy = tensor.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record(torch.cuda.current_stream(tensor.device))
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._arrived.query())
+
+    def __float__(self) -> float:
+        self._arrived.synchronize()
+        return float(self._copy)
+
+
+def _scalar(name: str, value: Any) -> Any:
+    if isinstance(value, float | int):
+        return float(value)
+    if isinstance(value, DistributedValues):
+        components = {replica: _scalar(name, value.component(replica)) for replica in value.replica_ids}
+        # A replica has its own component only, and the event that carries it says whose it is.
+        return next(iter(components.values())) if len(components) == 1 else components
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise _no_scalar(name, f"a tensor of shape {list(value.shape)}, {value.dtype}", "Reduce it first, for example by .mean().")
+        tensor = value.detach()
+        return _OnDevice(tensor) if tensor.device.type == "cuda" else float(tensor)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, str | bytes):
+        raise _no_scalar(name, repr(value)[:80], "Text can be printed; its lines are merged over the replicas.")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise _no_scalar(name, f"{type(value).__name__}: {repr(value)[:80]}", "Pass one value of it.") from None
+
+
+def _no_scalar(name: str, received: str, cure: str) -> OptionError:
+    return OptionError(f"live({name}=…) draws single numbers and got {received}. {cure}")
+
+
+class TextProgress:
+    """A progress line in a terminal: the latest values, and how many calls of `live` a second.
+
+    Args:
+        stream: Where it is written; in a terminal the line is rewritten in place, elsewhere one is added now and then.
+        clock: Gives seconds.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._began: float | None = None
+        self._drawn = 0.0
+        self._drawn_calls = 0
+        self._calls = 0
+        self._point: Point = {}
+        self._width = 0
+
+    def __call__(self, point: Point) -> None:
+        """Take a point; it is drawn if enough time has passed since the last."""
+        now = self._clock()
+        if self._began is None:
+            self._began = self._drawn = now
+            atexit.register(self.finish)
+        self._calls += 1
+        self._point = {**self._point, **point}
+        if now - self._drawn >= (0.1 if self._stream_now().isatty() else 10.0):
+            self._draw(now)
+
+    def finish(self) -> None:
+        """Draw the last values, and leave the line."""
+        if self._began is None:
+            return
+        if self._calls > self._drawn_calls:
+            self._draw(self._clock())
+        if self._stream_now().isatty():
+            self._stream_now().write("\n")
+        self._began, self._calls, self._drawn_calls, self._width = None, 0, 0, 0
+        atexit.unregister(self.finish)
+
+    def _stream_now(self) -> TextIO:
+        return self._stream or sys.stderr
+
+    def _draw(self, now: float) -> None:
+        stream = self._stream_now()
+        assert self._began is not None
+        rate = self._calls / max(now - self._began, 1e-9)
+        parts = [f"step {self._calls}", *(f"{name} {_shown(value)}" for name, value in self._point.items()), f"{rate:,.1f} steps/s"]
+        line = " · ".join(parts)
+        if stream.isatty():
+            line = line[: shutil.get_terminal_size().columns - 1]
+            stream.write("\r" + line.ljust(self._width))
+            self._width = len(line)
+        else:
+            stream.write(line + "\n")
+        stream.flush()
+        self._drawn, self._drawn_calls = now, self._calls
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "/".join(_shown(component) for component in value.values())
+    return f"{float(value):.4g}"
+
+
+_progress = TextProgress()
+
+
+def _terminal(point: Point) -> None:
+    """In a script only one process writes: replica 0."""
+    from distnb.runtime import spmd
+
+    process = spmd.current()
+    if process is None or process.rank == 0:
+        _progress(point)
