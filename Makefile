@@ -61,9 +61,8 @@ types: $(VENV)/.made-test
 imports: $(VENV)/.made-test
 	$(BIN)/lint-imports
 
-# nbval runs the notebooks in the same call, so that one line at the end counts everything.
 tests: $(VENV)/.made-test
-	$(BIN)/python -m pytest --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(VENV)/.made-test $(VENV)/.made-bench
 	for name in roundtrip empty_cell training startup live_view transfer; do $(BIN)/python -m benchmarks.$$name $(ARGS); done

@@ -74,7 +74,7 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
     return True
 
 
-# -- leaks --------------------------------------------------------------------------------------------------------------
+# -- leaks ------------------------------------------------------------------------------------------------------------
 
 _GONE_WITHIN_S = float(os.environ.get("DISTNB_TEST_GONE_WITHIN_S", "10"))
 
@@ -135,7 +135,7 @@ def _test_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     before.check(request.node.nodeid, ignore_offspring=True)
 
 
-# -- system packages ------------------------------------------------------------------------------------------------------
+# -- system packages --------------------------------------------------------------------------------------------------
 
 
 def needs(program: str) -> str:

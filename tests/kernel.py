@@ -62,7 +62,7 @@ class Notebook:
     """
 
     def __init__(self, engines: int = 0, *, env: dict[str, str] | None = None) -> None:
-        self._engines = engines
+        self.engines = engines
         self._manager = KernelManager(kernel_name="python3")
         self._env = {
             **os.environ,
@@ -78,8 +78,8 @@ class Notebook:
         try:
             self._client.wait_for_ready(timeout=60)
             self.run("%load_ext distnb")
-            if self._engines:
-                self.run(f"%distnb start -n {self._engines}", timeout_s=90)
+            if self.engines:
+                self.run(f"%distnb start -n {self.engines}", timeout_s=90)
         except BaseException:
             self.close()
             raise

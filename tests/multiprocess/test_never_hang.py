@@ -59,7 +59,6 @@ before = kept.weight.detach().sum().item()
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 engines", "4 engines"])
 def notebook(request: pytest.FixtureRequest) -> Iterator[Notebook]:
     with Notebook(request.param) as notebook:
-        notebook.engines = request.param
         notebook.run("import torch; torch.set_num_threads(1)")
         notebook.run(SETUP)
         notebook.run(KEPT)
@@ -101,7 +100,7 @@ def line_of(source: str, text: str) -> int:
     return next(number for number, line in enumerate(source.splitlines(), 1) if text in line)
 
 
-# -- (a) one replica raises while the others wait ------------------------------------------------------------------
+# -- (a) one replica raises while the others wait ---------------------------------------------------------------------
 
 FAIL = 'raise ValueError("mine")'
 WAITS = {
@@ -184,7 +183,7 @@ def test_one_replica_raises_while_the_others_wait(
     assert ran.traceback.count("Traceback (most recent call last)") <= 1, "no other replica's traceback"
 
 
-# -- (b) collectives that do not match ---------------------------------------------------------------------------------
+# -- (b) collectives that do not match --------------------------------------------------------------------------------
 
 MISMATCHES = {
     "different operations": (
@@ -224,7 +223,7 @@ def test_collectives_that_do_not_match_are_an_error(notebook: Notebook, what: st
     assert "went on" not in ran.stdout or what == "one calls more", "no replica went on with a wrong sum"
 
 
-# -- (c) the user interrupts -----------------------------------------------------------------------------------------------
+# -- (c) the user interrupts ------------------------------------------------------------------------------------------
 
 INTERRUPTED = {
     "pure Python": "print('ready', flush=True)\nwhile True:\n    pass",
@@ -242,7 +241,8 @@ INTERRUPTED = {
         "print('ready', flush=True)\nfor batch in loader:\n    pass"
     ),
     "except Exception": (
-        "print('ready', flush=True)\nwhile True:\n    try:\n        time.sleep(600)\n    except Exception:\n        pass"
+        "print('ready', flush=True)\nwhile True:\n"
+        "    try:\n        time.sleep(600)\n    except Exception:\n        pass"
     ),
 }
 
@@ -293,7 +293,7 @@ dist.all_reduce(torch.ones(1))
     notebook.run("%distnb restart 1", timeout_s=60)
 
 
-# -- (d) an engine dies ----------------------------------------------------------------------------------------------------
+# -- (d) an engine dies -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [False, True], ids=["", "workers alive"])

@@ -1,0 +1,34 @@
+"""An IPython shell in this process with distnb loaded: benchmarks run cells without a front end's delays."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+from typing import Any
+
+from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["Cells"]
+
+
+class Cells:
+    """Runs cells as a notebook would, and raises their errors.
+
+    Args:
+        extensions: What `%load_ext` loads.
+    """
+
+    def __init__(self, *extensions: str) -> None:
+        self.shell: Any = InteractiveShell.instance()
+        for name in extensions:
+            self.shell.run_line_magic("load_ext", name)
+
+    def run(self, source: str) -> None:
+        """Run one cell, its output dropped."""
+        with redirect_stdout(io.StringIO()):
+            result = self.shell.run_cell(source, store_history=False)
+        result.raise_error()
+
+    def value(self, name: str) -> Any:
+        """A variable of the notebook."""
+        return self.shell.user_ns[name]

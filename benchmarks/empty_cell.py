@@ -1,0 +1,48 @@
+"""An empty `%%distribute mirrored` cell against an empty `%%px` cell of ipyparallel, both on 2 engines.
+
+    python -m benchmarks.empty_cell [--rounds 7] [--cells 20]
+
+The target of the project: faster than `%%px`.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import ipyparallel
+
+from benchmarks.cell_shell import Cells
+from benchmarks.harness import Target, compare, report, timed
+
+
+def main() -> int:
+    """Run it. Returns 1 when the target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cells", type=int, default=20)
+    options = parser.parse_args()
+
+    cells = Cells("distnb", "ipyparallel")
+    cluster = ipyparallel.Cluster(n=2, log_level=40)
+    client = cluster.start_and_connect_sync()
+    try:
+        client[:].activate()
+        cells.run("%distnb start -n 2")
+        comparison = compare(
+            {
+                "%%distribute mirrored": timed(lambda: cells.run("%%distribute mirrored\npass"), options.cells),
+                "%%px": timed(lambda: cells.run("%%px\npass"), options.cells),
+            },
+            rounds=options.rounds,
+        )
+        cells.run("%distnb stop")
+    finally:
+        client.close()
+        cluster.stop_cluster_sync()
+    target = Target("%%distribute mirrored", "%%px", at_most=1.0)
+    kept = report("an empty cell on 2 engines, until the prompt is back", comparison, baseline="%%px", targets=[target])
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

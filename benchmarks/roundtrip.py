@@ -1,0 +1,143 @@
+"""`strategy.run` from the notebook to 2 replicas and back, against ipyparallel, Ray and bare ZMQ, in one run.
+
+    python -m benchmarks.roundtrip [--rounds 7] [--calls 50] [--without-ray]
+
+The function returns None: what is measured is the way there and back. Blocking: one call after the other. Pipelined:
+`--calls` calls are sent, then waited for (`RunOptions(wait=False)`); per call. The targets of the project: at least
+10× faster than ipyparallel's `DirectView.apply_sync`, 3× faster than Ray's actors, at most 2× bare ZMQ; pipelined at
+most 0.1 ms a call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import ipyparallel
+
+from benchmarks.bare_zmq import BareZmq
+from benchmarks.harness import Comparison, Measure, Target, compare, report, timed
+
+DISTNB, IPYPARALLEL, RAY, ZMQ = "distnb strategy.run", "ipyparallel apply_sync", "Ray actors", "bare ZMQ"
+
+
+def nothing() -> None:
+    """What is called."""
+
+
+@contextlib.contextmanager
+def distnb_measures(calls: int) -> Iterator[tuple[Measure, Measure]]:
+    """distnb: blocking and pipelined."""
+    import distnb
+
+    distnb.start(n=2)
+    try:
+        strategy = distnb.MirroredStrategy()
+        no_wait = distnb.RunOptions(wait=False)
+        # Functions of a notebook are defined there; this one must not be importable on the engines.
+        function = eval("lambda: None")
+
+        def pipelined() -> None:
+            for _ in range(calls):
+                strategy.run(function, options=no_wait)
+            strategy.run(function)
+
+        pipeline = timed(pipelined)
+        yield timed(lambda: strategy.run(function), calls), lambda: pipeline() / (calls + 1)
+    finally:
+        distnb.stop()
+
+
+@contextlib.contextmanager
+def ipyparallel_measures(calls: int) -> Iterator[tuple[Measure, Measure]]:
+    """ipyparallel's DirectView: apply_sync, and apply_async waited for at the end."""
+    cluster = ipyparallel.Cluster(n=2, log_level=logging.ERROR)
+    client = cluster.start_and_connect_sync(activate=False)
+    try:
+        view: Any = client[:]
+
+        def pipelined() -> None:
+            for result in [view.apply_async(nothing) for _ in range(calls)]:
+                result.get()
+
+        pipeline = timed(pipelined)
+        yield timed(lambda: view.apply_sync(nothing), max(1, calls // 5)), lambda: pipeline() / calls
+    finally:
+        client.close()
+        cluster.stop_cluster_sync()
+
+
+@contextlib.contextmanager
+def ray_measures(calls: int) -> Iterator[tuple[Measure, Measure]]:
+    """Two Ray actors; `ray.get` of both, or of all at the end."""
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+
+    class Actor:
+        def call(self) -> None:
+            pass
+
+    try:
+        actors: list[Any] = [ray.remote(num_cpus=0)(Actor).remote() for _ in range(2)]
+
+        def pipelined() -> None:
+            ray.get([actor.call.remote() for _ in range(calls) for actor in actors])
+
+        pipeline = timed(pipelined)
+        yield timed(lambda: ray.get([a.call.remote() for a in actors]), calls), lambda: pipeline() / calls
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def zmq_measures(calls: int) -> Iterator[tuple[Measure, Measure]]:
+    """Bare ZMQ."""
+    with BareZmq(2) as workers:
+
+        def pipelined() -> None:
+            for _ in range(calls):
+                workers.send(nothing)
+            workers.collect(calls)
+
+        pipeline = timed(pipelined)
+        yield timed(lambda: workers.call(nothing), calls), lambda: pipeline() / calls
+
+
+def main() -> int:
+    """Run it. Returns 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--without-ray", action="store_true", help="when Ray is not installed")
+    options = parser.parse_args()
+
+    makers = {DISTNB: distnb_measures, IPYPARALLEL: ipyparallel_measures, RAY: ray_measures, ZMQ: zmq_measures}
+    if options.without_ray:
+        del makers[RAY]
+    with contextlib.ExitStack() as stack:
+        pairs = {name: stack.enter_context(make(options.calls)) for name, make in makers.items()}
+        blocking = compare({name: pair[0] for name, pair in pairs.items()}, rounds=options.rounds)
+        pipelined = compare({name: pair[1] for name, pair in pairs.items()}, rounds=options.rounds)
+    return 0 if show(blocking, pipelined) else 1
+
+
+def show(blocking: Comparison, pipelined: Comparison) -> bool:
+    """Print both tables. Whether all targets are met."""
+    targets = [Target(DISTNB, IPYPARALLEL, at_most=1 / 10), Target(DISTNB, ZMQ, at_most=2.0)]
+    if RAY in blocking.values:
+        targets.append(Target(DISTNB, RAY, at_most=1 / 3))
+    met = report("one call to 2 replicas and back", blocking, baseline=DISTNB, targets=targets)
+    report("the same, pipelined, per call", pipelined, baseline=DISTNB)
+    median_ms = pipelined.median(DISTNB) * 1e3
+    within = math.isfinite(median_ms) and median_ms <= 0.1
+    print(f"  {'met' if within else 'MISSED':>6}: {DISTNB}, pipelined, ≤ 0.1 ms a call (measured {median_ms:.3f} ms)")
+    return met and within
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,79 @@
+"""A 100 MB tensor from the notebook to an engine and back, against ipyparallel's push and pull, and memcpy.
+
+    python -m benchmarks.transfer [--rounds 7] [--megabytes 100]
+
+distnb: a changed tensor that a cell reads travels with it (one replica), and `.numpy()` of a handle fetches it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ipyparallel
+import numpy as np
+import torch
+
+from benchmarks.cell_shell import Cells
+from benchmarks.harness import compare, report, timed
+
+
+def main() -> int:
+    """Run it. Always returns 0: there is no target, only the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--megabytes", type=int, default=100)
+    options = parser.parse_args()
+
+    entries = options.megabytes * 1_000_000 // 4
+    tensor = torch.rand(entries)
+    array, copy = tensor.numpy(), np.empty(entries, dtype=np.float32)
+
+    cells = Cells("distnb")
+    cluster = ipyparallel.Cluster(n=1, log_level=logging.ERROR)
+    client = cluster.start_and_connect_sync(activate=False)
+    try:
+        view: Any = client[0]
+        cells.run("%distnb start -n 1")
+        cells.shell.user_ns["big"] = tensor
+        cells.run("%%distribute mirrored\nimport torch\nremote = big.clone()")
+        view.push({"big": array}, block=True)
+
+        there = {
+            "distnb: a cell reads it": _changed(tensor, lambda: cells.run("%%distribute mirrored\nbig.shape")),
+            "ipyparallel push": timed(lambda: view.push({"big": array}, block=True)),
+            "memcpy": timed(lambda: np.copyto(copy, array)),
+        }
+        sent = compare(there, rounds=options.rounds)
+        back = {
+            "distnb: handle.numpy()": timed(lambda: cells.value("remote").numpy()),
+            "ipyparallel pull": timed(lambda: view.pull("big", block=True)),
+            "memcpy": timed(lambda: np.copyto(copy, array)),
+        }
+        fetched = compare(back, rounds=options.rounds)
+        cells.run("%distnb stop")
+    finally:
+        client.close()
+        cluster.stop_cluster_sync()
+    report(f"{options.megabytes} MB, notebook to one engine", sent, baseline="ipyparallel push")
+    report(f"{options.megabytes} MB, engine to notebook", fetched, baseline="ipyparallel pull")
+    return 0
+
+
+def _changed(tensor: torch.Tensor, call: Callable[[], object]) -> Callable[[], float]:
+    """A measure in which the tensor was changed before: else nothing would have to travel."""
+
+    def measure() -> float:
+        tensor.add_(1.0)
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    return measure
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,44 @@
+"""Programs written for torchrun run in a `%%distribute` cell as they are, with the numbers that torchrun gives them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernel import Notebook
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(180)
+
+PROGRAMS = Path(__file__).parent / "programs"
+REPLICAS = 2
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Notebook]:
+    with Notebook(REPLICAS) as notebook:
+        yield notebook
+
+
+@pytest.mark.parametrize("name", ["ddp_tutorial", "accelerate_loop", "fabric_loop"])
+def test_a_program_gives_the_numbers_that_torchrun_gives_it(notebook: Notebook, name: str) -> None:
+    program = (PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
+    under_torchrun = [rank.check().result for rank in run_ranks(program, REPLICAS, timeout_s=90)]
+    for _ in range(2):  # a user runs a cell again: it must not mind what its first run left behind
+        notebook.run(f"%%distribute mirrored\n{program}", timeout_s=90)
+        printed = notebook.run(
+            "import json, distnb\nprint(json.dumps(distnb.MirroredStrategy().local_results(result)))"
+        )
+        in_cell = json.loads(printed.stdout)
+        assert flat(in_cell[0]) == pytest.approx(flat(under_torchrun[0]), rel=1e-6)
+        assert flat(in_cell[-1]) == pytest.approx(flat(under_torchrun[-1]), rel=1e-6)
+
+
+def flat(value: object) -> list[float]:
+    if isinstance(value, list | tuple):
+        return [number for part in value for number in flat(part)]
+    assert isinstance(value, int | float)
+    return [value]

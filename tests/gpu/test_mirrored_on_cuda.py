@@ -1,0 +1,93 @@
+"""A mirrored cell on a GPU: NCCL where a replica has one to itself, host memory where replicas share one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernel import Notebook
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+TRAIN = """%%distribute mirrored
+import torch, distnb
+import torch.nn.functional as F
+torch.manual_seed(0)
+x, y = torch.randn(96, 16, device="cpu"), torch.randint(0, 4, (96,), device="cpu")
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=28)
+with strategy.scope():
+    model = torch.nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+def step(batch):
+    inputs, targets = batch
+    loss = distnb.nn.compute_average_loss(F.cross_entropy(model(inputs), targets, reduction="none"))
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    return loss
+
+history = tuple(
+    strategy.reduce("sum", strategy.run(step, args=(batch,)), axis=None).item()
+    for epoch in range(3) for batch in strategy.distribute_dataset(loader)
+)
+device = str(next(model.parameters()).device)
+"""
+
+
+def one_gpu(engines: int) -> Iterator[Notebook]:
+    with Notebook(env={"CUDA_VISIBLE_DEVICES": "0"}) as notebook:
+        notebook.run(f"%distnb start -n {engines}" + (" --oversubscribe" if engines > 1 else ""), timeout_s=120)
+        yield notebook
+
+
+@pytest.fixture
+def alone() -> Iterator[Notebook]:
+    yield from one_gpu(1)
+
+
+@pytest.fixture
+def shared() -> Iterator[Notebook]:
+    yield from one_gpu(2)
+
+
+def on_cpu(notebook: Notebook) -> list[float]:
+    notebook.run(
+        TRAIN.replace("mirrored", "default").replace("with strategy", "torch.set_default_device('cpu')\nwith strategy")
+    )
+    return list(notebook.value("history"))
+
+
+def test_one_replica_uses_nccl_and_gives_the_cpus_numbers(alone: Notebook) -> None:
+    alone.run(TRAIN)
+    assert alone.value("device") == "cuda:0"
+    history = list(alone.value("history"))
+    alone.run("%%distribute mirrored\nimport torch.distributed as dist\nbackend = dist.get_backend()")
+    assert "nccl" in alone.value("backend")
+    assert history == pytest.approx(on_cpu(alone), rel=1e-4)
+
+
+def test_two_replicas_share_a_gpu_and_give_the_same_numbers(shared: Notebook) -> None:
+    shared.run(TRAIN)
+    assert shared.value("device") == "cuda:0"
+    assert list(shared.value("history")) == pytest.approx(on_cpu(shared), rel=1e-4)
+
+
+def test_an_error_on_one_replica_frees_the_other_and_the_next_cell_works(shared: Notebook) -> None:
+    ran = shared.try_run(
+        "%%distribute mirrored\nimport torch, distnb, torch.distributed as dist\n"
+        "if distnb.replica_id() == 1:\n    raise ValueError('mine')\ndist.all_reduce(torch.ones(3))",
+        timeout_s=30,
+    )
+    assert (ran.error_name, ran.error_text) == ("ValueError", "mine")
+    shared.run(TRAIN)
+
+
+def test_the_quick_start_runs(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, root / "notebooks" / "demo.py", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "one engine for each of" in done.stdout
