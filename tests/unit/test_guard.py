@@ -1,0 +1,115 @@
+"""Ending exactly the program that runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from distnb.engine.guard import Guard
+from distnb.errors import ProgramAborted
+
+
+BEGUN = threading.Event()
+
+
+@pytest.fixture
+def guard() -> Guard:
+    return Guard()
+
+
+@pytest.fixture
+def pressing(guard: Guard) -> Iterator[Callable[[int], None]]:
+    """Orders the end of a program from another thread, as the control thread does."""
+    stop = threading.Event()
+    threads = []
+    BEGUN.clear()
+
+    def order(program: int, interrupted: bool = False) -> None:
+        def press() -> None:
+            BEGUN.wait()
+            assert guard.abort(program, "because", interrupted)
+            while not stop.is_set():
+                guard.press()
+                time.sleep(0.001)
+
+        threads.append(threading.Thread(target=press))
+        threads[-1].start()
+
+    yield order
+    stop.set()
+    BEGUN.set()
+    for thread in threads:
+        thread.join()
+
+
+def spin() -> None:
+    BEGUN.set()
+    while True:
+        time.sleep(0.01)
+
+
+@pytest.mark.timeout(10)
+def test_it_raises_in_the_program(guard: Guard, pressing: Callable[..., None]) -> None:
+    pressing(1)
+    with pytest.raises(ProgramAborted, match="because"):
+        guard.call(1, spin)
+    assert guard.aborted
+    assert not guard.interrupted
+
+
+@pytest.mark.timeout(10)
+def test_an_interrupt_is_a_keyboard_interrupt(guard: Guard, pressing: Callable[..., None]) -> None:
+    pressing(1, interrupted=True)
+    with pytest.raises(KeyboardInterrupt):
+        guard.call(1, spin)
+    assert guard.interrupted
+
+
+@pytest.mark.timeout(10)
+def test_one_that_is_swallowed_is_sent_again(guard: Guard, pressing: Callable[..., None]) -> None:
+    swallowed = []
+
+    def stubborn() -> None:
+        for _ in range(2):
+            try:
+                spin()
+            except BaseException as error:
+                swallowed.append(error)
+        spin()
+
+    pressing(4)
+    with pytest.raises(ProgramAborted):
+        guard.call(4, stubborn)
+    assert len(swallowed) == 2
+
+
+def test_an_order_for_another_program_does_nothing(guard: Guard) -> None:
+    guard.call(3, lambda: None)
+    assert not guard.abort(2, "late")
+
+    def body() -> str:
+        assert not guard.abort(2, "late")
+        guard.press()
+        return "done"
+
+    assert guard.call(4, body) == "done"
+    assert not guard.aborted
+
+
+def test_an_order_that_overtakes_its_program_ends_it_as_it_begins(guard: Guard) -> None:
+    assert not guard.abort(8, "early")
+    began = []
+    with pytest.raises(ProgramAborted):
+        guard.call(8, lambda: began.append(1))
+    assert began == []
+    assert guard.call(9, lambda: "next") == "next"
+
+
+def test_an_idle_engine_lives_on(guard: Guard) -> None:
+    guard.call(1, lambda: None)
+    guard.abort(1, "late")
+    guard.press()
+    time.sleep(0.05)
