@@ -15,7 +15,7 @@ __all__ = ["BareZmq"]
 
 
 def _serve(url: str) -> None:
-    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.connect(url)
     socket.send(b"hello")
     while request := socket.recv():
@@ -31,11 +31,11 @@ class BareZmq:
     """
 
     def __init__(self, n: int = 2) -> None:
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        port: int = self._socket.bind_to_random_port("tcp://127.0.0.1")
         command = [sys.executable, "-m", "benchmarks.bare_zmq", f"tcp://127.0.0.1:{port}"]
         self._processes = [subprocess.Popen(command) for _ in range(n)]
-        self._peers = [self._socket.recv_multipart()[0] for _ in range(n)]
+        self._peers: list[bytes] = [self._socket.recv_multipart()[0] for _ in range(n)]
 
     def __enter__(self) -> BareZmq:
         return self

@@ -79,7 +79,8 @@ def main() -> int:
         def measure(live: str, option: str) -> Callable[[], float]:
             def once() -> float:
                 run(CELL.format(live=live, option=option, steps=options.steps))
-                return float(run("print(float(seconds))")) / options.steps
+                seconds = float(run("print(float(seconds))"))
+                return seconds / float(options.steps)
 
             return once
 
