@@ -129,7 +129,9 @@ class Agent:
             reply = self._failed(message.program, error)
         reply = replace(reply, seconds=time.monotonic() - began)
         summary = f"{reply.error.type_name}: {reply.error.text}" if reply.error else ""
-        self._control.program_ended(ProgramEnded(self._engine, message.program, reply.status, summary))
+        # The reply itself tells of a call that went well; a wake-up of both control threads would double its cost.
+        quiet = reply.status == "ok" and isinstance(message, CallFunction)
+        self._control.program_ended(ProgramEnded(self._engine, message.program, reply.status, summary), urgent=not quiet)
         return reply
 
     def _failed(self, program: int, error: BaseException, value: Any = None) -> Reply:

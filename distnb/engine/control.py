@@ -19,6 +19,7 @@ from typing import Any
 import zmq
 
 from distnb.engine.guard import Guard
+from distnb.strategies import live
 from distnb.wire.channel import Link
 from distnb.wire.messages import Abort, DumpStacks, Live, Output, ProgramEnded, Shutdown, Stacks, TelemetrySample
 
@@ -61,7 +62,7 @@ class Control:
         self._on_shutdown = on_shutdown
         self._pipes = pipes or {}
         self._events: deque[Any] = deque()
-        self._points: deque[tuple[float, int, dict[str, Any]]] = deque()
+        self._points: deque[tuple[tuple[int, int], float, int, dict[str, Any]]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._running: tuple[int, int] | None = None  # (program, replica)
         self._began = self._next_sample = 0.0
@@ -81,12 +82,12 @@ class Control:
         self._next_sample = self._began + _TELEMETRY_S
         self._running = (program, replica)
 
-    def program_ended(self, event: ProgramEnded) -> None:
-        """Tell the notebook at once; all that the program wrote goes out before."""
+    def program_ended(self, event: ProgramEnded, *, urgent: bool) -> None:
+        """Tell the notebook, at once if it is urgent; all that the program wrote goes out before."""
         running, self._running = self._running, None
         if running is not None and self._next_sample - time.monotonic() < _TELEMETRY_S / 2:
             self._events.append(self._sample(self._engine, *running))
-        self.emit(event, urgent=True)
+        self.emit(event, urgent=urgent)
 
     @property
     def running(self) -> tuple[int, int] | None:
@@ -102,7 +103,7 @@ class Control:
     def live(self, values: dict[str, Any]) -> None:
         """Leave a point of `distnb.live`. Tensors are read by this thread, so that the training never waits for one."""
         self._step += 1
-        self._points.append((time.monotonic() - self._began, self._step, values))
+        self._points.append((self._running or (0, 0), time.monotonic() - self._began, self._step, values))
 
     def wake(self) -> None:
         """Make the thread look at its queues now."""
@@ -133,7 +134,7 @@ class Control:
     def _obey(self, order: Any) -> None:
         if isinstance(order, Abort):
             # The guard first: it remembers why, so that whatever the freed collective raises is told as an abort.
-            if self._guard.abort(order.program, order.reason, interrupted=order.interrupted):
+            if self._guard.abort(order.program, order.reason, order.interrupted):
                 self._free_collectives(order.reason)
         elif isinstance(order, DumpStacks):
             self.emit(Stacks(self._engine, _all_stacks()))
@@ -147,18 +148,19 @@ class Control:
             self._events.append(self._sample(self._engine, *running))
 
     def _flush(self) -> None:
-        running = self._running or (0, 0)
-        if self._points:
-            points = tuple(self._read_point(*self._points.popleft()) for _ in range(len(self._points)))
-            self._events.appendleft(Live(self._engine, running[0], running[1], points))
+        self._events.extendleft(self._read_points())
         if not self._events:
             return
         batch = [self._events.popleft() for _ in range(len(self._events))]
         self._link.send(_join_outputs(batch))
 
-    @staticmethod
-    def _read_point(seconds: float, step: int, values: dict[str, Any]) -> tuple[float, int, dict[str, float]]:
-        return seconds, step, {name: float(value) for name, value in values.items()}
+    def _read_points(self) -> list[Live]:
+        """The points whose numbers have arrived from the device; after the program's end those still under way too."""
+        read: dict[tuple[int, int], list[tuple[float, int, dict[str, float]]]] = {}
+        while self._points and (self._running != self._points[0][0] or live.is_ready(self._points[0][3])):
+            running, seconds, step, values = self._points.popleft()
+            read.setdefault(running, []).append((seconds, step, {name: float(value) for name, value in values.items()}))
+        return [Live(self._engine, *running, points=tuple(points)) for running, points in read.items()]
 
 
 def _join_outputs(events: list[Any]) -> list[Any]:

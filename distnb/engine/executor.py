@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from distnb.engine import telemetry
 from distnb.wire.messages import Display
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Executor:
     def remember_source(self, filename: str, text: str, label: str = "") -> None:
         """Let tracebacks, pdb, inspect and torch.compile see the lines of a text that is in no file."""
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+        telemetry.remember_cell(filename, label)
         if label.startswith("Cell In[") and label[8:-1].isdigit():
             names = getattr(self._shell.compile, "_filename_map", None)
             if names is not None:

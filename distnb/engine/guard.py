@@ -10,66 +10,81 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
+from typing import TypeVar
 
 from distnb.errors import ProgramAborted
 
 __all__ = ["Guard"]
 
+T = TypeVar("T")
+
 _SIGNAL = signal.SIGRTMIN + 5
-_RETRY_S = (0.0, 0.25, 0.5)  # then once a second: user code in a `finally` is given time to clean up
-_LATER_S = 1.0
+_RETRY_S = (0.25, 0.5, 1.0)  # user code in a `finally` is given time to clean up before it is disturbed again
+
+
+class _Run:
+    """One guarded program. Each is an object of its own, so that threads need no lock: a late order meets the old one."""
+
+    def __init__(self, program: int, frame: FrameType) -> None:
+        self.program = program
+        self.frame: FrameType | None = frame
+        self.reason: str | None = None
+        self.interrupted = False
+        self.presses = 0
+        self.next_press = 0.0
 
 
 class Guard:
-    """Knows which program runs in the main thread, and raises in it on demand.
-
-    Make it in the main thread.
-    """
+    """Knows which program runs in the main thread, and raises in it on demand. Make it in the main thread."""
 
     def __init__(self) -> None:
-        self._main = threading.main_thread().ident
-        self._lock = threading.Lock()
-        self._program: int | None = None
-        self._frame: FrameType | None = None
-        self._reason: str | None = None
-        self._interrupted = False
-        self._presses = 0
-        self._next_press = 0.0
+        self._main = threading.get_ident()
+        self._run: _Run | None = None
+        self._early: dict[int, tuple[str, bool]] = {}  # orders that overtook the program they are about
         signal.signal(_SIGNAL, self._handle)
 
-    @contextmanager
-    def watching(self, program: int) -> Iterator[None]:
-        """Within it, and only there, `abort(program)` raises in this thread."""
-        with self._lock:
-            self._program, self._reason, self._interrupted, self._presses = program, None, False, 0
-        self._frame = sys._getframe()
+    def call(self, program: int, function: Callable[[], T]) -> T:
+        """Call a function so that `abort(program)` raises in it; in the main thread.
+
+        Raises:
+            ProgramAborted: Another replica failed.
+            KeyboardInterrupt: The user interrupted.
+        """
+        run = self._run = _Run(program, sys._getframe())
         try:
-            yield
+            # Looked up after `_run` is set, as `abort` looks at `_run` after it has left its word: one of the two sees.
+            if program in self._early:
+                self.abort(program, *self._early[program])
+                self._early.clear()
+                raise ProgramAborted(run.reason)
+            return function()
         finally:
-            self._frame = None
-            with self._lock:
-                self._program = None
+            run.frame = None
 
     @property
     def aborted(self) -> bool:
-        """Whether the last program was told to end. Whatever it then raised is a consequence, not a cause."""
-        return self._reason is not None
+        """Whether the latest program was told to end: whatever it then raised is a consequence, not a cause."""
+        return self._run is not None and self._run.reason is not None
 
     @property
     def interrupted(self) -> bool:
         """Whether it was the user who ended it."""
-        return self._interrupted
+        return self._run is not None and self._run.interrupted
 
-    def abort(self, program: int, reason: str, *, interrupted: bool = False) -> bool:
-        """Order the end of a program, from another thread. False if it is not the one that runs."""
-        with self._lock:
-            if self._program != program:
-                return False
-            if self._reason is None:
-                self._reason, self._interrupted, self._next_press = reason, interrupted, time.monotonic()
+    def abort(self, program: int, reason: str, interrupted: bool = False) -> bool:
+        """Order the end of a program, from another thread. False if it is not the one that runs.
+
+        An order may come before its program does: it is kept, and the program ends as it begins.
+        """
+        if self._run is None or program > self._run.program:
+            self._early[program] = (reason, interrupted)
+        run = self._run
+        if run is None or run.program != program or run.frame is None:
+            return False
+        if run.reason is None:
+            run.interrupted, run.reason = interrupted, reason
         return True
 
     def press(self) -> None:
@@ -77,17 +92,18 @@ class Guard:
 
         One signal may be swallowed (in a destructor, a callback, a bare `except`), so it is sent again.
         """
-        with self._lock:
-            if self._program is None or self._reason is None or time.monotonic() < self._next_press or self._main is None:
-                return
-            self._presses += 1
-            self._next_press = time.monotonic() + (_RETRY_S[self._presses] if self._presses < len(_RETRY_S) else _LATER_S)
-            signal.pthread_kill(self._main, _SIGNAL)
+        run = self._run
+        if run is None or run.reason is None or run.frame is None or time.monotonic() < run.next_press:
+            return
+        run.next_press = time.monotonic() + _RETRY_S[min(run.presses, len(_RETRY_S) - 1)]
+        run.presses += 1
+        signal.pthread_kill(self._main, _SIGNAL)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self._reason is None or self._frame is None:
+        run = self._run
+        if run is None or run.reason is None or run.frame is None:
             return  # the program ended in the meantime: an idle engine must live on
-        while frame is not None and frame is not self._frame:
+        while frame is not None and frame is not run.frame:
             frame = frame.f_back
         if frame is not None:
-            raise KeyboardInterrupt(self._reason) if self._interrupted else ProgramAborted(self._reason)
+            raise KeyboardInterrupt(run.reason) if run.interrupted else ProgramAborted(run.reason)
