@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import site
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from distnb.cluster.connection import CONNECTION_VARIABLE, connection_path
@@ -21,6 +21,7 @@ __all__ = [
     "cores",
     "engine_environment",
     "import_environment",
+    "script_environment",
     "threads_for",
 ]
 
@@ -78,4 +79,35 @@ def engine_environment(engine: int, device: Device, engines: int, directory: Pat
     environment[ENGINE_VARIABLE] = str(engine)
     environment[DEVICE_VARIABLE] = str(device)
     environment[CONNECTION_VARIABLE] = str(connection_path(directory))
+    return environment
+
+
+def script_environment(
+    rank: int, device: Device, devices: Sequence[Device], store_host: str, store_port: int
+) -> dict[str, str]:
+    """The whole environment of one replica of a script; torchrun's names mean here what they mean there."""
+    environment = os.environ | compute_environment(len(devices))
+    environment |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(len(devices)),
+        "LOCAL_WORLD_SIZE": str(len(devices)),
+        "MASTER_ADDR": store_host,
+        "MASTER_PORT": str(store_port),
+        # The launcher serves the store on loopback: no replica is to listen for it, on every interface, itself.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": f"distnb-{os.getpid()}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "PYTHONUNBUFFERED": "1",
+        THREADS_VARIABLE: str(threads_for(len(devices))),
+    }
+    # Code for torchrun takes `cuda:LOCAL_RANK`: the GPUs that were named are made those of these numbers.
+    gpus = list(dict.fromkeys(device.index for device in devices if device.type == "cuda"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if "CUDA_VISIBLE_DEVICES" in os.environ else None
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[index] if visible else str(index) for index in gpus)
+    if device.type == "cuda":
+        device = Device("cuda", gpus.index(device.index))
+    environment[DEVICE_VARIABLE] = str(device)
     return environment

@@ -1,4 +1,4 @@
-"""One thread that knows at once when a process of ours ends, and hears engines say that they are ready."""
+"""One thread that knows at once when a process of ours ends, and hears what they report."""
 
 from __future__ import annotations
 
@@ -13,10 +13,23 @@ from distnb.cluster.orphans import end_group
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["READY_PIPE", "Watcher"]
+__all__ = ["REPORT_PIPE", "Watcher", "report"]
 
-READY_PIPE = "ready"
-"""Name of the pipe, in the run directory, into which each engine writes its number, on a line, once it serves."""
+REPORT_PIPE = "reports"
+"""Name of the pipe, in the run directory, into which a process writes its number on a line: an engine once it serves,
+a replica of a script when it fails."""
+
+
+def report(directory: Path, number: int) -> None:
+    """Write a number into the pipe. If the listener has gone in the meantime, others notice that."""
+    try:
+        descriptor = os.open(directory / REPORT_PIPE, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        os.write(descriptor, b"%d\n" % number)
+    finally:
+        os.close(descriptor)
 
 
 class Watcher:
@@ -27,17 +40,17 @@ class Watcher:
 
     Args:
         directory: The run directory; the pipe is made there.
-        on_ready: Called with an engine's number.
+        on_report: Called with the number that a process wrote into the pipe.
     """
 
-    def __init__(self, directory: Path, on_ready: Callable[[int], None]) -> None:
-        self._on_ready = on_ready
+    def __init__(self, directory: Path, on_report: Callable[[int], None]) -> None:
+        self._on_report = on_report
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ, self._drain)
-        os.mkfifo(directory / READY_PIPE, 0o600)
+        os.mkfifo(directory / REPORT_PIPE, 0o600)
         # Opened for writing too: a pipe without writers would be readable for ever.
-        self._pipe = os.open(directory / READY_PIPE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._pipe = os.open(directory / REPORT_PIPE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._pipe, selectors.EVENT_READ, self._hear)
         self._rest = b""
         self._closing = False
@@ -93,7 +106,7 @@ class Watcher:
         *lines, self._rest = (self._rest + os.read(self._pipe, 65536)).split(b"\n")
         for line in lines:
             if line.isdigit():
-                self._on_ready(int(line))
+                self._on_report(int(line))
 
 
 def _end_of(descriptor: int, pid: int) -> int | None:

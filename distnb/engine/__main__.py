@@ -19,7 +19,7 @@ from distnb.cluster.surroundings import (
     REPLACES_VARIABLE,
     THREADS_VARIABLE,
 )
-from distnb.cluster.watcher import READY_PIPE
+from distnb.cluster.watcher import report
 from distnb.topology import Device, parse_device
 
 __all__ = ["main"]
@@ -47,7 +47,7 @@ def main() -> None:
         _choose_device(device)
         agent = importlib.import_module(os.environ.get(AGENT_VARIABLE, "distnb.engine.agent"))
         agent.install(shell, connection, engine, device)
-        _tell_ready(path.parent, engine)
+        report(path.parent, engine)
 
     app.prepare = prepare
     try:
@@ -86,18 +86,6 @@ def _choose_device(device: Device) -> None:
         import torch
 
         torch.cuda.set_device(device.index)
-
-
-def _tell_ready(directory: Path, engine: int) -> None:
-    """Tell the cluster that this engine serves. If the notebook has gone in the meantime, others notice."""
-    try:
-        descriptor = os.open(directory / READY_PIPE, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
-        return
-    try:
-        os.write(descriptor, b"%d\n" % engine)
-    finally:
-        os.close(descriptor)
 
 
 def _leave() -> None:

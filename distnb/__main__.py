@@ -1,0 +1,8 @@
+"""`python -m distnb` is the command `distnb`."""
+
+import sys
+
+from distnb.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

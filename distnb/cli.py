@@ -1,0 +1,181 @@
+"""The command `distnb`: `distnb run script.py -n 2` runs a script on several replicas of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
+from typing import NoReturn
+
+from distnb.errors import DistnbError, OptionError
+
+__all__ = ["main"]
+
+_USAGE_ERROR = 2
+_INTERRUPTED = 128 + signal.SIGINT
+
+_RUN_TEXT = """\
+Runs SCRIPT once per replica, as torchrun does on one machine: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT are set, and every connection stays on this machine. Lines are marked with their replica.
+When a replica fails the others are ended, and the exit code is its own. Ctrl-C ends all of them.
+
+distnb's options stand before SCRIPT or right after it; from the first other word on everything is the script's own.
+`--` ends them, too.
+
+examples:
+  distnb run train.py -n 2
+  distnb run train.py -n 2 --lr 0.1 --epochs 5       --lr and --epochs go to train.py
+  distnb run --devices cuda:0,cuda:1 train.py
+  distnb run -n 2 -m package.train --lr 0.1
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; `arguments` without the program's name, None for the process's own.
+
+    Returns:
+        The exit code: 0 when all went well, 2 for arguments that make no sense, else the failing replica's.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    if not words:
+        parser.print_help()
+        return 0
+    if words[0] == "run":
+        return _run(words[1:])
+    parser.parse_args(words)  # --help, --version, or an error that lists what there is
+    parser.print_help()
+    return _USAGE_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distnb",
+        description="Distributed training from notebooks: one cell, any strategy. In a notebook: %load_ext distnb",
+    )
+    parser.add_argument("--version", action="version", version=f"distnb {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands.add_parser("run", help="run a script on several replicas of this machine", add_help=False)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return version("distnb")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _run_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distnb run",
+        usage="distnb run [-n N] [--devices LIST] [--oversubscribe] SCRIPT|-m MODULE [ARGUMENT …]",
+        description=_RUN_TEXT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", dest="n", metavar="N", help="replicas; one per GPU, else 2 on the CPU, when not given")
+    parser.add_argument("--devices", metavar="LIST", help="their devices, with commas: cuda:0,cuda:1 or cpu:0,cpu:1")
+    parser.add_argument("--oversubscribe", action="store_true", help="let several replicas share one device")
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module instead of a file, as python -m does")
+    return parser
+
+
+def _run(words: list[str]) -> int:
+    parser = _run_parser()
+    ours, script, theirs = _split(words)
+    options = parser.parse_args(ours)
+    if script is None and options.module is None:
+        parser.error("a script is missing: distnb run train.py -n 2")
+    command = ["-m", options.module, *theirs] if options.module else [str(script), *theirs]
+    try:
+        if options.module is None:
+            _check_script(str(script))
+        # Late, so that `distnb --help` answers at once.
+        from distnb.cluster.devices import plan_devices
+        from distnb.cluster.script import run_script
+
+        devices = plan_devices(_count(options.n), options.devices, oversubscribe=options.oversubscribe)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _end)
+        return run_script(command, devices)
+    except OptionError as error:
+        parser.error(str(error))
+    except DistnbError as error:
+        print(f"distnb run: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("distnb run: interrupted; every replica was ended.", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _split(words: list[str]) -> tuple[list[str], str | None, list[str]]:
+    """Part distnb's options from the script and what is the script's: (ours, script, theirs).
+
+    Ours stand before the script and directly after it; the first word that is none of ours begins the script's. With
+    -m the module takes the script's place.
+    """
+    with_value, plain = ("-n", "--devices", "-m"), ("--oversubscribe", "-h", "--help")
+    ours: list[str] = []
+    script: str | None = None
+    module = False
+    index = 0
+    while index < len(words):
+        word = words[index]
+        if word == "--":
+            index += 1
+            if script is None and not module and index < len(words):
+                script = words[index]
+                index += 1
+            break
+        if word in with_value and not (module and word == "-m"):
+            ours += words[index : index + 2]
+            index += 2
+            module = module or word == "-m"
+        elif (word in plain and script is None and not module) or word == "--oversubscribe" or _has_value(word):
+            ours.append(word)
+            index += 1
+        elif script is None and not module and (not word.startswith("-") or word == "-"):
+            script = word
+            index += 1
+        elif script is None and not module:
+            ours.append(word)  # no option of ours: the parser says so
+            index += 1
+        else:
+            break
+    return ours, script, words[index:]
+
+
+def _has_value(word: str) -> bool:
+    return word.startswith("--devices=") or (word.startswith("-n") and word[2:].lstrip("-").isdigit())
+
+
+def _count(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise OptionError(f"-n {text}: give the number of replicas as a whole number.") from None
+
+
+def _check_script(script: str) -> None:
+    if not os.path.exists(script):
+        raise OptionError(f"there is no file {script!r} in {os.getcwd()}.")
+    if script.endswith(".ipynb"):
+        raise OptionError(
+            f"{script!r} is a notebook. Open it in Jupyter and use %%distribute there, or convert it first: "
+            f"jupyter nbconvert --to script {script}"
+        )
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

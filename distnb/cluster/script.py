@@ -1,0 +1,230 @@
+"""A script on several replicas of this machine: what `distnb run` does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from distnb.cluster.connection import make_run_directory, remove_run_directory
+from distnb.cluster.orphans import end_process, record_group
+from distnb.cluster.processes import Processes, Reaped, describe_status
+from distnb.cluster.replica import error_path
+from distnb.cluster.store import RendezvousStore
+from distnb.cluster.surroundings import import_environment, script_environment
+from distnb.cluster.watcher import Watcher
+from distnb.topology import Device
+
+__all__ = ["run_script"]
+
+_LAST_WORDS_S = 3.0  # what a replica that reported an error gets to end by itself
+_PYTHON = (sys.executable, "-P", "-m")
+
+
+def run_script(command: Sequence[str], devices: Sequence[Device]) -> int:
+    """Run a script once per device, as replicas of one another, and wait for the end of all.
+
+    Their lines are printed as they come, marked with the replica. When one fails the others are ended, and its own
+    traceback is shown last.
+
+    Args:
+        command: `SCRIPT ARGUMENT…` or `-m MODULE ARGUMENT…`.
+        devices: One per replica.
+
+    Returns:
+        The exit code: 0, or that of the replica that failed first (128 + n for signal n).
+
+    Raises:
+        KeyboardInterrupt: The user ended it. All replicas are gone then.
+        StartError: A replica could not be started.
+    """
+    directory = make_run_directory()
+    store = RendezvousStore()
+    run = _Run(directory, mark=len(devices) > 1)
+    try:
+        for rank, device in enumerate(devices):
+            environment = script_environment(rank, device, devices, store.host, store.port)
+            run.start_replica(
+                [*_PYTHON, "distnb.cluster.replica", str(os.getpid()), str(directory), str(rank), *command], environment
+            )
+        run.start_guard()
+        # torch loads here while it loads in the replicas; who asks early waits in the queue.
+        threading.Thread(target=store.serve, name="distnb-store", daemon=True).start()
+        return run.wait()
+    except KeyboardInterrupt:
+        run.end_all(interrupt=True)
+        raise
+    finally:
+        run.close()
+        store.close()
+        remove_run_directory(directory)
+
+
+class _Run:
+    """The replicas of one script; their lines carry the replica's number where `mark` is set."""
+
+    def __init__(self, directory: Path, *, mark: bool) -> None:
+        self._directory = directory
+        self._mark = mark
+        self._failed: list[int] = []  # ranks in the order in which their failures were heard of
+        self._unheard = False  # the reader of our output has gone
+        self._pids: list[int] = []
+        self._guard_pid: int | None = None
+        self._printers: list[threading.Thread] = []
+        self._print_lock = threading.Lock()
+        self._processes = Processes(Watcher(directory, self._reported))
+
+    def start_replica(self, command: list[str], environment: dict[str, str]) -> None:
+        rank = len(self._pids)
+        with self._processes.changed:
+            self._pids.append(self._processes.launch(partial(self._open, command, environment, rank), self._ended))
+        record_group(self._directory, self._pids[rank])
+
+    def start_guard(self) -> None:
+        command = [*_PYTHON, "distnb.cluster.guard", str(os.getpid()), str(self._directory)]
+        start = partial(self._open, command, os.environ | import_environment(), None)
+        self._guard_pid = self._processes.launch(start, lambda pid, status, expected: None)
+
+    def _open(
+        self, command: list[str], environment: dict[str, str], rank: int | None, watcher: Watcher, ended: Reaped
+    ) -> int:
+        piped = None if rank is None else subprocess.PIPE
+        child = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=piped, stderr=piped, start_new_session=True
+        )
+
+        def reaped(pid: int, status: int | None) -> None:
+            child.returncode = status or 0  # so that subprocess does not wait for it too
+            ended(pid, status)
+
+        watcher.watch(child.pid, partial(reaped, child.pid))
+        if rank is not None:
+            self._print_lines(rank, child.stdout, sys.stdout)
+            self._print_lines(rank, child.stderr, sys.stderr)
+        return child.pid
+
+    def _print_lines(self, rank: int, pipe: IO[bytes] | None, target: IO[str]) -> None:
+        assert pipe is not None
+        lines, mark = _lines(pipe), f"[{rank}] " if self._mark else ""
+
+        def forward() -> None:
+            for line in lines:
+                try:
+                    with self._print_lock:
+                        target.write(mark + line)
+                        target.flush()
+                except BrokenPipeError:
+                    self._nobody_listens()
+                    return
+
+        thread = threading.Thread(target=forward, name=f"distnb-print-{rank}", daemon=True)
+        thread.start()
+        self._printers.append(thread)
+
+    def _nobody_listens(self) -> None:
+        with self._processes.changed:
+            self._unheard = True
+            self._processes.changed.notify_all()
+
+    # -- in the watcher's thread ------------------------------------------------------------------------------------
+
+    def _reported(self, rank: int) -> None:
+        with self._processes.changed:
+            if rank not in self._failed:
+                self._failed.append(rank)
+            self._processes.changed.notify_all()
+
+    def _ended(self, pid: int, status: str, expected: bool) -> None:
+        with self._processes.changed:
+            rank = self._pids.index(pid)
+            if self._processes.status(pid) != 0 and not expected and rank not in self._failed:
+                self._failed.append(rank)
+            self._processes.changed.notify_all()
+
+    # -- in the main thread -----------------------------------------------------------------------------------------
+
+    def wait(self) -> int:
+        """Until all have ended well, or one has failed."""
+        processes = self._processes
+        with processes.changed:
+            processes.changed.wait_for(
+                lambda: self._failed or self._unheard or all(map(processes.has_ended, self._pids))
+            )
+            if self._unheard:
+                return 128 + signal.SIGPIPE  # closed by the `finally` of our caller
+            if not self._failed:
+                return 0
+            reported = [self._pids[rank] for rank in self._failed]
+            processes.changed.wait_for(lambda: any(map(processes.has_ended, reported)), _LAST_WORDS_S)
+        self.end_all()
+        return self._explain(*self._first_failure())
+
+    def _first_failure(self) -> tuple[int, str]:
+        """The replica whose error came first, and its traceback; one that was killed has none and goes by its end."""
+        errors = []
+        for rank in range(len(self._pids)):
+            try:
+                error = json.loads(error_path(self._directory, rank).read_text())
+                errors.append((float(error["time"]), rank, str(error["traceback"])))
+            except (OSError, ValueError):
+                continue
+        first = self._failed[0]
+        if errors and any(rank == first for _, rank, _ in errors):
+            _, rank, text = min(errors)
+            return rank, text
+        return first, ""
+
+    def _explain(self, rank: int, text: str) -> int:
+        status = self._processes.status(self._pids[rank])
+        how, code = describe_status(status), 1 if not status else status if status > 0 else 128 - status
+        if text and code != 1:
+            how, code = "failed", 1  # it had told of its error, and was ended before it could exit
+        others = len(self._pids) - 1
+        ended = ("", " The other replica was ended.")[others] if others < 2 else f" The {others} others were ended."
+        print(f"distnb run: replica {rank} of {len(self._pids)} {how}.{ended}", file=sys.stderr)
+        if text and others:
+            print(f"Its traceback:\n\n{text}", end="", file=sys.stderr)
+        sys.stderr.flush()
+        return code
+
+    def end_all(self, *, interrupt: bool = False) -> None:
+        """End the replicas that live; an interrupt first, where the user gave one."""
+        living = [pid for pid in self._pids if not self._processes.has_ended(pid)]
+
+        def ask() -> None:
+            with self._processes.changed:
+                for pid in living:
+                    if not self._processes.has_ended(pid):
+                        end_process(pid, signal.SIGINT)
+
+        self._processes.end(living, ask if interrupt else None)
+        for printer in self._printers:
+            printer.join(timeout=1.0)
+
+    def close(self) -> None:
+        """Nothing of it is left afterwards, however it went."""
+        try:
+            self.end_all()
+        finally:
+            if self._guard_pid is not None:
+                self._processes.end([self._guard_pid])
+            self._processes.watcher.close()
+
+
+def _lines(pipe: IO[bytes]) -> Iterator[str]:
+    """Text lines of a pipe as they come. A carriage return ends a line too, so that progress bars move."""
+    rest = b""
+    while data := os.read(pipe.fileno(), 65536):
+        *lines, rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", rest + data)
+        yield from (line.decode(errors="replace") for line in lines if line.strip(b"\r"))
+    if rest:
+        yield rest.decode(errors="replace") + "\n"
+    pipe.close()
