@@ -17,6 +17,7 @@ from distnb.session.dispatch import Dispatch, Outcome
 from distnb.session.events import EventHub
 from distnb.session.failures import raise_failure
 from distnb.session.namespace import NotebookNamespace
+from distnb.session.pending import Pending, resolve
 from distnb.session.supervisor import Supervisor
 from distnb.topology import Device, Team
 from distnb.wire.channel import Switchboard
@@ -26,6 +27,7 @@ __all__ = ["EngineStatus", "Session"]
 
 _START_TIMEOUT_S = 120.0
 _OUTPUT_PATIENCE_S = 1.0
+_MOST_UNSETTLED = 1000  # calls under way; more would only fill queues
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Session:
         self._cluster: Cluster | None = None
         self._ended: dict[int, str] = {}
         self._generation = 1
+        self._unsettled: list[Pending] = []
         self.namespace = NotebookNamespace(user_ns, self.perform)
         self._owner = os.getpid()
 
@@ -271,14 +274,18 @@ class Session:
         self._supervisor.publish(Status(program, "started", team, tuple(map(str, team.devices))))
         outcome = self._dispatch.wait(self._dispatch.send(program, {engine: message for engine in team.engines}))
         if not outcome.ok:
-            # Whatever was under way on the group is lost; the next program meets in a new one.
-            self._generation += 1
+            self._renew_group(team)
         self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
         self._supervisor.publish(Status(program, "ended", team, tuple(map(str, team.devices)), "" if outcome.ok else "failed"))
         return outcome
 
-    def call(self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, wait: bool = True
+    ) -> Any:
         """Call a method of a strategy on every replica: how `strategy.run` works from the notebook.
+
+        Args:
+            wait: False sends the call and returns a result that is waited for when it is used.
 
         Returns:
             What the replicas returned, regrouped; tensors and other objects stay where they are, behind handles.
@@ -287,12 +294,39 @@ class Session:
             team = self.team(spec)
             program = self._dispatch.number()
             payload, delivery = self.namespace.outgoing_call(args, kwargs, team)
-            message = CallFunction(program, team, spec, method, payload, delivery, self.namespace.freed())
-            outcome = self._dispatch.wait(self._dispatch.send(program, {engine: message for engine in team.engines}))
+            message = CallFunction(program, team, spec, method, payload, delivery)
+            outcome = self._dispatch.send(program, {engine: message for engine in team.engines})
+            if wait:
+                return self._finish_call(outcome, team)
+            pending = Pending(lambda: self._finish_call(outcome, team))
+            self._unsettled.append(pending)
+            if len(self._unsettled) > _MOST_UNSETTLED:
+                resolve(self._unsettled.pop(0))
+            return pending
+
+    def _finish_call(self, outcome: Outcome, team: Team) -> Any:
+        with self._dispatch.turn():
+            self._dispatch.wait(outcome)
             if outcome.ok:
-                return self.namespace.result(team, program, {team.rank_of(e): reply.value for e, reply in outcome.replies.items()})
-            self._generation += 1
+                values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
+                return self.namespace.result(team, outcome.program, values)
+            self._renew_group(team)
         raise_failure(outcome, team)
+        return None
+
+    def settle(self) -> None:
+        """Wait for every call that was sent with `wait=False`, and for what replicas wrote; to be called at a cell's end.
+
+        Raises:
+            BaseException: What the first of them that failed raised.
+        """
+        unsettled, self._unsettled = self._unsettled, []
+        for pending in unsettled:
+            resolve(pending)
+
+    def _renew_group(self, team: Team) -> None:
+        """Whatever was under way on a team's process group is lost; the next program meets in a new one."""
+        self._generation = max(self._generation, team.generation + 1)
 
     def perform(self, engines: Sequence[int], operation: str, target: ObjectId, payload: Any = None) -> dict[int, Any]:
         """Apply an operation to an object on some engines: how handles read and change what they stand for.
