@@ -1,0 +1,44 @@
+"""The benchmarks' arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.harness import Comparison, Target, compare, report
+
+
+def test_contenders_take_turns_and_warm_up_is_not_counted() -> None:
+    calls: list[str] = []
+
+    def contender(name: str, seconds: float):
+        def measure() -> float:
+            calls.append(name)
+            return seconds
+
+        return measure
+
+    comparison = compare({"a": contender("a", 2.0), "b": contender("b", 1.0)}, rounds=3, warmup=1)
+    assert calls == ["a", "b", "b", "a", "a", "b", "b", "a"]
+    assert comparison.values == {"a": (2.0, 2.0, 2.0), "b": (1.0, 1.0, 1.0)}
+
+
+def test_a_ratio_is_taken_within_a_round() -> None:
+    """The machine gets ten times slower in the middle, and the ratio does not mind."""
+    comparison = Comparison({"a": (2.0, 20.0, 2.0), "b": (1.0, 10.0, 1.0)})
+    ratio = comparison.ratio("a", "b")
+    assert (ratio.median, ratio.low, ratio.high) == (2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("target", "met"),
+    [
+        (Target("a", "b", at_most=2.0), True),
+        (Target("a", "b", at_most=1.9), False),
+        (Target("a", "b", at_least=2.0), True),
+        (Target("a", "b", at_least=2.1), False),
+    ],
+)
+def test_a_missed_target_is_said(target: Target, met: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    comparison = Comparison({"a": (2.0, 2.0), "b": (1.0, 1.0)})
+    assert report("title", comparison, baseline="b", targets=[target]) is met
+    assert ("MISSED" not in capsys.readouterr().out) is met

@@ -1,0 +1,48 @@
+"""What loading a module costs and brings along. Each question is put to a fresh interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import distnb
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level modules that a statement loads."""
+    code = f"import sys\n{statement}\nprint(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_distnb_loads_neither_torch_nor_ipython_and_starts_nothing():
+    code = "import distnb, sys, threading, psutil; print(threading.active_count(), len(psutil.Process().children()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["1", "0"]
+    assert not {"torch", "IPython", "ipyparallel", "zmq", "numpy", "ipywidgets"} & loaded_by("import distnb")
+
+
+@pytest.mark.parametrize(
+    "module", ["distnb.errors", "distnb.topology", "distnb.options", "distnb.values", "distnb.wire.messages"]
+)
+def test_what_the_notebook_always_needs_does_without_torch(module: str):
+    assert "torch" not in loaded_by(f"import {module}")
+
+
+@pytest.mark.parametrize("module", ["distnb.engine.agent", "distnb.engine.telemetry", "distnb.runtime.spmd"])
+def test_the_engine_side_loads_no_front_end(module: str):
+    loaded = loaded_by(f"import {module}")
+    assert not {"ipywidgets", "anywidget", "distnb.magics", "distnb.widgets", "distnb.session"} & loaded
+
+
+@pytest.mark.parametrize("name", distnb.__all__)
+def test_every_public_name_loads(name: str):
+    assert getattr(distnb, name) is not None
+    assert name in dir(distnb)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = distnb.no_such_name
