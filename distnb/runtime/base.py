@@ -1,0 +1,72 @@
+"""What a strategy asks of the place where it runs. Importing this loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from distnb.options import InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
+
+__all__ = ["Owner", "Runtime"]
+
+
+class Owner(Protocol):
+    """What a runtime sees of the strategy that it works for."""
+
+    @property
+    def spec(self) -> StrategySpec:
+        """What the strategy is."""
+
+
+class Runtime(Protocol):
+    """One place where strategies run. There are three: in process, SPMD, and remote (the session's).
+
+    Every public method of `Strategy` goes through the method of the same name here, after checks that need no
+    replica; an implementation is complete by itself.
+    """
+
+    def num_replicas(self, strategy: Owner) -> int:
+        """Replicas in sync."""
+
+    def worker_devices(self, strategy: Owner) -> tuple[str, ...]:
+        """The device of each replica, in order."""
+
+    def scope(self, strategy: Owner) -> AbstractContextManager[Any]:
+        """Where variables are made."""
+
+    def run(
+        self,
+        strategy: Owner,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        options: RunOptions | None,
+    ) -> Any:
+        """Call a function on every replica."""
+
+    def reduce(self, strategy: Owner, op: ReduceOp, value: Any, axis: Any) -> Any:
+        """Combine the replicas' components into one value."""
+
+    def gather(self, strategy: Owner, value: Any, axis: int) -> Any:
+        """Concatenate the replicas' components."""
+
+    def broadcast(self, strategy: Owner, value: Any, source: int) -> Any:
+        """One replica's component, on all."""
+
+    def local_results(self, strategy: Owner, value: Any) -> tuple[Any, ...]:
+        """The components that are here."""
+
+    def distribute_values_from_function(self, strategy: Owner, fn: Callable[[ValueContext], Any]) -> Any:
+        """A distributed value made by a function."""
+
+    def distribute_dataset(
+        self, strategy: Owner, dataset: Any, batch_size: int | None, options: InputOptions | None
+    ) -> Any:
+        """A dataset whose global batches are cut into one slice per replica."""
+
+    def no_sync(self, strategy: Owner) -> AbstractContextManager[None]:
+        """Accumulate gradients locally."""
+
+    def assert_in_sync(self, strategy: Owner, value: Any) -> None:
+        """Raise when replicas hold different bits."""

@@ -1,0 +1,63 @@
+"""Collectives that gradients flow through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from distnb.runtime.gathering import gathered_parts
+from distnb.runtime.packed_sums import sum_over_replicas
+
+if TYPE_CHECKING:
+    from distnb.collectives.groups import Group
+
+__all__ = ["all_gather", "all_reduce"]
+
+
+class _AllReduce(torch.autograd.Function):
+    """Sum or mean; its gradient is the same operation on the upstream gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, mean: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group, ctx.mean = group, mean
+        sums = sum_over_replicas(group, tensors)
+        return tuple(total.div_(group.size) for total in sums) if mean else tuple(sums)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        # Through the Function again, so that second derivatives are right too.
+        return None, None, *_AllReduce.apply(ctx.group, ctx.mean, *upstream)
+
+
+class _AllGather(torch.autograd.Function):
+    """Concatenation; its gradient is the sum, over the replicas, of their gradients for this replica's part."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, axis: int, tensor: torch.Tensor) -> torch.Tensor:
+        parts = gathered_parts(group, tensor, axis, "all_gather")
+        ctx.group, ctx.axis, ctx.size = group, axis, tensor.shape[axis]
+        ctx.begin = sum(part.shape[axis] for part in parts[: group.rank])
+        return torch.cat(parts, dim=axis)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        (total,) = _AllReduce.apply(ctx.group, False, upstream)
+        return None, None, total.narrow(ctx.axis, ctx.begin, ctx.size)
+
+
+def all_reduce(group: Group, mean: bool, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The sum (or mean, for floating point) of each tensor over the replicas.
+
+    Args:
+        group: The replicas.
+        mean: Divide by their number.
+        tensors: Equal shapes and dtypes on every replica. Integers take part, gradients flow past them.
+    """
+    return list(cast("tuple[torch.Tensor, ...]", _AllReduce.apply(group, mean, *tensors)))
+
+
+def all_gather(group: Group, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """The replicas' tensors concatenated along an axis (from 0), along which their sizes may differ."""
+    return cast("torch.Tensor", _AllGather.apply(group, axis, tensor))

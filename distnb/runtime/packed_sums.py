@@ -1,0 +1,95 @@
+"""Sums of several tensors over the replicas in as few messages as possible, checked without a message of their own."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from distnb.errors import CollectiveMismatchError
+from distnb.runtime.placement import torch_device
+
+if TYPE_CHECKING:
+    from distnb.collectives.groups import Group
+
+__all__ = ["sum_over_replicas"]
+
+# Below this many elements a message's latency counts and its bytes do not: everything travels as float64.
+_SMALL = 65536
+# A mark of the pack's layout travels within it. Sums of marks must be exact, in float32 too.
+_MARKS = 1 << 16
+
+
+def sum_over_replicas(group: Group, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The elementwise sum of each tensor over all replicas.
+
+    Several tensors travel in one message per kind of number. Half precision is added up in single precision.
+
+    Args:
+        group: The replicas.
+        tensors: The same number on each, with equal shapes and dtypes.
+
+    Returns:
+        New tensors, in the dtypes and on the devices of those given.
+
+    Raises:
+        CollectiveMismatchError: The replicas' tensors differ in shape.
+    """
+    with torch.no_grad():
+        if len(tensors) == 1:
+            return [_sum_alone(group, tensors[0])]
+        by_kind: dict[torch.dtype, list[int]] = {}
+        small = sum(tensor.numel() for tensor in tensors) <= _SMALL
+        for place, tensor in enumerate(tensors):
+            by_kind.setdefault(_wire_dtype(tensor.dtype, small), []).append(place)
+        sums: dict[int, torch.Tensor] = {}
+        for dtype, places in by_kind.items():
+            sums.update(zip(places, _sum_pack(group, [tensors[place] for place in places], dtype), strict=True))
+        return [sums[place] for place in range(len(tensors))]
+
+
+def _wire_dtype(dtype: torch.dtype, small: bool) -> torch.dtype:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.int64
+    if small or dtype in (torch.float64, torch.complex128):
+        return torch.float64
+    return torch.float32
+
+
+def _sum_alone(group: Group, tensor: torch.Tensor) -> torch.Tensor:
+    dtype = tensor.dtype
+    wire = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        wire = torch.int64
+    # Always a copy: the sum must not be written into the user's tensor.
+    message = tensor.detach().to(torch_device(group.device), wire, copy=True).contiguous()
+    group.all_reduce(torch.view_as_real(message) if wire.is_complex else message)
+    return message.to(tensor.device, dtype)
+
+
+def _sum_pack(group: Group, tensors: Sequence[torch.Tensor], wire: torch.dtype) -> list[torch.Tensor]:
+    device = torch_device(group.device)
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    mark = float(zlib.crc32(repr([tuple(tensor.shape) for tensor in tensors]).encode()) % _MARKS)
+    parts = [tensor.detach().reshape(-1).to(device, wire) for tensor in real]
+    message = torch.cat([*parts, torch.tensor([mark], dtype=wire, device=device)])
+    group.all_reduce(message)
+    # Where layouts differ, the mean of the marks differs from the mark of one replica at least: that one raises.
+    if float(message[-1]) != mark * group.size:
+        raise CollectiveMismatchError(
+            "The replicas reduced structures of tensors with different shapes; here they are "
+            f"{[tuple(tensor.shape) for tensor in tensors]}. Give tensors of equal shapes on every replica, or reduce over an "
+            "axis along which they may differ."
+        )
+    sums = []
+    begin = 0
+    for tensor, flat in zip(tensors, real, strict=True):
+        end = begin + flat.numel()
+        piece = message[begin:end].view(flat.shape)
+        if tensor.is_complex():
+            piece = torch.view_as_complex(piece.contiguous())
+        sums.append(piece.to(tensor.device, tensor.dtype, copy=True))
+        begin = end
+    return sums

@@ -1,0 +1,52 @@
+"""all_reduce and all_gather of nested structures, as `ReplicaContext` offers them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distnb.collectives.aggregated import mark_aggregated
+from distnb.errors import DistributedValueError
+from distnb.options import ReduceOp
+from distnb.runtime import differentiable
+from distnb.runtime.gathering import checked_axis
+from distnb.runtime.placement import torch_device
+from distnb.runtime.reduction import python_number, tensor_of
+from distnb.values.structure import flatten, unflatten
+
+if TYPE_CHECKING:
+    from distnb.collectives.groups import Group
+
+__all__ = ["all_gather_tree", "all_reduce_tree"]
+
+
+def all_reduce_tree(group: Group, op: ReduceOp, tree: Any) -> Any:
+    """Reduce every leaf over the replicas, all in one go."""
+    leaves, shape = flatten(tree)
+    if not leaves:
+        return tree
+    mean = op is ReduceOp.MEAN
+    tensors = []
+    for leaf in leaves:
+        tensor = tensor_of(leaf, "all_reduce", torch_device(group.device))
+        if tensor.dtype is torch.bool:
+            raise DistributedValueError(f"all_reduce {op.name} of booleans is not defined. Convert them first: value.long() counts.")
+        if mean and not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor = tensor.to(torch.float64)
+        tensors.append(tensor)
+    results = differentiable.all_reduce(group, mean, tensors)
+    for result in results:
+        mark_aggregated(result)
+    return unflatten(shape, [python_number(result, leaf) for result, leaf in zip(results, leaves, strict=True)])
+
+
+def all_gather_tree(group: Group | None, tree: Any, axis: int) -> Any:
+    """Gather every leaf along an axis; without a group only check that this could be done."""
+    leaves, shape = flatten(tree)
+    tensors = [tensor_of(leaf, "all_gather") for leaf in leaves]
+    axes = [checked_axis(axis, tensor, "all_gather") for tensor in tensors]
+    if group is None:
+        return tree
+    gathered = [differentiable.all_gather(group, tensor, one) for tensor, one in zip(tensors, axes, strict=True)]
+    return unflatten(shape, gathered)

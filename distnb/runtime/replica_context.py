@@ -1,0 +1,144 @@
+"""What a replica knows of itself, and how it talks to the others. Loads torch only when it talks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from distnb.errors import ContextError, OptionError
+from distnb.options import ReduceOp
+from distnb.runtime import contexts
+from distnb.values.distributed import PerReplica
+from distnb.values.structure import map_structure, select
+
+if TYPE_CHECKING:
+    from distnb.collectives.groups import Group
+
+__all__ = ["ReplicaContext"]
+
+
+class ReplicaContext:
+    """Given by `distnb.get_replica_context()` inside a function that `strategy.run` calls; not made directly.
+
+    Attributes:
+        strategy: Whose replica this is.
+        replica_id_in_sync_group: From 0 to `num_replicas_in_sync - 1`.
+        num_replicas_in_sync: How many there are.
+    """
+
+    __slots__ = ("_batch_size", "_group", "_slice_size", "num_replicas_in_sync", "replica_id_in_sync_group", "strategy")
+
+    def __init__(
+        self,
+        strategy: Any,
+        replica_id: int = 0,
+        num_replicas: int = 1,
+        group: Group | None = None,
+        batch_size: int | None = None,
+        slice_size: int | None = None,
+    ) -> None:
+        self.strategy = strategy
+        self.replica_id_in_sync_group = replica_id
+        self.num_replicas_in_sync = num_replicas
+        self._group = group
+        self._batch_size = batch_size
+        self._slice_size = slice_size
+
+    def __repr__(self) -> str:
+        return f"<ReplicaContext: replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync} of {self.strategy!r}>"
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Examples in the distributed batch that `run` was given; None when there was none, or several sizes."""
+        return self._batch_size
+
+    @property
+    def slice_size(self) -> int | None:
+        """Examples in this replica's slice of it."""
+        return self._slice_size
+
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: None = None) -> Any:
+        """Combine a value of every replica; each gets the result. Gradients flow through.
+
+        Args:
+            reduce_op: "sum" or "mean", in any case, or a `distnb.ReduceOp`.
+            value: A tensor, an array, a Python number, or a nested structure of them; equal shapes on all replicas.
+            options: Must be None.
+
+        Returns:
+            The same structure of results. MEAN of integers is float64.
+
+        Raises:
+            OptionError: The op is unknown.
+            DistributedValueError: The value is boolean, or no number at all.
+            ContextError: Called outside the function of `run` that this context belongs to.
+        """
+        op = ReduceOp.parse(reduce_op)
+        self._check(options)
+        if self._group is None or self.num_replicas_in_sync == 1:
+            return value
+        from distnb.runtime.replica_collectives import all_reduce_tree
+
+        return all_reduce_tree(self._group, op, value)
+
+    def all_gather(self, value: Any, axis: int, options: None = None) -> Any:
+        """Concatenate the tensors of every replica; each gets the result. Gradients flow through.
+
+        Args:
+            value: A tensor or array, or a nested structure of them; sizes may differ along `axis` only.
+            axis: Along which; negative ones count from the end.
+            options: Must be None.
+
+        Raises:
+            OptionError: The axis is out of range, or a value is a scalar.
+            StructureError: Shapes differ along another axis, or dtypes do.
+        """
+        self._check(options)
+        from distnb.runtime.replica_collectives import all_gather_tree
+
+        return all_gather_tree(None if self.num_replicas_in_sync == 1 else self._group, value, axis)
+
+    def merge_call(
+        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Leave the replica for one call: all replicas meet, and the function runs once, in cross-replica context.
+
+        Args:
+            merge_fn: Called as `merge_fn(strategy, *args, **kwargs)`.
+            args: This replica's arguments; the function gets a PerReplica for each leaf.
+            kwargs: Likewise.
+
+        Returns:
+            The function's result, of which each replica gets its component.
+        """
+        self._check(None)
+        if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+            raise ContextError(f"merge_call needs args as a tuple or list and got {args!r}. Write args=(value,).")
+        own, total = self.replica_id_in_sync_group, self.num_replicas_in_sync
+
+        def wrap(leaf: Any) -> Any:
+            return leaf if total == 1 else PerReplica.own(own, leaf, total)
+
+        merged = [map_structure(wrap, arg) for arg in args]
+        named = {name: map_structure(wrap, arg) for name, arg in (kwargs or {}).items()}
+        with contexts.enter_cross_replica(self.strategy):
+            if total == 1:
+                return merge_fn(self.strategy, *merged, **named)
+            from distnb.runtime.randomness import streams
+
+            with streams.shared():
+                result = merge_fn(self.strategy, *merged, **named)
+        return select(result, own, total)
+
+    def _check(self, options: object) -> None:
+        if options is not None:
+            raise OptionError(f"options={options!r} cannot be honoured by {self.strategy!r}; leave it out.")
+        if self._group is None:
+            return  # the default context is in force wherever no other is
+        innermost = contexts.innermost()
+        if innermost is None or innermost[1] is not self:
+            raise ContextError(
+                "A ReplicaContext was used outside the function of strategy.run that it belongs to. Ask "
+                "distnb.get_replica_context() anew in the function; outside it, use strategy.reduce or strategy.gather."
+            )
+
