@@ -43,24 +43,28 @@ _WHERE = {
 __all__ = [*_WHERE, "__version__"]
 
 if TYPE_CHECKING:
-    from distnb.options import InputOptions, ReduceOp, RunOptions, ValueContext
-    from distnb.session import start, stop
-    from distnb.session.session import Session as Cluster
-    from distnb.strategies.base import Strategy
-    from distnb.strategies.context import (
-        ReplicaContext,
-        get_replica_context,
-        get_strategy,
-        has_strategy,
-        in_cross_replica_context,
-        is_chief,
-        on_chief,
-        replica_id,
-    )
-    from distnb.strategies.live import live
-    from distnb.strategies.mirrored import MirroredStrategy
-    from distnb.strategies.one_device import OneDeviceStrategy
-    from distnb.values import DistributedValues, Mirrored, PerReplica
+    from distnb.options import InputOptions as InputOptions
+    from distnb.options import ReduceOp as ReduceOp
+    from distnb.options import RunOptions as RunOptions
+    from distnb.options import ValueContext as ValueContext
+    from distnb.session import start as start
+    from distnb.session import stop as stop
+    from distnb.session.session import Session as Cluster  # noqa: F401
+    from distnb.strategies.base import Strategy as Strategy
+    from distnb.strategies.context import ReplicaContext as ReplicaContext
+    from distnb.strategies.context import get_replica_context as get_replica_context
+    from distnb.strategies.context import get_strategy as get_strategy
+    from distnb.strategies.context import has_strategy as has_strategy
+    from distnb.strategies.context import in_cross_replica_context as in_cross_replica_context
+    from distnb.strategies.context import is_chief as is_chief
+    from distnb.strategies.context import on_chief as on_chief
+    from distnb.strategies.context import replica_id as replica_id
+    from distnb.strategies.live import live as live
+    from distnb.strategies.mirrored import MirroredStrategy as MirroredStrategy
+    from distnb.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+    from distnb.values import DistributedValues as DistributedValues
+    from distnb.values import Mirrored as Mirrored
+    from distnb.values import PerReplica as PerReplica
 
 
 def __getattr__(name: str) -> Any:

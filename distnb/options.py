@@ -24,7 +24,10 @@ class ReduceOp(enum.Enum):
             return op
         if isinstance(op, str) and op.upper() in cls.__members__:
             return cls[op.upper()]
-        raise OptionError(f"{op!r} is no reduce op. The ops are {', '.join(repr(m.name) for m in cls)}, as strings or as distnb.ReduceOp members.")
+        raise OptionError(
+            f"{op!r} is no reduce op. The ops are "
+            f"{', '.join(repr(m.name) for m in cls)}, as strings or as distnb.ReduceOp members."
+        )
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,13 @@ class InputOptions:
     prefetch: int | None = None
 
     def __post_init__(self) -> None:
-        if self.prefetch is not None and (isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0):
-            raise OptionError(f"prefetch={self.prefetch!r}: give a whole number of batches, 0 or more, or None for as many as there are replicas.")
+        if self.prefetch is not None and (
+            isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0
+        ):
+            raise OptionError(
+                f"prefetch={self.prefetch!r}: give a whole number of batches, 0 or more, or None "
+                "for as many as there are replicas."
+            )
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,9 @@ def parse_device(text: str | Device) -> Device:
         if match and match["type"] not in ("job", "task", "replica"):
             kind = {"gpu": "cuda"}.get(match["type"], match["type"])
             return Device(kind, int(match["index"] or 0))
-    raise OptionError(f"{text!r} is no device. Write 'cpu:0', 'cuda:1', or TensorFlow's '/gpu:0' or '/job:worker/task:1/device:GPU:0'.")
+    raise OptionError(
+        f"{text!r} is no device. Write 'cpu:0', 'cuda:1', TensorFlow's '/gpu:0', '/job:worker/task:1/device:GPU:0'."
+    )
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,14 @@ class Agent:
 
     def serve(self) -> None:
         """Begin to serve on the running event loop of this thread, and say hello."""
-        hello = Hello(self._engine, os.getpid(), socket.gethostname(), str(self._device), sys.version.split()[0], torch.__version__)
+        hello = Hello(
+            self._engine,
+            os.getpid(),
+            socket.gethostname(),
+            str(self._device),
+            sys.version.split()[0],
+            torch.__version__,
+        )
         self._control.start()
         self._control.emit([hello], urgent=True)
         self._stream = ZMQStream(self._programs.socket)
@@ -125,19 +132,21 @@ class Agent:
         self._control.program_began(message.program, replica)
         try:
             reply = self._handlers[type(message)](message, replica)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
             reply = self._failed(message.program, error)
         reply = replace(reply, seconds=time.monotonic() - began)
         summary = f"{reply.error.type_name}: {reply.error.text}" if reply.error else ""
         # The reply itself tells of a call that went well; a wake-up of both control threads would double its cost.
         quiet = reply.status == "ok" and isinstance(message, CallFunction)
-        self._control.program_ended(ProgramEnded(self._engine, message.program, reply.status, summary), urgent=not quiet)
+        self._control.program_ended(
+            ProgramEnded(self._engine, message.program, reply.status, summary), urgent=not quiet
+        )
         return reply
 
     def _failed(self, program: int, error: BaseException, value: Any = None) -> Reply:
         if self._guard.aborted:
             return Reply(program, "interrupted" if self._guard.interrupted else "aborted", value=value)
-        return Reply(program, "error", failure.report(error, self._shell), value=value)
+        return Reply(program, "error", failure.report(error), value=value)
 
     def _join(self, team: Team, replica: int) -> None:
         spmd.enter(team, replica, self._device, groups.join(team, replica, self._device))
@@ -158,7 +167,7 @@ class Agent:
 
         try:
             self._guard.call(program, body)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
             failed = error
         finally:
             groups.program_ended()
@@ -182,7 +191,9 @@ class Agent:
             groups.program_ended()
 
     def _apply(self, message: Apply, replica: int) -> Reply:
-        return Reply(message.program, "ok", value=self._guard.call(message.program, lambda: self._namespace.apply(message)))
+        return Reply(
+            message.program, "ok", value=self._guard.call(message.program, lambda: self._namespace.apply(message))
+        )
 
     # -- the shell of the engine -----------------------------------------------------------------------------------
 

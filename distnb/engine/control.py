@@ -95,7 +95,7 @@ class Control:
         return self._running
 
     def emit(self, event: Any, *, urgent: bool = False) -> None:
-        """Send an event to the notebook, from any thread; cheap. Events leave in order, 20 times a second, or at once."""
+        """Send an event to the notebook, from any thread; cheap. They leave in order, 20 times a second or at once."""
         self._events.append(event)
         if urgent:
             self.wake()
@@ -168,7 +168,11 @@ def _join_outputs(events: list[Any]) -> list[Any]:
     joined: list[Any] = []
     for event in events:
         last = joined[-1] if joined else None
-        if isinstance(event, Output) and isinstance(last, Output) and (event.program, event.stream) == (last.program, last.stream):
+        if (
+            isinstance(event, Output)
+            and isinstance(last, Output)
+            and (event.program, event.stream) == (last.program, last.stream)
+        ):
             joined[-1] = Output(event.engine, event.program, event.replica, event.stream, last.text + event.text)
         else:
             joined.append(event)

@@ -5,31 +5,30 @@ from __future__ import annotations
 import os
 import pickle
 import types
-from typing import TYPE_CHECKING
 
 import cloudpickle
+from IPython.core.ultratb import AutoFormattedTB, SyntaxTB
 
 import distnb
 from distnb.wire.messages import ErrorReport
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
 
 __all__ = ["report"]
 
 _OWN = os.path.dirname(os.path.abspath(distnb.__file__)) + os.sep
 
 
-def report(error: BaseException, shell: InteractiveShell) -> ErrorReport:
+def report(error: BaseException) -> ErrorReport:
     """Describe an exception: itself where it can be pickled, and its traceback as IPython draws it."""
     traceback = _users_part(error.__traceback__)
     kind = type(error)
     return ErrorReport(
         pickled=_pickle(error),
-        type_name=kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}",
+        type_name=kind.__qualname__
+        if kind.__module__ in ("builtins", "__main__")
+        else f"{kind.__module__}.{kind.__qualname__}",
         text=str(error),
-        traceback=tuple(_draw(shell, error, traceback, colors="nocolor")),
-        rendered=tuple(_draw(shell, error, traceback, colors="")),
+        traceback=_draw(error, traceback, "nocolor"),
+        rendered=_draw(error, traceback, "neutral"),
     )
 
 
@@ -38,7 +37,7 @@ def _pickle(error: BaseException) -> bytes | None:
     try:
         data = cloudpickle.dumps(bare)
         return data if type(pickle.loads(data)).__name__ == type(error).__name__ else None
-    except Exception:
+    except Exception:  # noqa: BLE001
         return None  # an exception may hold anything, and fail in any way; its text and traceback still travel
 
 
@@ -56,14 +55,7 @@ def _users_part(traceback: types.TracebackType | None) -> types.TracebackType | 
     return rebuilt if rebuilt is not None else traceback
 
 
-def _draw(shell: InteractiveShell, error: BaseException, traceback: types.TracebackType | None, colors: str) -> list[str]:
-    drawer = shell.InteractiveTB
-    if isinstance(error, SyntaxError):
-        drawer = shell.SyntaxTB
-    before = drawer.theme_name
-    try:
-        if colors:
-            drawer.set_theme_name(colors)
-        return [str(line) for line in drawer.structured_traceback(type(error), error, traceback, tb_offset=0)]
-    finally:
-        drawer.set_theme_name(before)
+def _draw(error: BaseException, traceback: types.TracebackType | None, theme: str) -> tuple[str, ...]:
+    kind = SyntaxTB if isinstance(error, SyntaxError) else AutoFormattedTB
+    drawer = kind(theme_name=theme) if kind is SyntaxTB else AutoFormattedTB(mode="Context", theme_name=theme)
+    return tuple(str(line) for line in drawer.structured_traceback(type(error), error, traceback, tb_offset=0))

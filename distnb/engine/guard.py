@@ -21,11 +21,12 @@ __all__ = ["Guard"]
 T = TypeVar("T")
 
 _SIGNAL = signal.SIGRTMIN + 5
-_RETRY_S = (0.25, 0.5, 1.0)  # user code in a `finally` is given time to clean up before it is disturbed again
+# User code in a `finally` is given time to clean up before it is disturbed again.
+_RETRY_S = (0.25, 0.5, 1.0)
 
 
 class _Run:
-    """One guarded program. Each is an object of its own, so that threads need no lock: a late order meets the old one."""
+    """One guarded program, an object of its own: a late order meets the old one, and no lock is needed."""
 
     def __init__(self, program: int, frame: FrameType) -> None:
         self.program = program

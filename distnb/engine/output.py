@@ -30,7 +30,9 @@ class ReplicaStream(io.TextIOBase):
     encoding = "utf-8"  # type: ignore[assignment]  # libraries ask for it
     errors = "replace"  # type: ignore[assignment]
 
-    def __init__(self, engine: int, name: Literal["stdout", "stderr"], control: Control, log_fd: int, descriptor: int) -> None:
+    def __init__(
+        self, engine: int, name: Literal["stdout", "stderr"], control: Control, log_fd: int, descriptor: int
+    ) -> None:
         self._engine = engine
         self._stream = name
         self._control = control
@@ -70,7 +72,9 @@ class ReplicaStream(io.TextIOBase):
         """Nothing is held back here: events leave 20 times a second."""
 
 
-def pipe_descriptor(engine: int, descriptor: int, name: Literal["stdout", "stderr"], running: Running, emit: Callable[[Output], None]) -> tuple[int, int, Callable[[bytes], None]]:
+def pipe_descriptor(
+    engine: int, descriptor: int, name: Literal["stdout", "stderr"], running: Running, emit: Callable[[Output], None]
+) -> tuple[int, int, Callable[[bytes], None]]:
     """Put a pipe in the place of a file descriptor.
 
     Args:
@@ -119,7 +123,11 @@ class ReplicaDisplayPublisher(DisplayPublisher):
         """Send one display to the notebook. Args as IPython's."""
         running = self._control.running
         if running is not None:
-            self._control.emit(Display(self._engine, *running, data=data, metadata=metadata or {}, transient=transient or {}, update=update))
+            self._control.emit(
+                Display(
+                    self._engine, *running, data=data, metadata=metadata or {}, transient=transient or {}, update=update
+                )
+            )
 
     def clear_output(self, wait: bool = False) -> None:
         """Clear this replica's displays in the cell."""

@@ -72,8 +72,13 @@ def start(
     with _lock:
         if _current is not None:
             devices_there = ", ".join(row.device for row in _current.status())
-            raise StartError(f"A cluster is running already ({devices_there}). Use it, or end it first: %distnb stop, or distnb.stop().")
-        session = Session.start(n, devices, oversubscribe=oversubscribe, user_ns=_user_namespace(), on_progress=on_progress)
+            raise StartError(
+                f"A cluster is running already ({devices_there}). Use it, "
+                "or end it first: %distnb stop, or distnb.stop()."
+            )
+        session = Session.start(
+            n, devices, oversubscribe=oversubscribe, user_ns=_user_namespace(), on_progress=on_progress
+        )
         _current = session
         choice.register_remote(lambda strategy: Remote(require))
         atexit.register(stop)
@@ -95,7 +100,10 @@ def ensure(announce: Callable[[str], None] = print) -> Session:
     with _lock:
         if _current is not None:
             return _current
-        announce("No cluster is running: starting the default one (one engine per GPU, else two on the CPU). %distnb start -n N chooses.")
+        announce(
+            "No cluster is running: starting the default one (one engine per GPU, else two on the CPU). "
+            "%distnb start -n N chooses."
+        )
         return start()
 
 

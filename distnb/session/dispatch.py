@@ -166,6 +166,7 @@ class Dispatch:
         busy = sorted(engine for engine in engines if engine in stuck)
         if busy:
             raise ReplicaStuck(
-                f"Engine {busy[0]} is still busy with a program that was ended: it sits in code that no signal reaches. "
+                f"Engine {busy[0]} is still busy with a program that was ended: it sits in code that no "
+                "signal reaches. "
                 f"Wait for it (%distnb status), or replace it alone with %distnb restart {busy[0]}."
             )

@@ -37,6 +37,6 @@ class EventHub:
         for listener in self._listeners:
             try:
                 listener(event)
-            except Exception:
+            except Exception:  # noqa: BLE001
                 # A view that fails must cost neither the training nor the supervisor.
                 traceback.print_exc()

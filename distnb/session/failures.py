@@ -44,7 +44,8 @@ def raise_failure(outcome: Outcome, team: Team) -> None:
     if outcome.died:
         engine, status = next(iter(outcome.died.items()))
         raise EngineDied(
-            f"Engine {engine} (replica {team.rank_of(engine)} of {team.size}, {team.devices[team.rank_of(engine)]}) {status} "
+            f"Engine {engine} (replica {team.rank_of(engine)} of {team.size}, {team.devices[team.rank_of(engine)]}) "
+            f"{status} "
             f"while it ran its part; the other replicas' part was ended, and what lives there is still there. The next "
             f"program runs on the engines that are left; %distnb restart --missing starts a replacement."
         )
@@ -84,7 +85,9 @@ def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
             parts.setdefault("finished", []).append(rank)
         else:
             parts.setdefault("ended with it" if failed is not None else "ended", []).append(rank)
-    return "; ".join(f"{'replica' if len(ranks) == 1 else 'replicas'} {_ranges(ranks)} {what}" for what, ranks in parts.items())
+    return "; ".join(
+        f"{'replica' if len(ranks) == 1 else 'replicas'} {_ranges(ranks)} {what}" for what, ranks in parts.items()
+    )
 
 
 def _shortened(text: str, most: int = 120) -> str:
@@ -129,6 +132,6 @@ def _revive(report: ErrorReport) -> BaseException:
             error: Any = pickle.loads(report.pickled)
             if isinstance(error, BaseException):
                 return error
-        except Exception:
+        except Exception:  # noqa: BLE001
             pass  # its class does not exist on this side; the stand-in below says all that is known
     return RemoteError(f"{report.type_name}: {report.text}")

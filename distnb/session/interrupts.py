@@ -31,7 +31,9 @@ class Interrupts:
                 signal.signal(signal.SIGINT, self._note)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if callable(self._before):
             signal.signal(signal.SIGINT, self._before)
         self._before = None

@@ -91,7 +91,7 @@ class Remote:
 
 
 class RemoteScope:
-    """What `strategy.scope()` is in the notebook. `%load_ext distnb` hands the body of a top-level `with` to the engines.
+    """What `strategy.scope()` is in the notebook: a top-level `with` hands its body to the engines.
 
     Entered in any other way it raises, since the body would make its variables in the notebook.
     """
@@ -106,5 +106,7 @@ class RemoteScope:
             "runs on the replicas, or write the `with` at the top level of a cell, after %load_ext distnb."
         )
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         """Never reached: entering raises."""

@@ -123,7 +123,9 @@ class Session:
 
     def _await_engines(self, engines: Iterable[int], on_progress: Callable[[str], None]) -> dict[int, Hello]:
         wanted = tuple(engines)
-        here = self._supervisor.wait_hello(wanted, _START_TIMEOUT_S, lambda: any(engine in self._ended for engine in wanted))
+        here = self._supervisor.wait_hello(
+            wanted, _START_TIMEOUT_S, lambda: any(engine in self._ended for engine in wanted)
+        )
         missing = [engine for engine in wanted if engine not in here]
         if missing:
             assert self._cluster is not None
@@ -155,7 +157,13 @@ class Session:
         """Whether the cluster has not been stopped."""
         return self._cluster is not None
 
-    def restart(self, engines: Iterable[int] | None = None, *, missing: bool = False, on_progress: Callable[[str], None] = lambda text: None) -> tuple[int, ...]:
+    def restart(
+        self,
+        engines: Iterable[int] | None = None,
+        *,
+        missing: bool = False,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> tuple[int, ...]:
         """Replace engines by new processes of the same ids, on the same devices.
 
         Args:
@@ -201,7 +209,9 @@ class Session:
         hellos = self._supervisor.hellos
         rows = []
         for engine, process in sorted(cluster.engines.items()):
-            state = self._ended.get(engine) or (f"busy with program {stuck[engine]}, which was ended" if engine in stuck else "idle")
+            state = self._ended.get(engine) or (
+                f"busy with program {stuck[engine]}, which was ended" if engine in stuck else "idle"
+            )
             host = hellos[engine].host if engine in hellos else ""
             rows.append(EngineStatus(engine, str(process.device), process.pid, host, state))
         return tuple(rows)
@@ -241,12 +251,17 @@ class Session:
             match = next((engine for engine in free if str(processes[engine].device) == device), None)
             if match is None:
                 there = ", ".join(str(processes[engine].device) for engine in alive)
-                raise OptionError(f"No engine of the cluster has {device}; its engines have {there}. Name those, or start a cluster on other devices.")
+                raise OptionError(
+                    f"No engine of the cluster has {device}; its engines have {there}. "
+                    "Name those, or start a cluster on other devices."
+                )
             free.remove(match)
             chosen.append(match)
         return chosen
 
-    def run_cell(self, source: str, spec: StrategySpec, *, filename: str, label: str = "", in_scope: bool = False) -> None:
+    def run_cell(
+        self, source: str, spec: StrategySpec, *, filename: str, label: str = "", in_scope: bool = False
+    ) -> None:
         """Run a cell on every replica of a strategy, and bind what it assigned.
 
         Args:
@@ -265,18 +280,24 @@ class Session:
             program = self._dispatch.number()
             message = RunCell(program, team, spec, source, filename, label, in_scope, delivery)
             outcome = self._perform(program, team, message)
-            effects = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items() if reply.value is not None}
+            effects = {
+                team.rank_of(engine): reply.value
+                for engine, reply in outcome.replies.items()
+                if reply.value is not None
+            }
             self.namespace.incoming(source, team, effects)
         raise_failure(outcome, team)
 
     def _perform(self, program: int, team: Team, message: Any) -> Outcome:
         """Send one message to a whole team, wait for its end, and tell those who listen."""
         self._supervisor.publish(Status(program, "started", team, tuple(map(str, team.devices))))
-        outcome = self._dispatch.wait(self._dispatch.send(program, {engine: message for engine in team.engines}))
+        outcome = self._dispatch.wait(self._dispatch.send(program, dict.fromkeys(team.engines, message)))
         if not outcome.ok:
             self._renew_group(team)
         self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
-        self._supervisor.publish(Status(program, "ended", team, tuple(map(str, team.devices)), "" if outcome.ok else "failed"))
+        self._supervisor.publish(
+            Status(program, "ended", team, tuple(map(str, team.devices)), "" if outcome.ok else "failed")
+        )
         return outcome
 
     def call(
@@ -295,7 +316,7 @@ class Session:
             program = self._dispatch.number()
             payload, delivery = self.namespace.outgoing_call(args, kwargs, team)
             message = CallFunction(program, team, spec, method, payload, delivery)
-            outcome = self._dispatch.send(program, {engine: message for engine in team.engines})
+            outcome = self._dispatch.send(program, dict.fromkeys(team.engines, message))
             if wait:
                 return self._finish_call(outcome, team)
             pending = Pending(lambda: self._finish_call(outcome, team))
@@ -315,7 +336,7 @@ class Session:
         return None
 
     def settle(self) -> None:
-        """Wait for every call that was sent with `wait=False`, and for what replicas wrote; to be called at a cell's end.
+        """Wait for every call that was sent with `wait=False`; to be called at a cell's end.
 
         Raises:
             BaseException: What the first of them that failed raised.
@@ -337,7 +358,7 @@ class Session:
         with self._dispatch.turn():
             program = self._dispatch.number()
             message = Apply(program, operation, target, payload)
-            outcome = self._dispatch.wait(self._dispatch.send(program, {engine: message for engine in engines}))
+            outcome = self._dispatch.wait(self._dispatch.send(program, dict.fromkeys(engines, message)))
         if not outcome.ok:
             self._generation += 1
             processes = self._require_cluster().engines

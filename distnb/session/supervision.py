@@ -112,7 +112,9 @@ class Supervision:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do next."""
-        return min((program.deadline for program in self._programs.values() if program.deadline is not None), default=None)
+        return min(
+            (program.deadline for program in self._programs.values() if program.deadline is not None), default=None
+        )
 
     def waiting_for(self, program: int) -> frozenset[int]:
         """Engines whose report on a program is still awaited."""

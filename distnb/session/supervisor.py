@@ -176,7 +176,9 @@ class Supervisor:
         self._events.publish(event)
         if isinstance(event, ProgramEnded):
             ended = event
-            self._advance(lambda now: self._state.ended(engine, ended.program, ended.status == "ok", ended.summary, now))
+            self._advance(
+                lambda now: self._state.ended(engine, ended.program, ended.status == "ok", ended.summary, now)
+            )
         elif isinstance(event, Stacks):
             self._stacks[engine] = event.text
 

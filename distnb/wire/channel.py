@@ -41,7 +41,9 @@ class Switchboard:
         host: The address to listen on; loopback unless engines live on other machines.
     """
 
-    def __init__(self, *, server_secret: bytes, server_public: bytes, client_public: bytes, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, *, server_secret: bytes, server_public: bytes, client_public: bytes, host: str = "127.0.0.1"
+    ) -> None:
         # A context of its own: the authenticator serves all sockets of its context, and users have theirs.
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
@@ -104,7 +106,16 @@ class Link:
         server_public, client_public, client_secret: CURVE keys (Z85).
     """
 
-    def __init__(self, context: zmq.Context[Any], engine: int, url: str, *, server_public: bytes, client_public: bytes, client_secret: bytes) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        engine: int,
+        url: str,
+        *,
+        server_public: bytes,
+        client_public: bytes,
+        client_secret: bytes,
+    ) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self.socket.identity = b"%d" % engine
         self.socket.curve_serverkey = server_public

@@ -51,8 +51,10 @@ def decode(frames: Sequence[Frame]) -> Any:
     try:
         return pickle.loads(frames[0], buffers=frames[1:])
     except Exception as error:
-        raise MessageError(f"{len(frames)} frames arrived that are no message of distnb ({type(error).__name__}: {error}). "
-                           "Do notebook and engines run the same version?") from error
+        raise MessageError(
+            f"{len(frames)} frames arrived that are no message of distnb ({type(error).__name__}: {error}). "
+            "Do notebook and engines run the same version?"
+        ) from error
 
 
 class Parcel:
@@ -74,7 +76,12 @@ class Parcel:
 
 # -- tensors: their storages are the raw buffers ------------------------------------------------------------------
 
-place_storage: Callable[[str], str] = lambda device: "cpu"
+
+def _on_the_cpu(device: str) -> str:
+    return "cpu"
+
+
+place_storage: Callable[[str], str] = _on_the_cpu
 """Where a storage that lived on `device` is rebuilt. The notebook needs no GPU; an engine sets its own rule."""
 
 
