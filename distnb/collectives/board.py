@@ -1,0 +1,158 @@
+"""The board: what each replica of a process group tells the others about its collectives.
+
+Replicas of one machine share the board's memory, so that a replica sees at once what the others have called. Across
+machines each replica has a copy of its own, and the copies are kept equal through the store (`replicated.py`).
+
+Each replica writes to its own part only. A part is a header and a ring of slots, one per collective.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from typing import Final, Literal
+
+__all__ = ["RING", "TEXT_NBYTES", "Board", "Phase", "Record"]
+
+RING: Final = 2048
+"""How many collectives a replica remembers; it never gets further ahead of the others than that."""
+
+_HEADER = struct.Struct("<QQQ")  # program, phase, last number
+_NUMBER = struct.Struct("<Q")
+_HEADER_NBYTES: Final = 64
+_SLOT_NBYTES: Final = 256
+# A slot: number, signature, site, program, length of text (each 8 bytes), text.
+_KEY_NBYTES: Final = 24
+_FIXED_NBYTES: Final = 40
+TEXT_NBYTES: Final = _SLOT_NBYTES - _FIXED_NBYTES
+_TAIL = struct.Struct("<QQ")
+_PART_NBYTES: Final = _HEADER_NBYTES + RING * _SLOT_NBYTES
+
+Phase = Literal["idle", "running", "ended", "failed"]
+_PHASES: Final[tuple[Phase, ...]] = ("idle", "running", "ended", "failed")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One collective as one replica called it.
+
+    Attributes:
+        key: Digests of signature and call site, 8 bytes each.
+        text: Operation and place for people, with a NUL between.
+    """
+
+    key: bytes
+    text: str
+
+    @property
+    def signature(self) -> bytes:
+        """What must be equal on all replicas."""
+        return self.key[:8]
+
+    @property
+    def site(self) -> bytes:
+        """Where it was called."""
+        return self.key[8:]
+
+    @property
+    def operation(self) -> str:
+        """The operation for people."""
+        return self.text.partition("\0")[0]
+
+    @property
+    def place(self) -> str:
+        """The place for people."""
+        return self.text.partition("\0")[2]
+
+
+class Board:
+    """The records of every replica.
+
+    Args:
+        memory: Zeroed at first; shared by the replicas of one machine.
+        me: The replica that writes here.
+        size: How many replicas there are.
+    """
+
+    def __init__(self, memory: mmap.mmap | bytearray, me: int, size: int) -> None:
+        self.memory = memory
+        self.me = me
+        self.size = size
+
+    @staticmethod
+    def nbytes(size: int) -> int:
+        """How much memory the board of so many replicas takes."""
+        return size * _PART_NBYTES
+
+    @staticmethod
+    def part(replica: int) -> slice:
+        """Where a replica's part lies."""
+        return slice(replica * _PART_NBYTES, (replica + 1) * _PART_NBYTES)
+
+    def write(self, number: int, record: Record, program: int) -> None:
+        """Post this replica's collective of that number (numbers begin with 1)."""
+        text = record.text.encode()
+        at = self._slot(self.me, number)
+        memory = self.memory
+        # The number goes last: it says that the rest is valid.
+        memory[at + 8 : at + _FIXED_NBYTES + len(text)] = record.key + _TAIL.pack(program, len(text)) + text
+        memory[at : at + 8] = _NUMBER.pack(number)
+
+    def read(self, replica: int, number: int) -> tuple[Record, int] | None:
+        """A replica's collective of that number with its program; None if not posted yet, or no more remembered."""
+        at = self._slot(replica, number)
+        slot = bytes(self.memory[at : at + _SLOT_NBYTES])
+        if _NUMBER.unpack_from(slot)[0] != number:
+            return None
+        program, length = _TAIL.unpack_from(slot, _KEY_NBYTES)
+        text = slot[_FIXED_NBYTES : _FIXED_NBYTES + length].decode(errors="replace")
+        return Record(slot[8:_KEY_NBYTES], text), program
+
+    def same(self, replica: int, number: int) -> bool:
+        """Whether another replica posted the very same under that number: signature, place and program."""
+        mine, other = self._slot(self.me, number), self._slot(replica, number)
+        end = _KEY_NBYTES + 8
+        return bool(self.memory[mine : mine + end] == self.memory[other : other + end])
+
+    def last(self, replica: int) -> int:
+        """The number of a replica's newest collective; 0 before the first."""
+        return int(_NUMBER.unpack_from(self.memory, replica * _PART_NBYTES + 16)[0])
+
+    def advance(self, number: int) -> None:
+        """Say that this replica's newest collective is that one."""
+        _NUMBER.pack_into(self.memory, self.me * _PART_NBYTES + 16, number)
+
+    def set_phase(self, program: int, phase: Phase) -> None:
+        """Say where this replica stands: in which program, and whether it is still in it."""
+        at = self.me * _PART_NBYTES
+        _NUMBER.pack_into(self.memory, at, program)
+        _NUMBER.pack_into(self.memory, at + 8, _PHASES.index(phase))
+
+    def phase(self, replica: int) -> tuple[int, Phase, int]:
+        """Where a replica stands: program, phase, number of its newest collective."""
+        program, phase, last = _HEADER.unpack_from(self.memory, replica * _PART_NBYTES)
+        return program, _PHASES[phase], last
+
+    def _slot(self, replica: int, number: int) -> int:
+        return replica * _PART_NBYTES + _HEADER_NBYTES + number % RING * _SLOT_NBYTES
+
+
+def create_memory(size: int) -> tuple[mmap.mmap, int]:
+    """Memory for a board that other processes of this machine can open, and its file descriptor.
+
+    The memory has no name: nothing of it is left behind when the processes end, however they end.
+    """
+    descriptor = os.memfd_create("distnb-board")
+    os.ftruncate(descriptor, Board.nbytes(size))
+    return mmap.mmap(descriptor, Board.nbytes(size)), descriptor
+
+
+def open_memory(pid: int, descriptor: int, size: int) -> mmap.mmap:
+    """The memory that another process of this user made."""
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+    try:
+        return mmap.mmap(opened, Board.nbytes(size))
+    finally:
+        os.close(opened)

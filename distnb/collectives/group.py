@@ -1,0 +1,181 @@
+"""The group as the rest of distnb uses it: a few operations with plain arguments."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
+
+from distnb.collectives.operations import GuardedProcessGroup
+from distnb.errors import CollectiveMismatchError, OptionError
+from distnb.topology import Device
+
+__all__ = ["Group", "Pending"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_CARRIED = frozenset({torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int32, torch.int64})
+_MAX_DIMS = 13
+_DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
+_SMALL_NBYTES = 1024
+
+
+def _options(op: str) -> Any:
+    if op not in _OPS:
+        raise OptionError(f"{op!r} is no reduce op of a group. The ops are {', '.join(map(repr, _OPS))}.")
+    made = AllreduceOptions()
+    made.reduceOp = _OPS[op]
+    return made
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The same memory as bytes, for dtypes that a backend does not carry. The tensor must be contiguous."""
+    return tensor if tensor.dtype in _CARRIED else tensor.reshape(-1).view(torch.uint8)
+
+
+class Pending:
+    """An operation under way. `wait` gives its result."""
+
+    def __init__(self, work: Any, tensor: Tensor, divisor: int) -> None:
+        self._work = work
+        self._tensor = tensor
+        self._divisor = divisor
+
+    def wait(self) -> None:
+        """Wait for the end; the tensor holds the result then. An abort ends the wait."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if self._divisor != 1:
+                self._tensor.div_(self._divisor)
+
+
+class Group:
+    """The replicas of one program, as this one of them sees them.
+
+    Attributes:
+        process_group: torch's process group, which is its default one too.
+        rank: This replica's id.
+        size: How many replicas there are.
+        device: This replica's device.
+        generation: Which generation of the team's group this is.
+    """
+
+    def __init__(self, process_group: GuardedProcessGroup, device: Device, generation: int) -> None:
+        self.process_group = process_group
+        self.rank: int = process_group.rank()
+        self.size: int = process_group.size()
+        self.device = device
+        self.generation = generation
+        self._epoch = process_group.epoch
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the group has ended, so that a new generation must be joined."""
+        return self.process_group.failure is not None or self.process_group.epoch != self._epoch
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
+        """Replace the tensor on each replica by the sum (mean, max, min) over all.
+
+        Args:
+            tensor: Same shape and dtype everywhere; changed in place.
+            op: "sum", "mean", "max" or "min".
+
+        Raises:
+            CollectiveMismatchError: Another replica called something else.
+            ProgramAborted: The program was aborted.
+        """
+        self.all_reduce_start(tensor, op).wait()
+
+    def all_reduce_start(self, tensor: Tensor, op: str = "sum") -> Pending:
+        """The same, under way while the caller goes on. The tensor must be left alone until `Pending.wait`."""
+        options = _options(op)
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise OptionError(f"The mean of a {tensor.dtype} tensor would be rounded. Convert it to a floating dtype first, or use op='sum'.")
+        if tensor.is_contiguous():
+            work = self.process_group.allreduce([_view(tensor)], options)
+            return Pending(work, tensor, self.size if op == "mean" else 1)
+        whole = tensor.contiguous()
+        self.process_group.allreduce([_view(whole)], options).wait()
+        tensor.copy_(whole.div_(self.size) if op == "mean" else whole)
+        return Pending(None, tensor, 1)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every replica's tensor, in replica order. Shape and dtype must be the same everywhere."""
+        mine = tensor.detach().contiguous()
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        self.process_group.allgather([[_bytes_of(each) for each in gathered]], [_bytes_of(mine)]).wait()
+        return gathered
+
+    def all_gather_uneven(self, tensor: Tensor, dim: int = 0) -> list[Tensor]:
+        """Every replica's tensor, in replica order, where sizes may differ along one dimension.
+
+        Raises:
+            CollectiveMismatchError: They differ in dtype, or along another dimension.
+        """
+        mine = tensor.detach()
+        if mine.dim() > _MAX_DIMS:
+            raise OptionError(f"A tensor of {mine.dim()} dimensions cannot be gathered; {_MAX_DIMS} is the most.")
+        dim = dim % mine.dim() if mine.dim() else 0
+        described = [_DTYPES.index(mine.dtype), mine.dim(), *mine.shape]
+        header = torch.tensor(described + [0] * (_MAX_DIMS + 2 - len(described)), dtype=torch.int64, device=mine.device)
+        headers = [each.tolist() for each in self.all_gather(header)]
+        shapes = [tuple(each[2 : 2 + each[1]]) for each in headers]
+        if len({(each[0], each[1], shape[:dim] + shape[dim + 1 :]) for each, shape in zip(headers, shapes, strict=True)}) > 1:
+            told = "; ".join(f"replica {rank}: {_DTYPES[each[0]]} {list(shape)}" for rank, (each, shape) in enumerate(zip(headers, shapes, strict=True)))
+            raise CollectiveMismatchError(f"The replicas' tensors can be gathered along dimension {dim} only if all else is equal; it is not: {told}.")
+        sizes = [shape[dim] if shape else 1 for shape in shapes]
+        most = max(sizes)
+        if most and min(sizes) < most:
+            padded = mine.new_zeros([most if axis == dim else extent for axis, extent in enumerate(mine.shape)])
+            padded.narrow(dim, 0, mine.shape[dim]).copy_(mine)
+            mine = padded
+        if not mine.numel():
+            return [mine.new_empty(shape) for shape in shapes]
+        return [each.narrow(dim, 0, size).contiguous() if shapes[0] else each for each, size in zip(self.all_gather(mine), sizes, strict=True)]
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Replace the tensor on each replica by the one of replica `source`."""
+        if not 0 <= source < self.size:
+            raise OptionError(f"There is no replica {source} to broadcast from; there are {self.size}.")
+        options = BroadcastOptions()
+        options.rootRank = source
+        whole = tensor.detach()
+        if not whole.is_contiguous():
+            whole = whole.contiguous()
+        self.process_group.broadcast([_bytes_of(whole)], options).wait()
+        if whole.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(whole)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every replica's value, in replica order, pickled. Small ones take one collective, larger ones two."""
+        data = cloudpickle.dumps(value)
+        head = torch.zeros(_SMALL_NBYTES, dtype=torch.uint8)
+        head[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
+        begin = data[: _SMALL_NBYTES - 8]
+        head[8 : 8 + len(begin)] = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
+        heads = [each.numpy().tobytes() for each in self.all_gather(head)]
+        sizes = [int.from_bytes(each[:8], "little") for each in heads]
+        rest = max(sizes) - (_SMALL_NBYTES - 8)
+        tails = [b""] * self.size
+        if rest > 0:
+            tail = torch.zeros(rest, dtype=torch.uint8)
+            mine = data[_SMALL_NBYTES - 8 :]
+            if mine:
+                tail[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            tails = [each.numpy().tobytes() for each in self.all_gather(tail)]
+        return [pickle.loads((each[8:] + tail)[:size]) for each, tail, size in zip(heads, tails, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        """Wait until every replica is here."""
+        self.process_group.barrier().wait()
+
+
+def _view(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach() if tensor.requires_grad else tensor
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

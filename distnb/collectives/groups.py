@@ -1,0 +1,193 @@
+"""The process group of this replica: joined, shared by everyone in the process, aborted from any thread.
+
+A team of engines forms one group per generation. Everything that communicates uses it: our own collectives, raw
+torch.distributed calls, DistributedDataParallel, and libraries. See `process_group.py` for what guards it.
+
+This module runs on the replicas.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from distnb.collectives import membership, world
+from distnb.collectives.group import Group, Pending
+from distnb.collectives.membership import Member
+from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted
+from distnb.topology import Device, Team
+
+__all__ = ["Group", "Pending", "abort", "current", "join", "join_from_env", "leave", "program_began", "program_ended"]
+
+_members: dict[tuple[int, ...], Member] = {}
+_active: Member | None = None
+_group: Group | None = None
+_joining: membership.Attempt | None = None
+_lock = threading.RLock()
+_SCRIPT = -1  # the key of the group that was joined from the environment
+
+
+def join(team: Team, rank: int, device: Device, *, timeout_s: float | None = None) -> Group:
+    """Make the group of this team and generation the default process group, forming it if it is new.
+
+    Waits for the other replicas of the team. Groups of other teams stay connected beside it, as long as they are of
+    the newest generation.
+
+    Args:
+        team: Who runs together, and where their store is.
+        rank: Which replica this process is.
+        device: This replica's device.
+        timeout_s: How long to wait for the others; None for as long as nobody aborts.
+
+    Returns:
+        The group. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set accordingly.
+
+    Raises:
+        CollectiveError: The others did not come in time, or could not be connected to.
+        ProgramAborted: `abort` was called meanwhile.
+    """
+    member = _members.get(team.engines)
+    if member is not None and member is _active and member.generation == team.generation and _group is not None:
+        return _group
+    return _join(team.engines, team, rank, device, membership.store_of(team.store_host, team.store_port), timeout_s)
+
+
+def _join(
+    key: tuple[int, ...], team: Team, rank: int, device: Device, store: Callable[[], dist.Store], timeout_s: float | None
+) -> Group:
+    global _active, _group, _joining
+    world.install()
+    attempt = membership.Attempt()
+    with _lock:
+        _joining = attempt
+    try:
+        for other in list(_members.values()):
+            if other.generation < team.generation and other.key != key:
+                other.suspend()
+        member = _members.get(key)
+        if member is not None and (member.rank != rank or member.devices != team.devices):
+            member.suspend()
+            member = None
+        if member is None:
+            member = Member(key, rank, device, team.devices)
+        member.advance(team, store, attempt, timeout_s)
+        with _lock:
+            _members[key] = member
+            member.world.enter()
+            member.set_environment(team)
+            if _group is None or _active is not member or _group.generation != team.generation:
+                _group = Group(member.group, device, team.generation)
+            _active = member
+        attempt.check()
+    finally:
+        with _lock:
+            _joining = None
+    membership.tend_all(_members)
+    return _group
+
+
+def join_from_env() -> Group:
+    """Join the group that torchrun or `distnb run` describes by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    A default group that the program initialised before is taken over: it gives the rank, the size and the store.
+
+    Raises:
+        CollectiveError: The variables are not set, or the others cannot be reached.
+    """
+    if _group is not None:
+        return _group
+    found = world.foreign_default()
+    if found is not None:
+        rank, size, store = found
+    else:
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise CollectiveError(
+                f"{', '.join(missing)} is not set: this process was not started as one of several replicas. "
+                "Start the program by `distnb run script.py -n 2` or by torchrun."
+            )
+        store, rank, size = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    device = Device("cuda", local) if torch.cuda.is_available() and local < torch.cuda.device_count() else Device("cpu", 0)
+    team = Team(tuple(range(size)), (device,) * size, 0, os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0)))
+    prefixed = dist.PrefixStore("distnb", store)
+    group = _join((_SCRIPT, *team.engines), team, rank, device, lambda: prefixed, None)
+    program_began(1)
+    return group
+
+
+def current() -> Group | None:
+    """The group that was joined last, or None."""
+    return _group
+
+
+def abort(reason: str) -> None:
+    """End every collective of this process, now: it raises ProgramAborted, and so does every later one.
+
+    Safe from any thread and more than once. Waits in C++ (DistributedDataParallel's) end with a RuntimeError. The
+    next generation of the group is formed by `join`.
+
+    Args:
+        reason: Text of the ProgramAborted that is raised.
+    """
+    with _lock:
+        if _joining is not None:
+            _joining.abort(reason)
+        member = _active
+    if member is not None:
+        member.fail(ProgramAborted(reason))
+
+
+def leave() -> None:
+    """Drop all groups, and give torch.distributed back as it was. Never blocks."""
+    global _active, _group
+    with _lock:
+        world.leave()
+        members = list(_members.values())
+        _members.clear()
+        _active = _group = None
+    for member in members:
+        member.suspend()
+
+
+def program_began(program: int) -> None:
+    """A program began on this replica: from now on others can tell whether it is still in it.
+
+    Args:
+        program: Its serial number, equal on all replicas and growing.
+    """
+    if _active is not None:
+        _active.begin(program)
+
+
+def program_ended(failed: bool | None = None) -> None:
+    """The program ended on this replica: it will call no further collectives.
+
+    Args:
+        failed: Whether by an error, which others will be told of in another way. None: an exception is being handled.
+
+    Raises:
+        CollectiveMismatchError: It ended well, as did another replica's part, but with more or fewer collectives.
+    """
+    if _active is not None:
+        _active.end(sys.exc_info()[1] is not None if failed is None else failed)
+
+
+def _at_exit() -> None:
+    member = _active
+    if member is not None and member.key[0] == _SCRIPT:
+        try:
+            member.end(failed=getattr(sys, "last_value", None) is not None)
+        except CollectiveMismatchError as error:
+            print(f"distnb: {error}", file=sys.stderr)
+    for each in list(_members.values()):
+        each.keep_for_ever()
+
+
+atexit.register(_at_exit)

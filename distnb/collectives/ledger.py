@@ -1,0 +1,219 @@
+"""Finds collectives that do not match, by comparing what each replica posted. Does no communication itself.
+
+Every collective has a number, per process group and replica, beginning with 1. A replica posts its record before it
+enters the collective, and then looks at the others' records of the same number. Of two replicas at least one thus sees
+the other's record before it enters, so two that differ never meet inside Gloo, which would hang, end the process, or
+give wrong sums. Whoever entered first compares later: at its next collective, or while it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from distnb.collectives.board import RING, Board, Record
+from distnb.errors import CollectiveMismatchError
+
+__all__ = ["Ledger"]
+
+_ADVICE: Final = "Every replica must call the same collectives, in the same order, with tensors of the same shape and dtype."
+_AHEAD: Final = RING - 64
+
+
+class Ledger:
+    """The running comparison of this replica's collectives with the others'.
+
+    Not thread-safe: its process group calls it under a lock.
+
+    Args:
+        board: Where the replicas post.
+        replicas: The replica id of each rank of the process group, for messages.
+    """
+
+    def __init__(self, board: Board, replicas: Sequence[int]) -> None:
+        self.number = 0
+        self.program = 0
+        self._board = board
+        self._replicas = replicas
+        self._peers = [rank for rank in range(board.size) if rank != board.me]
+        self._compared = [0] * board.size
+        # Places that one of two replicas visited while the other was elsewhere: (peer, who, place) -> first number.
+        self._visits: dict[tuple[int, int, bytes], int] = {}
+
+    def post(self, record: Record) -> int:
+        """Number and post a collective that this replica is about to enter.
+
+        Raises:
+            CollectiveMismatchError: Another replica called something else.
+        """
+        self.number = number = self.number + 1
+        board = self._board
+        board.write(number, record, self.program)
+        board.advance(number)
+        compared = self._compared
+        for rank in self._peers:
+            # The usual case first: all earlier ones were compared, and this one is the same.
+            if compared[rank] == number - 1 and board.same(rank, number):
+                compared[rank] = number
+            else:
+                self._catch_up(rank)
+        return number
+
+    def check(self) -> None:
+        """Compare whatever others have posted since.
+
+        Raises:
+            CollectiveMismatchError: A replica called something else.
+        """
+        for rank in self._peers:
+            if self._compared[rank] < self.number:
+                self._catch_up(rank)
+
+    def room(self) -> bool:
+        """Whether the next collective can be posted without overwriting what another replica has yet to compare."""
+        return all(self.number - self._compared[rank] < _AHEAD for rank in self._peers)
+
+    def absent(self, number: int) -> list[int]:
+        """The ranks that have not called the collective of that number yet."""
+        return [rank for rank in self._peers if self._board.last(rank) < number]
+
+    def retract(self, number: int, error: BaseException) -> None:
+        """Say that this replica did not enter the collective after all, since its arguments were refused."""
+        posted = self._board.read(self._board.me, number)
+        if posted is not None:
+            record, program = posted
+            reason = f"{record.operation}, which failed with {type(error).__name__}"
+            self._board.write(number, Record(bytes(16), f"{reason[:120]}\0{record.place}"), program)
+
+    # -- programs --------------------------------------------------------------------------------------------------
+
+    def begin(self, program: int) -> None:
+        """This replica began a program."""
+        self.program = program
+        self._board.set_phase(program, "running")
+
+    def end(self, failed: bool) -> None:
+        """This replica's part of the program ended.
+
+        Raises:
+            CollectiveMismatchError: It ended well, and so did another replica's, with fewer or more collectives.
+        """
+        self._board.set_phase(self.program, "failed" if failed else "ended")
+        if failed:
+            return
+        for rank in self._peers:
+            program, phase, last = self._board.phase(rank)
+            if program == self.program and phase == "ended":
+                self._catch_up(rank)
+                if last > self.number:
+                    self._raise_missing(rank, self._board.me, self.number + 1)
+                if last < self.number:
+                    self._raise_missing(self._board.me, rank, last + 1)
+
+    def check_departed(self, number: int) -> list[int]:
+        """Look for replicas that can no longer come to a collective in which this one waits.
+
+        Returns:
+            The ranks whose program ended with an error, so that they will not come either; that error is told by others.
+
+        Raises:
+            CollectiveMismatchError: A replica ended its program, or went on to the next, without calling it.
+        """
+        failed = []
+        for rank in self._peers:
+            self._compare_again(number, rank)
+            program, phase, last = self._board.phase(rank)
+            if last >= number:
+                continue
+            if program == self.program and phase == "failed":
+                failed.append(rank)
+            elif (program == self.program and phase == "ended") or program > self.program:
+                self._raise_missing(self._board.me, rank, number)
+        return failed
+
+    def check_present(self, ranks: Sequence[int]) -> None:
+        """Look for replicas that cannot come to where this one waits for them, which is no collective of this group.
+
+        Raises:
+            CollectiveMismatchError: One ended its program.
+        """
+        for rank in self._peers:
+            program, phase, _ = self._board.phase(rank)
+            if rank in ranks and ((program == self.program and phase == "ended") or program > self.program):
+                raise CollectiveMismatchError(
+                    f"{self._name(self._board.me).capitalize()} waits to connect a process group of replicas {list(ranks)}, but "
+                    f"{self._name(rank)} finished its program without using that group. {_ADVICE}"
+                )
+
+    # -- comparison ------------------------------------------------------------------------------------------------
+
+    def _catch_up(self, rank: int) -> None:
+        board = self._board
+        number = self._compared[rank] + 1
+        while number <= self.number:
+            if not board.same(rank, number):
+                other = board.read(rank, number)
+                if other is None:
+                    break  # not there yet
+                mine = board.read(board.me, number)
+                if mine is not None:
+                    self._compare(number, mine, rank, other)
+            self._compared[rank] = number
+            number += 1
+
+    def _compare_again(self, number: int, rank: int) -> None:
+        """A record can change after it was compared: when its replica's arguments were refused."""
+        if self._compared[rank] >= number and not self._board.same(rank, number):
+            mine, other = self._board.read(self._board.me, number), self._board.read(rank, number)
+            if mine is not None and other is not None and mine[0].signature != other[0].signature:
+                self._compare(number, mine, rank, other)
+
+    def _compare(self, number: int, mine: tuple[Record, int], rank: int, other: tuple[Record, int]) -> None:
+        if mine[0].signature != other[0].signature:
+            self._raise(number, rank, mine[0], other[0], "The replicas called different collectives")
+        if mine[1] != other[1]:
+            self._raise(number, rank, mine[0], other[0], "The replicas are in different cells, one of them late")
+        if mine[0].site != other[0].site:
+            self._compare_order(number, mine[0], rank, other[0])
+
+    def _compare_order(self, number: int, mine: Record, rank: int, other: Record) -> None:
+        """Two replicas are at different places with equal collectives.
+
+        That is fine if each place belongs to one of them (`if rank == 0: … else: …`). A place that both visit, but
+        with different numbers, tells of an order that differs, and of sums over unlike things.
+        """
+        if mine.operation.startswith("barrier"):
+            return  # nothing is put together there, and taking turns with barriers is a custom
+        me = self._board.me
+        for record, here, there in ((mine, me, rank), (other, rank, me)):
+            # `here` is at this place now; has `there` been at it before, while `here` was elsewhere?
+            earlier = self._visits.get((rank, there, record.key))
+            if earlier is not None:
+                self._raise_swapped(here, number, there, earlier, record)
+        self._visits.setdefault((rank, me, mine.key), number)
+        self._visits.setdefault((rank, rank, other.key), number)
+
+    # -- errors ----------------------------------------------------------------------------------------------------
+
+    def _name(self, rank: int) -> str:
+        return f"replica {self._replicas[rank]}"
+
+    def _raise(self, number: int, rank: int, mine: Record, other: Record, what: str) -> None:
+        both = sorted([(self._replicas[self._board.me], mine), (self._replicas[rank], other)], key=lambda pair: pair[0])
+        told = "; ".join(f"replica {replica} called {record.operation} at {record.place}" for replica, record in both)
+        raise CollectiveMismatchError(f"{what}: {told} (collective number {number}). {_ADVICE}")
+
+    def _raise_swapped(self, here: int, number: int, there: int, earlier: int, record: Record) -> None:
+        first, second = sorted([(self._replicas[here], number), (self._replicas[there], earlier)])
+        raise CollectiveMismatchError(
+            f"The replicas called their collectives in a different order: {record.operation} at {record.place} was collective number "
+            f"{first[1]} on replica {first[0]} and number {second[1]} on replica {second[0]}, so unlike things were put together. {_ADVICE}"
+        )
+
+    def _raise_missing(self, present: int, missing: int, number: int) -> None:
+        posted = self._board.read(present, number)
+        what = f"{posted[0].operation} at {posted[0].place}" if posted else "a collective"
+        raise CollectiveMismatchError(
+            f"{self._name(present).capitalize()} called {what} (collective number {number}), but {self._name(missing)} finished its program "
+            f"after {number - 1} collectives without calling it. {_ADVICE}"
+        )

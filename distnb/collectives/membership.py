@@ -1,0 +1,246 @@
+"""This process as a member of one team: its world, its process group and subgroups, from generation to generation."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distnb.collectives import board, rendezvous, transport
+from distnb.collectives.operations import GuardedProcessGroup
+from distnb.collectives.rendezvous import Card
+from distnb.collectives.transport import Transport
+from distnb.collectives.world import World
+from distnb.errors import CollectiveError, ProgramAborted
+from distnb.topology import Device, Team
+
+__all__ = ["Attempt", "Member", "store_of", "tend_all"]
+
+_PERIOD_S = 0.1
+
+
+class Attempt:
+    """A joining under way, which can be given up from another thread."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+
+    def abort(self, reason: str) -> None:
+        """Give it up."""
+        self._reason = reason
+
+    def check(self) -> None:
+        """Raises ProgramAborted if it was given up."""
+        if self._reason is not None:
+            raise ProgramAborted(self._reason)
+
+
+@dataclass
+class _Parts:
+    transport: Transport
+    board: board.Board
+
+
+def store_of(host: str, port: int) -> Callable[[], dist.Store]:
+    """How to connect to the store that listens there, once it is needed."""
+    return lambda: rendezvous.connect(host, port)
+
+
+class Member:
+    """One team, as this replica of it sees it.
+
+    Args:
+        key: Names the team in this process.
+        rank: Which replica this is.
+        device: This replica's device.
+        devices: Every replica's.
+    """
+
+    def __init__(self, key: tuple[int, ...], rank: int, device: Device, devices: tuple[Device, ...]) -> None:
+        self.key = key
+        self.rank = rank
+        self.size = len(devices)
+        self.device = device
+        self.devices = devices
+        self.generation = -1
+        self.group = self._group(rank, range(self.size), "world", None)
+        self.world = World(self.group, dist.HashStore(), self._backend_name, self._backend_config)
+        self._subgroups: weakref.WeakSet[GuardedProcessGroup] = weakref.WeakSet()
+        self._store: Callable[[], dist.Store] | None = None
+        self._prefix = ""
+        self._attempt: Attempt | None = None
+        self._timeout_s: float | None = None
+
+    # -- which backends ----------------------------------------------------------------------------------------------
+
+    @property
+    def _uses_nccl(self) -> bool:
+        """NCCL needs a GPU for each replica."""
+        accelerated = all(device.type == "cuda" for device in self.devices)
+        return accelerated and self._gpus_differ and dist.is_nccl_available()
+
+    @property
+    def _gpus_differ(self) -> bool:
+        # Where the list repeats one device, as a script's does that knows only its own, LOCAL_WORLD_SIZE tells.
+        if len(set(self.devices)) == self.size:
+            return True
+        return self.key[0] < 0 and int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) <= torch.cuda.device_count()
+
+    @property
+    def _backend_name(self) -> str:
+        return "nccl" if self._uses_nccl else "gloo"
+
+    @property
+    def _backend_config(self) -> str:
+        return "cpu:gloo,cuda:nccl" if self._uses_nccl else "cpu:gloo,cuda:gloo"
+
+    def _group(self, rank: int, replicas: Any, name: str, parent: GuardedProcessGroup | None) -> GuardedProcessGroup:
+        on_gpu = self.device.type == "cuda"
+        return GuardedProcessGroup(
+            rank,
+            len(replicas),
+            replicas=replicas,
+            form=lambda group: self._form(group, name),
+            backend_name=self._backend_name,
+            device_types=["cpu", "cuda"] if on_gpu else ["cpu"],
+            parent=parent,
+            make_subgroup=self._make_subgroup,
+        )
+
+    def _make_subgroup(self, parent: GuardedProcessGroup, ranks: list[int], name: str) -> GuardedProcessGroup | None:
+        if self.rank not in ranks:
+            return None
+        made = self._group(ranks.index(self.rank), ranks, f"sub/{name}", parent)
+        self._subgroups.add(made)
+        return made
+
+    # -- forming -----------------------------------------------------------------------------------------------------
+
+    def advance(self, team: Team, store: Callable[[], dist.Store], attempt: Attempt, timeout_s: float | None) -> None:
+        """Be connected in the team's generation."""
+        if self.generation == team.generation:
+            if self.group.failure is not None:
+                raise CollectiveError(f"Generation {team.generation} of this team's process group was aborted. Join a newer one.")
+            return
+        self.suspend()
+        self._store, self._prefix, self._attempt, self._timeout_s = store, team.prefix, attempt, timeout_s
+        self.group.connect()
+        self.generation = team.generation
+        self.world.set_store(dist.PrefixStore(f"{team.prefix}/user", rendezvous.fresh(store())))
+        self._attempt = None
+
+    def _form(self, group: GuardedProcessGroup, name: str) -> _Parts:
+        assert self._store is not None
+        store = dist.PrefixStore(f"{self._prefix}/{name}", self._store())
+        rank, size = group.rank(), group.size()
+
+        def check() -> None:
+            if self._attempt is not None:
+                self._attempt.check()
+            group.check_alive()
+
+        host, memory, descriptor = rendezvous.host(), None, -1
+        if rank == 0:
+            memory, descriptor = board.create_memory(size)
+        mine = Card(host, os.getpid(), descriptor, str(self.device))
+        try:
+            cards = rendezvous.meet(store, rank, size, mine, check, timeout_s=self._timeout_s, what=f"the process group {name!r}")
+            local = len({card.host for card in cards}) == 1
+            if local and memory is None:
+                memory = board.open_memory(cards[0].pid, cards[0].board, size)
+            made = transport.form(
+                store,
+                rank,
+                size,
+                nccl=torch.device(self.device.type, self.device.index) if self._uses_nccl else None,
+                staged=frozenset({"cuda"}) if self.device.type == "cuda" and not self._uses_nccl else frozenset(),
+                local=local,
+                check=check,
+            )
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)  # connected: everyone has opened it by now
+        return _Parts(made, board.Board(memory or bytearray(board.Board.nbytes(size)), rank, size))
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def groups(self) -> list[GuardedProcessGroup]:
+        """The default group and all subgroups."""
+        return [self.group, *self._subgroups]
+
+    def suspend(self) -> None:
+        """Drop the connections. Never blocks."""
+        self.generation = -1
+        for group in self.groups():
+            group.reset()
+
+    def fail(self, error: BaseException) -> None:
+        """End everything under way in this generation."""
+        for group in self.groups():
+            group.fail(error)
+
+    def begin(self, program: int) -> None:
+        """A program began."""
+        for group in self.groups():
+            group.begin(program)
+
+    def end(self, failed: bool) -> None:
+        """A program ended. All groups are told before any difference is raised."""
+        problem: Exception | None = None
+        for group in self.groups():
+            try:
+                group.end(failed)
+            except Exception as error:  # noqa: BLE001  (raised below)
+                problem = problem or error
+        if problem is not None:
+            raise problem
+
+    def keep_for_ever(self) -> None:
+        """See to it that the interpreter's end waits for nothing."""
+        for group in self.groups():
+            group.keep_for_ever()
+
+    def set_environment(self, team: Team) -> None:
+        """What torchrun would have set."""
+        if self.key[0] < 0:
+            return  # it came from the environment
+        # Programs select their GPU by LOCAL_RANK.
+        local = self.device.index if self.device.type == "cuda" else self.rank
+        os.environ.update(
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.size),
+            LOCAL_RANK=str(local),
+            LOCAL_WORLD_SIZE=str(self.size),
+            MASTER_ADDR=team.store_host,
+            MASTER_PORT=str(team.store_port),
+        )
+
+
+# -- the thread that looks after waits in C++ ------------------------------------------------------------------------
+
+_tending = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def tend_all(members: Mapping[Any, Member]) -> None:
+    """Start the thread that looks after all groups, once in this process."""
+    global _thread
+    with _tending:
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_tend, args=(members,), name="distnb-groups", daemon=True)
+            _thread.start()
+
+
+def _tend(members: Mapping[Any, Member]) -> None:
+    while True:
+        time.sleep(_PERIOD_S)
+        for member in list(members.values()):
+            for group in member.groups():
+                group.tend()

@@ -1,0 +1,366 @@
+"""The process group that torch and everyone above it see: each of its operations is recorded and can be aborted.
+
+It stands in for Gloo's or NCCL's own group, which it holds inside. It outlives them: after an abort it forms new ones
+for the next generation, so that a DistributedDataParallel module or a subgroup made in an earlier cell stays good.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+
+from distnb.collectives import signature
+from distnb.collectives.board import Board
+from distnb.collectives.ledger import Ledger
+from distnb.collectives.staging import Staging
+from distnb.collectives.transport import Transport
+from distnb.collectives.work import CollectiveWork, DeviceWork, MessageWork
+from distnb.errors import CollectiveError, CollectiveMismatchError
+
+__all__ = ["Formed", "GroupCore"]
+
+_ABORT_GRACE_S = 0.5
+_FAILED_GRACE_S = 3.0
+
+
+class Formed(Protocol):
+    """What a process group gets when it is formed."""
+
+    transport: Transport
+    board: Board
+
+
+class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
+    """State and failure of a guarded process group; `operations.GuardedProcessGroup` adds the operations.
+
+    Args:
+        rank, size: Who is who.
+        replicas: The replica id of each rank.
+        form: Connects with the other ranks; called again after a reset, by the first operation.
+        backend_name: What torch's `get_backend` says.
+        device_types: The types of device whose tensors the group carries.
+        make_subgroup: Makes the part of the group that `new_group` asks for: of this group, of these ranks, by name.
+        parent: The group that this one is a part of.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        replicas: Sequence[int],
+        form: Callable[[GroupCore], Formed],
+        backend_name: str,
+        device_types: Sequence[str],
+        make_subgroup: Callable[[Any, list[int], str], Any],
+        parent: GroupCore | None = None,
+    ) -> None:
+        super().__init__(rank, size)
+        self.epoch = 0
+        self.failure: BaseException | None = None
+        self.replicas = tuple(replicas)
+        self.program = parent.program if parent is not None else 0
+        self._size = size
+        self._form = form
+        self._make_subgroup = make_subgroup
+        self._backend_name = backend_name
+        self._devices = [torch.device(kind) for kind in device_types]
+        self._parent = parent
+        self._transport: Transport | None = None
+        self._ledger: Ledger | None = None
+        self._issuing = threading.RLock()
+        self._forming = threading.Lock()
+        self._open: dict[int, Any] = {}
+        self._watched: set[Any] = set()
+        self._failed_since: float | None = None
+
+    # -- what torch asks about a group -----------------------------------------------------------------------------
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return list(self._devices)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        transport = self._ready()
+        kind = "cpu" if device.type in transport.staged else device.type
+        if kind not in transport.backends:
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return transport.backends[kind]
+
+    def _get_backend_name(self) -> str:
+        return self._backend_name
+
+    name = _get_backend_name
+
+    def getBackendName(self) -> str:
+        """What C++ is told. No name that it knows: it would take the group for one of its own classes."""
+        return "distnb"
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Accepted and not applied: a replica that is slow is never an error, one that is lost is found at once."""
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Connect with the other ranks now, and not in the first operation."""
+        self._ready()
+
+    def reset(self) -> None:
+        """Forget the connections; the next operation makes new ones, for a new generation. Never blocks."""
+        transport, opened, watched = self._transport, self._open, self._watched
+        self.epoch += 1
+        self._transport = self._ledger = None
+        self._open, self._watched = {}, set()
+        self.failure, self._failed_since = None, None
+        if transport is not None:
+            transport.abort()
+            transport.release(lambda: not _under_way(opened, watched))
+
+    def fail(self, error: BaseException) -> None:
+        """End every operation under way, and all later ones until `reset`, with an error. Safe from any thread."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        if self._transport is not None:
+            self._transport.abort()
+        for work in list(self._watched):
+            work.conclude()
+
+    def abort(self) -> None:
+        """What torch calls to end everything under way on this replica."""
+        self.fail(CollectiveError("The process group was aborted."))
+
+    def shutdown(self) -> None:
+        """What torch calls to end a group that is no longer used: other replicas may still be in their last operation."""
+        transport, opened, watched = self._transport, self._open, self._watched
+        self.failure = self.failure or CollectiveError("The process group was destroyed. Make a new one.")
+        self._transport = self._ledger = None
+        if transport is not None:
+            transport.release(lambda: not _under_way(opened, watched))
+
+    def connections(self) -> Any:
+        """The sockets under this group, or None while it has none."""
+        return self._transport.connections if self._transport is not None else None
+
+    def keep_for_ever(self) -> None:
+        """Before the interpreter ends: see to it that no destructor waits for anything."""
+        if self._transport is not None:
+            self._transport.keep_for_ever()
+
+    def _ready(self) -> Transport:
+        if self.failure is not None:
+            self.raise_failure()
+        if self._transport is None:
+            with self._forming:
+                if self._transport is None:
+                    formed = self._form(self)
+                    ledger = Ledger(formed.board, self.replicas)
+                    ledger.begin(self.program)
+                    self._ledger, self._transport = ledger, formed.transport
+            if self.failure is not None:
+                self._transport.abort()
+                self.raise_failure()
+        return self._transport
+
+    # -- programs --------------------------------------------------------------------------------------------------
+
+    def begin(self, program: int) -> None:
+        """A program began on this replica."""
+        self.program = program
+        if self._ledger is not None:
+            self._ledger.begin(program)
+
+    def end(self, failed: bool) -> None:
+        """The program ended on this replica. Raises CollectiveMismatchError if others ended it with other counts."""
+        ledger = self._ledger
+        if ledger is not None:
+            with self._issuing:
+                ledger.end(failed or self.failure is not None)
+
+    # -- failure ---------------------------------------------------------------------------------------------------
+
+    def raise_failure(self) -> NoReturn:
+        """Raise what ended the group."""
+        failure = self.failure
+        assert failure is not None
+        raise type(failure)(*failure.args) from None  # anew: one object would collect the traceback of every raise
+
+    def check_alive(self) -> None:
+        """Raise if the group, or the one that it is part of, has failed or can no longer form."""
+        if self.failure is not None:
+            self.raise_failure()
+        if self._parent is not None:
+            self._parent.check_alive()
+            if self._parent._ledger is not None:
+                self._parent._ledger.check_present(self.replicas)
+
+    def examine(self, epoch: int, number: int | None) -> None:
+        """Look, while waiting, for reasons not to wait any longer.
+
+        Raises:
+            BaseException: The one that ended the group, or CollectiveMismatchError if the ledger finds one now.
+        """
+        if epoch != self.epoch:
+            raise CollectiveError("This operation belonged to an earlier generation of the process group, which was aborted.")
+        if self.failure is not None:
+            self.raise_failure()
+        ledger = self._ledger
+        if ledger is None:
+            return
+        try:
+            with self._issuing:
+                ledger.check()
+                failed = ledger.check_departed(number) if number is not None else []
+        except CollectiveMismatchError as error:
+            self.fail(error)
+            raise
+        if not failed:
+            self._failed_since = None
+        elif self._failed_since is None:
+            self._failed_since = time.monotonic()
+        elif time.monotonic() - self._failed_since > _FAILED_GRACE_S:
+            # The notebook's side tells of failures much sooner; this is for programs that have no notebook.
+            who = ", ".join(str(self.replicas[rank]) for rank in failed)
+            self.fail(CollectiveError(f"Replica {who} ended with an error, and will not come to the collective that this replica waits in."))
+            self.raise_failure()
+
+    def explain(self, epoch: int, number: int | None, error: BaseException) -> NoReturn:
+        """Raise what an operation that failed in the backend means."""
+        self.examine(epoch, number)
+        # Most likely another replica was aborted or died, and who watches over both will say so in a moment.
+        until = time.monotonic() + _ABORT_GRACE_S
+        while time.monotonic() < until:
+            time.sleep(0.01)
+            self.examine(epoch, number)
+        self.fail(CollectiveError(f"The connection to another replica was lost, which may have died: {error}"))
+        self.raise_failure()
+
+    def ran_out_of_time(self, epoch: int, number: int | None, limit_s: float) -> NoReturn:
+        """Raise that the time limit which the caller gave is over."""
+        self.examine(epoch, number)
+        absent = self._ledger.absent(number) if self._ledger is not None and number is not None else []
+        who = f" Not there yet: replica {', '.join(str(self.replicas[rank]) for rank in absent)}." if absent else ""
+        raise CollectiveError(f"The operation did not end within the {limit_s:g} s that its caller gave it.{who}")
+
+    # -- bookkeeping of works --------------------------------------------------------------------------------------
+
+    def watch(self, work: Any) -> None:
+        """Have a work concluded by an abort."""
+        self._watched.add(work)
+        if self.failure is not None:
+            work.conclude()
+
+    def finished(self, work: Any) -> None:
+        """Forget a work that ended."""
+        self._open.pop(getattr(work, "_number", 0), None)
+        self._watched.discard(work)
+
+    def tend(self) -> None:
+        """Called ten times a second on a thread of its own: for waits in C++, and for works that nobody waits for."""
+        for number, inner in list(self._open.items()):
+            if inner.is_completed():
+                self._open.pop(number, None)
+        numbers = list(self._open)
+        if numbers and self.failure is None:
+            try:
+                self.examine(self.epoch, min(numbers))
+            except Exception:  # noqa: BLE001  (it is the group's failure now, and raised where somebody waits)
+                pass
+
+    def _note(self, key: signature.Key) -> None:
+        """Record something that every replica must do alike, though nothing is communicated in it."""
+        self._ready()
+        record = signature.record(key)
+        with self._issuing:
+            if self._ledger is not None:
+                self._ledger.post(record)
+
+    def _run(
+        self,
+        key: signature.Key,
+        method: str,
+        tensors: tuple[Any, ...],
+        written: tuple[bool, ...],
+        *rest: Any,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        """Record a collective and enter it.
+
+        Args:
+            key: Its signature.
+            method: The backend's name for it.
+            tensors: Its arguments that are tensors or lists of them; `written` tells which it writes to.
+            rest: The other arguments.
+            timeout: The caller's own time limit.
+        """
+        transport = self._ready()
+        device = key[3]
+        record = signature.record(key)
+        staging = None
+        if device in transport.staged:
+            staging = Staging(_device_of(tensors))
+            tensors = tuple(staging.host(each, written=flag) for each, flag in zip(tensors, written, strict=True))
+            device = "cpu"
+        backend = transport.backends.get(device)
+        if backend is None:
+            raise RuntimeError(
+                f"No backend type associated with device type {device}: these replicas communicate tensors on {', '.join(transport.backends)}."
+            )
+        call = getattr(backend, method, None) or getattr(transport.plain, method)
+        ledger = self._ledger
+        if ledger is None:
+            self.raise_failure()
+        with self._issuing:
+            if not ledger.room():
+                self._wait_for_room(ledger)
+            try:
+                number = ledger.post(record)
+            except CollectiveMismatchError as error:
+                self.fail(error)
+                raise
+            try:
+                inner = call(*tensors, *rest)
+            except BaseException as error:
+                ledger.retract(number, error)
+                raise
+        if device != "cpu":
+            return DeviceWork(self, inner)
+        self._open[number] = inner
+        return CollectiveWork(self, inner, number, staging, timeout)
+
+    def _wait_for_room(self, ledger: Ledger) -> None:
+        epoch = self.epoch
+        while not ledger.room():
+            time.sleep(0.002)
+            self.examine(epoch, None)
+
+    def _message(self, method: str, tensors: list[torch.Tensor], written: bool, *rest: Any) -> dist.Work:
+        """Start a send or a receive. These have no number: only two replicas take part."""
+        transport = self._ready()
+        device = tensors[0].device
+        if device.type != "cpu" and device.type not in transport.staged:
+            return DeviceWork(self, getattr(transport.backends[device.type], method)(tensors, *rest))
+        staging = None
+        if device.type in transport.staged:
+            staging = Staging(device)
+            tensors = staging.host(tensors, written=written)
+        work = MessageWork(self, getattr(transport.backends["cpu"], method)(tensors, *rest), staging)
+        return work
+
+
+def _under_way(opened: dict[int, Any], watched: set[Any]) -> bool:
+    return any(not inner.is_completed() for inner in list(opened.values())) or any(work.under_way() for work in list(watched))
+
+
+def _device_of(value: Any) -> torch.device:
+    while not isinstance(value, torch.Tensor):
+        value = next(each for each in value if not isinstance(each, (list, tuple)) or each)
+    return value.device
+
+

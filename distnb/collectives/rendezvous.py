@@ -1,0 +1,107 @@
+"""How the replicas of a process group find each other: by cards that each leaves in a store."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from distnb.errors import CollectiveError
+
+__all__ = ["Card", "connect", "fresh", "host", "meet"]
+
+_CONNECT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a replica tells of itself.
+
+    Attributes:
+        host: Equal on two replicas if they can open each other's memory.
+        pid: Its process.
+        board: File descriptor of the board's memory, on the replica that made it; else -1.
+        device: Identity of its accelerator, or "" on the CPU.
+    """
+
+    host: str
+    pid: int
+    board: int = -1
+    device: str = ""
+
+
+def host() -> str:
+    """This machine, boot, process namespace and user."""
+    boot, namespace = "", ""
+    with suppress(OSError):
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    return f"{socket.gethostname()}/{boot}/{namespace}/{os.getuid()}"
+
+
+def connect(address: str, port: int) -> dist.Store:
+    """A connection of our own to the store that listens there.
+
+    Raises:
+        CollectiveError: Nobody answers.
+    """
+    try:
+        return dist.TCPStore(address, port, None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
+    except RuntimeError as error:
+        raise CollectiveError(f"The rendezvous store at {address}:{port} does not answer: {error}") from error
+
+
+def fresh(store: Any) -> dist.Store:
+    """A second connection to the same store, for a thread that may block in it; the same one if it offers none."""
+    try:
+        return store.clone()  # type: ignore[no-any-return]
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store  # type: ignore[no-any-return]
+
+
+def meet(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    card: Card,
+    check: Callable[[], None],
+    *,
+    timeout_s: float | None = None,
+    what: str = "the process group",
+) -> list[Card]:
+    """Leave a card in the store and wait for everyone's.
+
+    Args:
+        store: Under a prefix that nobody used before.
+        rank, size: Who is who.
+        card: This replica's.
+        check: Called while waiting; raises when there is no point any more.
+        timeout_s: How long to wait; None for as long as `check` lets it.
+        what: What is being formed, for the error.
+
+    Returns:
+        The cards in rank order.
+
+    Raises:
+        CollectiveError: Somebody did not come in time.
+    """
+    store.set(f"card/{rank}", json.dumps(asdict(card)))
+    keys = [f"card/{other}" for other in range(size)]
+    began, pause = time.monotonic(), 0.0002
+    while not store.check(keys):
+        check()
+        if timeout_s is not None and time.monotonic() - began > timeout_s:
+            missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
+            raise CollectiveError(f"Rank {rank} waited {timeout_s:g} s for {what}; these of {size} ranks did not come: {missing}.")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.01)
+    return [Card(**json.loads(store.get(key))) for key in keys]

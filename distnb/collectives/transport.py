@@ -1,0 +1,188 @@
+"""What carries a process group's data: Gloo and NCCL backends of one generation, formed and ended as one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distnb.collectives.sockets import Connections, pollers
+from distnb.errors import CollectiveError
+
+__all__ = ["FOREVER", "Transport", "form"]
+
+FOREVER = timedelta(days=3650)
+"""The time limit that the inner backends get. A replica that computes for an hour is slow, not lost."""
+
+_DRAIN_S = 5.0
+_HOPELESS_S = 60.0
+
+_device_making = threading.Lock()
+
+
+@dataclass
+class Transport:
+    """The inner backends of one process group, by the type of device whose tensors they carry.
+
+    Attributes:
+        backends: "cpu" and "cuda" to the backend that carries such tensors.
+        staged: Device types whose tensors go through host memory, by the "cpu" backend.
+        plain: A C++ process group over the same backends, for the few operations that backends themselves don't offer
+            to Python.
+        connections: The connected sockets of the Gloo backend.
+    """
+
+    backends: dict[str, Any]
+    staged: frozenset[str]
+    plain: dist.ProcessGroup
+    connections: Connections = field(default_factory=Connections)
+
+    def abort(self) -> None:
+        """End everything that is under way on this replica. Safe from any thread, never blocks for long."""
+        self.connections.shut_down()
+        nccl = [backend for kind, backend in self.backends.items() if kind == "cuda"]
+        if nccl:
+            # Inside one NCCL group, so that the aborts of several communicators cannot wait for each other.
+            nccl[0]._group_start()
+            for backend in nccl:
+                backend.abort()
+            nccl[0]._group_end()
+
+    def keep_for_ever(self) -> None:
+        """Before the interpreter ends: no destructor shall wait for what other replicas do."""
+        leak(self.plain, *self.backends.values())
+
+    def release(self, idle: Callable[[], bool]) -> None:
+        """Give the backends back without ever blocking the caller.
+
+        Args:
+            idle: Tells whether no operation is under way any more. A Gloo operation that was aborted can stay under
+                way for ever, and the destructor would wait for it: such a backend is leaked, with its threads.
+        """
+        keep = [self.plain, *self.backends.values()]
+        if idle():
+            self.connections.close()
+            self.backends, self.plain = {}, None  # type: ignore[assignment]
+            del keep
+            return
+
+        def drain() -> None:
+            nonlocal keep
+            until = time.monotonic() + _DRAIN_S
+            while not idle() and time.monotonic() < until:
+                time.sleep(0.05)
+            if not idle():
+                leak(*keep)
+            self.connections.close()
+            keep = []
+
+        self.backends, self.plain = {}, None  # type: ignore[assignment]
+        threading.Thread(target=drain, name="distnb-release", daemon=True).start()
+
+
+def leak(*objects: Any) -> None:
+    """Keep objects for ever, also through the interpreter's end, so that their destructors never run."""
+    for each in objects:
+        if each is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+def form(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    *,
+    nccl: torch.device | None,
+    staged: frozenset[str],
+    local: bool,
+    check: Callable[[], None],
+) -> Transport:
+    """Connect with the other replicas, all of which are known to be on their way here.
+
+    Args:
+        store: Where addresses are exchanged, under a prefix that nobody used before. Used by a thread of its own.
+        rank, size: Who is who.
+        nccl: The GPU of this replica if the group has NCCL, else None.
+        staged: See `Transport`.
+        local: All replicas are on this machine: listen on loopback only.
+        check: Called while waiting; raises when there is no point any more.
+
+    Raises:
+        CollectiveError: The connection failed.
+    """
+    made: list[Any] = []
+
+    # On a thread, since the constructors cannot be interrupted: when a peer dies in these milliseconds, this replica
+    # leaves the thread behind instead of waiting with it.
+    def make() -> None:
+        try:
+            made.append(_make(store, rank, size, nccl, staged, local))
+        except BaseException as error:  # noqa: BLE001  (raised on the thread that waits)
+            made.append(error)
+        finished.set()
+
+    finished = threading.Event()
+    threading.Thread(target=make, name="distnb-form", daemon=True).start()
+    began = time.monotonic()
+    while not finished.wait(0.05):
+        check()
+        if time.monotonic() - began > _HOPELESS_S:
+            raise CollectiveError(
+                f"Replica {rank} met the other {size - 1} replicas at the store, but could not connect to them within "
+                f"{_HOPELESS_S:.0f} s. A firewall between the machines, or the wrong network interface (set GLOO_SOCKET_IFNAME)?"
+            )
+    if isinstance(made[0], Transport):
+        return made[0]
+    raise CollectiveError(f"Replica {rank} could not connect to the other {size - 1} replicas: {made[0]}") from made[0]
+
+
+def _make(store: dist.Store, rank: int, size: int, nccl: torch.device | None, staged: frozenset[str], local: bool) -> Transport:
+    with _device_making:  # the device is found again by which epoll instances are new
+        before = pollers()
+        gloo = _gloo(dist.PrefixStore("gloo", store), rank, size, local)
+        connections = Connections.of_device(before)
+    backends: dict[str, Any] = {"cpu": gloo}
+    if nccl is not None:
+        backends["cuda"] = _nccl(dist.PrefixStore("nccl", store), rank, size, nccl)
+    return Transport(backends, staged, _plain(rank, size, backends), connections)
+
+
+def _plain(rank: int, size: int, backends: Mapping[str, Any]) -> dist.ProcessGroup:
+    plain = dist.ProcessGroup(rank, size)
+    kinds = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
+    plain._set_default_backend(kinds["cuda" if "cuda" in backends else "cpu"])
+    for kind, backend in backends.items():
+        plain._register_backend(torch.device(kind), kinds[kind], backend)
+    return plain
+
+
+def _gloo(store: dist.Store, rank: int, size: int, local: bool) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if local else "")
+    if interface:
+        options._devices = [dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])]
+    else:
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    options._threads = 2
+    options._timeout = FOREVER
+    return dist.ProcessGroupGloo(store, rank, size, options)  # type: ignore[arg-type, call-arg]
+
+
+def _nccl(store: dist.Store, rank: int, size: int, device: torch.device) -> Any:
+    # Aborting is ours alone: torch's watchdog would end the process over a communicator that we aborted.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = FOREVER
+    backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    # Now, and not in the first operation, where the connecting would block uninterruptibly.
+    backend.eager_connect_single_device(device)  # type: ignore[attr-defined]
+    return backend

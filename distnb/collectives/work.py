@@ -1,0 +1,304 @@
+"""Operations under way: works whose waits can be ended from any thread, and by the user's Ctrl-C."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from distnb.collectives.process_group import GroupCore
+    from distnb.collectives.staging import Staging
+
+__all__ = ["CollectiveWork", "DeviceWork", "MessageWork"]
+
+_SLICE = timedelta(milliseconds=100)
+# A wait of Gloo's that times out leaves the work as it is: it can be waited for again, or left alone.
+
+
+def _seconds(timeout: timedelta | None) -> float | None:
+    """A time limit that a caller gave; torch passes "none given" as zero or as a negative number."""
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds()
+    return seconds if seconds > 0 else None
+
+
+class CollectiveWork(dist.Work):  # type: ignore[misc]
+    """A collective under way in Gloo.
+
+    Args:
+        group: The process group it belongs to.
+        inner: Gloo's own work.
+        number: The collective's number in the group's ledger.
+        staging: Where tensors of a device go through host memory: what to copy back.
+        timeout: The caller's own time limit for the operation (barriers have one), or None.
+    """
+
+    def __init__(
+        self,
+        group: GroupCore,
+        inner: Any,
+        number: int,
+        staging: Staging | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        super().__init__()
+        self._group = group
+        self._inner = inner
+        self._number = number
+        self._staging = staging
+        self._limit = _seconds(timeout)
+        self._epoch = group.epoch
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end. Raises what ended the group, if something did."""
+        group, inner = self._group, self._inner
+        if group.failure is None or group.epoch != self._epoch:
+            try:
+                inner.wait(_SLICE)
+            except RuntimeError as error:
+                self._wait_longer(error, _seconds(timeout) or self._limit)
+        else:
+            group.raise_failure()
+        group.finished(self)
+        if self._staging is not None:
+            self._staging.copy_back()
+        return True
+
+    def _wait_longer(self, error: RuntimeError, limit: float | None) -> None:
+        group, inner, began = self._group, self._inner, time.monotonic()
+        while True:
+            if inner.is_completed():
+                # Either it ended between the time-out and this line, or it failed: asking again tells.
+                try:
+                    inner.wait(_SLICE)
+                    return
+                except RuntimeError as failed:
+                    group.explain(self._epoch, self._number, failed)
+            group.examine(self._epoch, self._number)
+            if limit is not None and time.monotonic() - began > limit:
+                group.ran_out_of_time(self._epoch, self._number, limit)
+            try:
+                inner.wait(_SLICE)
+                return
+            except RuntimeError as failed:
+                error = failed
+
+    def is_completed(self) -> bool:
+        return self._gave_up() or self._inner.is_completed()
+
+    def is_success(self) -> bool:
+        return not self._gave_up() and self._inner.is_success()
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return int(self._inner.source_rank())
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that is completed with the work, and that an abort fails: also for those who wait in C++."""
+        if self._future is None:
+            self._root: torch.futures.Future[Any] = torch.futures.Future(devices=self._staging.devices if self._staging else [])
+            # torch's set_exception is known to Python only; an error raised in a callback is known to C++ too.
+            self._future = self._root.then(self._conclude)
+            self._inner.get_future().add_done_callback(lambda inner: self.conclude())
+            self._group.watch(self)
+        return self._future
+
+    def _conclude(self, root: torch.futures.Future[Any]) -> Any:
+        group = self._group
+        if group.failure is not None and group.epoch == self._epoch and not self._inner.is_completed():
+            group.raise_failure()
+        value = self._inner.get_future().value()
+        if self._staging is not None:
+            value = self._staging.copy_back()
+        group.finished(self)
+        return value
+
+    def conclude(self) -> None:
+        """Complete the future, with the result if there is one and else with the group's failure. Idempotent."""
+        if not self._root.done():
+            try:
+                self._root.set_result(None)
+            except RuntimeError:
+                pass  # another thread was faster
+
+    def _gave_up(self) -> bool:
+        return self._group.failure is not None and self._group.epoch == self._epoch
+
+    def under_way(self) -> bool:
+        """Whether Gloo still works on it."""
+        return not self._inner.is_completed()
+
+
+class DeviceWork(dist.Work):  # type: ignore[misc]
+    """An operation under way in NCCL: waiting only makes the current stream wait, and never blocks.
+
+    Args:
+        group: The process group it belongs to.
+        inner: NCCL's own work.
+    """
+
+    def __init__(self, group: GroupCore, inner: Any) -> None:
+        super().__init__()
+        self._group = group
+        self._inner = inner
+        self._epoch = group.epoch
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream wait. Raises what ended the group, if something did."""
+        if self._group.failure is not None and self._group.epoch == self._epoch:
+            self._group.raise_failure()
+        return bool(self._inner.wait() if _seconds(timeout) is None else self._inner.wait(timeout))
+
+    def is_completed(self) -> bool:
+        return bool(self._inner.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._inner.is_success())
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def synchronize(self) -> None:
+        self._inner.synchronize()
+
+    def block_current_stream(self) -> None:
+        self._inner.block_current_stream()
+
+    def source_rank(self) -> int:
+        return int(self._inner.source_rank())
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._inner.get_future()  # type: ignore[no-any-return]
+
+    def under_way(self) -> bool:
+        """NCCL's abort leaves nothing under way."""
+        return False
+
+
+class MessageWork(dist.Work):  # type: ignore[misc]
+    """A send or a receive under way in Gloo.
+
+    Gloo's wait for these has no time-out that leaves the connection whole, so a thread of its own waits, and the
+    caller waits for the thread: a caller who is freed by an abort leaves it behind.
+
+    Args:
+        group: The process group it belongs to.
+        inner: Gloo's own work.
+        staging: Where tensors of a device go through host memory: what to copy back.
+    """
+
+    def __init__(self, group: GroupCore, inner: Any, staging: Staging | None = None) -> None:
+        super().__init__()
+        self._group = group
+        self._inner = inner
+        self._staging = staging
+        self._epoch = group.epoch
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._lock = threading.Lock()
+        self._waiting = False
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._waiting:
+                return
+            self._waiting = True
+        self._group.watch(self)
+        threading.Thread(target=self._run, name="distnb-message", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._inner.wait()
+        except RuntimeError as error:
+            self._error = error
+        self._ended.set()
+        self._group.finished(self)
+        if self._future is not None:
+            self.conclude()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end. Raises what ended the group, if something did."""
+        self._begin()
+        limit, began = _seconds(timeout), time.monotonic()
+        while not self._ended.wait(0.1):
+            self._group.examine(self._epoch, None)
+            if limit is not None and time.monotonic() - began > limit:
+                self._group.ran_out_of_time(self._epoch, None, limit)
+        if self._error is not None:
+            self._group.explain(self._epoch, None, self._error)
+        if self._staging is not None:
+            self._staging.copy_back()
+        return True
+
+    def is_completed(self) -> bool:
+        self._begin()
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return int(self._inner.source_rank())
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that is completed with the message, and that an abort fails."""
+        if self._future is None:
+            self._root: torch.futures.Future[Any] = torch.futures.Future()
+            self._future = self._root.then(self._conclude)
+            self._begin()
+            if self._ended.is_set():
+                self.conclude()
+        return self._future
+
+    def _conclude(self, root: torch.futures.Future[Any]) -> Any:
+        if not self._ended.is_set():
+            self._group.raise_failure()
+        if self._error is not None:
+            raise self._error
+        return []
+
+    def conclude(self) -> None:
+        """Complete the future, if anyone asked for one. Idempotent."""
+        if self._future is not None and not self._root.done():
+            try:
+                self._root.set_result(None)
+            except RuntimeError:
+                pass  # another thread was faster
+
+    def under_way(self) -> bool:
+        """Whether Gloo still works on it."""
+        return self._waiting and not self._ended.is_set()
