@@ -1,0 +1,332 @@
+"""Keeping mirrored parameters in sync: new gradients are aggregated over the replicas by the backward pass itself.
+
+One `GradientSync` belongs to one strategy, on every replica. It needs no wrapper around modules or optimizers:
+parameters are adopted when they are made, and a backward pass that reaches them ends in one packed collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from distnb.collectives.aggregated import aggregated, mark_aggregated
+from distnb.collectives.agreement import agree
+from distnb.collectives.backward import calling_frame, describe_frame, listen, nesting_seen, stop_listening
+from distnb.collectives.buckets import Bucket, Plan, ReducingGroup, Weighting
+from distnb.collectives.families import Family
+from distnb.collectives.finishing import finish, finish_with_graph, keep_local, sum_of_weights
+from distnb.collectives.mean_loss import Finding, MeanLossCheck
+from distnb.collectives.mirrored import forget_mirrors, is_mirrored, note_mirror
+from distnb.collectives.optimizer_guard import guard_optimizers
+from distnb.collectives.wrapping import refuse_wrapping
+from distnb.errors import OptionError
+
+__all__ = ["GradientSync", "is_mirrored", "mark_aggregated"]
+
+# A family of at least this size is cut into buckets that start during the pass; smaller ones wait for its end.
+OVERLAP_NBYTES = 16 * 2**20
+BUCKET_NBYTES = 8 * 2**20
+
+
+@dataclass
+class _Pass:
+    """One backward pass under way."""
+
+    group: ReducingGroup
+    synced: bool
+    create_graph: bool
+    finding: Finding | None
+    weighting: Weighting
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether buckets may start before the pass has ended."""
+        plain = self.synced and not self.create_graph and self.finding is None
+        return plain and not self.weighting.divide_by_weight and not nesting_seen()
+
+
+@dataclass
+class _Entry:
+    """What one kind of pass reduces, as agreed between the replicas."""
+
+    families: tuple[Family, ...]
+    versions: tuple[int, ...]
+    plans: tuple[Plan, ...]
+
+    @property
+    def current(self) -> bool:
+        """Whether the families' layouts are still those that were agreed on."""
+        return tuple([family.layout_version for family in self.families]) == self.versions
+
+
+class GradientSync:
+    """Aggregates the gradients of mirrored parameters over the replicas, at the end of each backward pass.
+
+    Only what a pass adds to `.grad` is aggregated: two passes that accumulate give the sum of their global
+    gradients. Runs on every replica.
+
+    Args:
+        group: Gives the process group of the present generation; asked at each pass.
+        reduction: "sum", or "mean": weighted by the sizes of the replicas' slices (see `weight`).
+        check_mean_loss: With "sum", raise MeanLossError where a loss is a mean.
+
+    Attributes:
+        serial: Number of aggregations so far.
+    """
+
+    def __init__(
+        self, group: Callable[[], Any], reduction: Literal["sum", "mean"] = "sum", *, check_mean_loss: bool = True
+    ) -> None:
+        if reduction not in ("sum", "mean"):
+            raise OptionError(f"gradient_reduction={reduction!r}: write 'sum' or 'mean'.")
+        self.reduction = reduction
+        self._group: Callable[[], ReducingGroup] = group
+        self._mean_loss = MeanLossCheck() if check_mean_loss and reduction == "sum" else None
+        self._families: list[Family] = []
+        self._by_key: dict[object, weakref.ref[Family]] = {}
+        self._entries: dict[tuple[Family, ...], _Entry] = {}
+        self._overlapped: dict[Family, Plan] = {}
+        self._pass: _Pass | None = None
+        self._unsynced = 0
+        self._slice: tuple[int, int | None] | None = None
+        self._generation: int | None = None
+        self._made = 0
+
+    # What strategies call ------------------------------------------------------------------------------------
+
+    def adopt(self, parameter: torch.nn.Parameter, family: object) -> None:
+        """Keep a parameter in sync from now on. Adopting it again changes nothing.
+
+        Args:
+            parameter: Made in a scope, on all replicas, with the same values.
+            family: What is reduced together: the root module, or any identity that is the same for its parameters.
+        """
+        if is_mirrored(parameter):
+            return
+        found = self._family(family)
+        note_mirror(parameter, self, found, found.append(parameter))
+        listen(self)
+        guard_optimizers()
+        refuse_wrapping()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside gather gradients on this replica only; the next pass outside aggregates them, once."""
+        self._unsynced += 1
+        try:
+            yield
+        finally:
+            self._unsynced -= 1
+
+    def weight(self, n: int | None, total: int | None = None) -> None:
+        """Say how large this replica's slice of the current batch is; `run` does.
+
+        Args:
+            n: The slice's size; None when there is no distributed batch: then all replicas count alike.
+            total: The whole batch's size where it is known; saves finding it out by communication.
+        """
+        self._slice = None if n is None else (n, total)
+
+    def is_mirrored(self, parameter: object) -> bool:
+        """Whether a parameter was made in a scope (of any strategy of this process)."""
+        return is_mirrored(parameter)
+
+    @property
+    def aggregates(self) -> bool:
+        """Whether there is more than one replica."""
+        return self._group().size > 1
+
+    def detach(self) -> None:
+        """Let go of all parameters: their gradients are this process's own again."""
+        stop_listening(self)
+        forget_mirrors(self)
+        self._drop_entries(self._families)
+        self._families = []
+        self._by_key = {}
+
+    # What autograd calls -------------------------------------------------------------------------------------
+
+    def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
+        """A backward pass is about to run: existing gradients are put out of its way."""
+        self._pass = None
+        if not self._families:
+            return
+        group = self._group()
+        if group.size == 1:
+            return
+        if group.generation != self._generation:
+            self._enter_generation(group.generation)
+        finding = None
+        if self._mean_loss is not None:
+            finding = self._mean_loss.look(roots, group.size, *(self._slice or (None, None)))
+        for family in self._families:
+            family.set_aside()
+            if family in self._overlapped and family.about_to_change():
+                self._drop_entries([family])
+        self._pass = _Pass(group, not self._unsynced, create_graph, finding, self._weighting(group.size))
+
+    def end(self) -> None:
+        """The pass is over: its gradients are aggregated, and added to what was there before."""
+        if self._pass is None:
+            return
+        touched: list[Family] = []
+        fresh: dict[Family, list[torch.Tensor | None]] = {}
+        for family in self._families:
+            gradients = family.fresh()
+            if any([gradient is not None for gradient in gradients]) or self._launched(family):
+                touched.append(family)
+                fresh[family] = gradients
+        if touched:
+            if self._pass.finding is not None:
+                raise self._pass.finding.error(self._pass.group.size)
+            if self._pass.synced:
+                self._reduce(self._pass, tuple(touched), fresh)
+            else:
+                keep_local(touched, self._pass.weighting)
+        for family in self._families:
+            if family not in fresh:
+                family.restore()
+        self._pass = None
+
+    def failed(self) -> None:
+        """The pass failed: gradients are what they were before it."""
+        for family in self._families:
+            family.restore()
+        for entry in self._entries.values():
+            for plan in entry.plans:
+                plan.reset()
+        self._pass = None
+
+    # The pass, step by step ----------------------------------------------------------------------------------
+
+    def _reduce(self, this: _Pass, touched: tuple[Family, ...], fresh: dict[Family, list[torch.Tensor | None]]) -> None:
+        for family in touched:
+            if not self._launched(family) and family.layout_is_stale(fresh[family]):
+                family.layout_version += 1
+        entry = self._entries.get(touched)
+        if entry is None or not entry.current:
+            entry = self._agree(this, touched, fresh)
+        weighting = this.weighting
+        if weighting.divide_by_weight and any(plan.low_precision for plan in entry.plans):
+            weighting = _exact_weighting(this.group, weighting, entry)
+        if this.create_graph:
+            for plan in entry.plans:
+                finish_with_graph(plan, this.group, weighting)
+        else:
+            alone = sum([len(plan.buckets) for plan in entry.plans]) == 1
+            for plan in entry.plans:
+                plan.refuse_leftovers()
+                for bucket in plan.buckets[plan.launched :]:
+                    plan.start_bucket(bucket, this.group, weighting, alone)
+            for plan in entry.plans:
+                finish(plan, this.group, weighting)
+        aggregated.serial += 1
+        for family in entry.families:
+            family.serial = aggregated.serial
+            family.release()
+
+    def _agree(self, this: _Pass, touched: tuple[Family, ...], fresh: dict[Family, list[torch.Tensor | None]]) -> _Entry:
+        for family in self._families:
+            family.lay_out(fresh.get(family) or family.fresh())
+        families = agree(this.group, self._families, touched, describe_frame(calling_frame()))
+        large = [family for family in families if sum(slot.nbytes for slot in family.slots) >= OVERLAP_NBYTES]
+        small = [family for family in families if family not in large]
+        plans = [self._overlapped_plan(family) for family in large]
+        if small:
+            plans.append(Plan(small, None))
+        entry = _Entry(families, tuple([family.layout_version for family in families]), tuple(plans))
+        self._entries[touched] = entry
+        # The other replicas may know this pass by a smaller or larger set: what they agreed on holds for it too.
+        self._entries.setdefault(families, entry)
+        return entry
+
+    def _overlapped_plan(self, family: Family) -> Plan:
+        plan = self._overlapped.get(family)
+        if plan is None or plan.version != family.layout_version:
+            if plan is not None:
+                plan.detach()
+            plan = self._overlapped[family] = Plan([family], BUCKET_NBYTES)
+            plan.attach(self._ready)
+        return plan
+
+    def _ready(self, plan: Plan, bucket: Bucket) -> bool:
+        """During a pass, maybe on autograd's thread: all gradients of the next bucket are there."""
+        this = self._pass
+        if this is None or not this.may_overlap:
+            return False
+        plan.start_bucket(bucket, this.group, this.weighting, alone=False)
+        plan.take_away(bucket)
+        return True
+
+    def _weighting(self, replicas: int) -> Weighting:
+        if self.reduction == "sum":
+            return _SUM
+        if self._slice is None:
+            return Weighting(1 / replicas, 1 / replicas)
+        size, total = self._slice
+        if total is None:
+            return Weighting(size, size, size, divide_by_weight=True)
+        return Weighting(size / max(total, 1), 1 / replicas)
+
+    # Bookkeeping ---------------------------------------------------------------------------------------------
+
+    def _launched(self, family: Family) -> bool:
+        plan = self._overlapped.get(family)
+        return plan is not None and plan.launched > 0
+
+    def _family(self, key: object) -> Family:
+        found = self._by_key.get(key)
+        family = found() if found is not None else None
+        if family is None or family.extinct:
+            generation = self._group().generation
+            if generation != self._generation:
+                self._enter_generation(generation)
+            self._made += 1
+            kind = type(key).__name__ if isinstance(key, torch.nn.Module) else "model"
+            sync = weakref.ref(self)
+
+            def gone(family: Family) -> None:
+                if (owner := sync()) is not None:
+                    owner._drop_family(family)
+
+            family = Family((generation, self._made), f"{kind} {self._made}", gone)
+            self._families.append(family)
+            self._by_key[key] = weakref.ref(family)
+        return family
+
+    def _drop_family(self, family: Family) -> None:
+        if family in self._families:
+            self._families.remove(family)
+        self._by_key = {key: found for key, found in self._by_key.items() if found() is not family}
+        self._drop_entries([family])
+
+    def _drop_entries(self, families: list[Family]) -> None:
+        self._entries = {
+            key: entry for key, entry in self._entries.items() if not any(family in entry.families for family in families)
+        }
+        for family in families:
+            plan = self._overlapped.pop(family, None)
+            if plan is not None:
+                plan.detach()
+
+    def _enter_generation(self, generation: int) -> None:
+        # What was agreed may have been interrupted half-way: some replicas know of it, others do not.
+        self._generation = generation
+        self._made = 0
+        self._drop_entries(self._families)
+        for family in self._families:
+            family.checked = False
+
+
+_SUM = Weighting()
+
+
+def _exact_weighting(group: ReducingGroup, weighting: Weighting, entry: _Entry) -> Weighting:
+    """Sum the weights apart from the gradients, whose own dtype would round them."""
+    share = weighting.weight / sum_of_weights(group, weighting.weight, entry.plans[0].slots[0].device)
+    return Weighting(share, share)

@@ -1,0 +1,83 @@
+"""An optimizer must not step mirrored parameters on gradients that were never aggregated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from distnb.collectives.aggregated import aggregated
+from distnb.collectives.eager import always_eager
+from distnb.collectives.mirrored import Mirror, find_mirror, is_mirrored
+from distnb.errors import UnsyncedGradientError
+
+__all__ = ["guard_optimizers", "guarded_optimizers"]
+
+# Per optimizer: the number of the last aggregation that one of its steps has used.
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+_installed = False
+
+
+def guard_optimizers() -> None:
+    """Check every step of every optimizer from now on. Idempotent; steps on one replica cost next to nothing."""
+    global _installed
+    if not _installed:
+        register_optimizer_step_pre_hook(_before_step)
+        _installed = True
+
+
+def guarded_optimizers() -> list[torch.optim.Optimizer]:
+    """The living optimizers that have stepped and hold mirrored parameters."""
+    return [
+        optimizer
+        for optimizer in _stepped
+        if any(is_mirrored(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    ]
+
+
+@always_eager
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    known = aggregated.identities
+    unknown = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if (gradient := parameter.grad) is not None and id(gradient) not in known
+    ]
+    if unknown:
+        mirrors = [mirror for parameter in unknown if (mirror := find_mirror(parameter)) is not None]
+        suspects = [mirror for mirror in mirrors if (sync := mirror.sync()) is not None and sync.aggregates]
+        if suspects:
+            _judge(optimizer, suspects)
+    _stepped[optimizer] = aggregated.stepped = aggregated.serial
+
+
+def _judge(optimizer: torch.optim.Optimizer, unknown: Sequence[Mirror]) -> None:
+    """Accept gradients that were made from aggregated ones (`p.grad = p.grad / norm`); refuse the others."""
+    before = _stepped.get(optimizer, 0)
+    wrong = [mirror for mirror in unknown if mirror.place in mirror.family.local or mirror.place in mirror.family.tainted or not _aggregated_since(mirror, before)]
+    if not wrong:
+        return
+    first = wrong[0]
+    parameter = first.parameter()
+    shape = list(parameter.shape) if parameter is not None else "?"
+    if first.place in first.family.local:
+        cause = "so far they come from backward passes under no_sync() only"
+        cure = "Run the last backward pass before each optimizer step outside no_sync()."
+    else:
+        cause = "they were not made by a backward pass (torch.autograd.grad, or assigned by hand)"
+        cure = (
+            "Aggregate them first: `p.grad = distnb.get_replica_context().all_reduce('sum', gradient)`, or let `loss.backward()` make them."
+        )
+    raise UnsyncedGradientError(
+        f"{type(optimizer).__name__}.step() on gradients of {len(wrong)} mirrored parameters that were never aggregated over the "
+        f"replicas: {cause}. The first is parameter {first.place} of {first.family.description}, shape {shape}. "
+        f"Each replica would make another step, and the replicas would drift apart. {cure}"
+    )
+
+
+def _aggregated_since(mirror: Mirror, serial: int) -> bool:
+    return mirror.family.serial > serial and mirror.place not in mirror.family.unused

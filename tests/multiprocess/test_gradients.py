@@ -1,0 +1,37 @@
+"""Gradient sync on 2, 3 and 4 processes over plain Gloo, against one replica on the whole batch."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+
+_SOURCE = Path(__file__).with_name("gradients_cases.py")
+
+
+def _names() -> list[str]:
+    tree = ast.parse(_SOURCE.read_text(encoding="utf-8"))
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(mark, ast.Name) and mark.id == "case" for mark in node.decorator_list)
+    ]
+
+
+@functools.cache
+def _results(n: int) -> dict[str, str | None]:
+    program = "from tests.multiprocess.gradients_cases import run_cases\nresult = run_cases()"
+    found: dict[str, str | None] = run_ranks(program, n, timeout_s=150)[0].check().result
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("name", _names())
+def test_equals_one_replica(name: str, n: int) -> None:
+    failure = _results(n)[name]
+    assert failure is None, failure
