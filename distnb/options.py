@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from distnb.errors import OptionError
 
@@ -48,9 +48,13 @@ class InputOptions:
 
     Attributes:
         prefetch: Batches read ahead per replica; None means as many as there are replicas, 0 none.
+        collate: What a DataLoader's own `collate_fn` sees on each replica: "slice", the examples of the replica's
+            slice; "global", those of the whole global batch, from which the slice is then cut; "auto" tries out on a
+            few examples whether that makes a difference.
     """
 
     prefetch: int | None = None
+    collate: Literal["auto", "slice", "global"] = "auto"
 
     def __post_init__(self) -> None:
         if self.prefetch is not None and (
@@ -60,6 +64,8 @@ class InputOptions:
                 f"prefetch={self.prefetch!r}: give a whole number of batches, 0 or more, or None "
                 "for as many as there are replicas."
             )
+        if self.collate not in ("auto", "slice", "global"):
+            raise OptionError(f"collate={self.collate!r} is unknown. Give 'auto', 'slice' or 'global'.")
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-
+"""Dataset distribution: sources, splitting, reading ahead."""

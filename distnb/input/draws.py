@@ -1,0 +1,113 @@
+"""Random numbers that loading a replica's slice draws, kept apart from the stream that all replicas share.
+
+Each replica loads other examples, and slices are uneven: were random augmentations drawn from the shared stream, the
+replicas' streams would part, and with them the next epoch's shuffle.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from distnb.topology import Device
+
+__all__ = ["ReplicaDraws", "WorkerSeeds", "draws_at_start_only", "fold", "on_host"]
+
+_ODD = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring replicas get seeds far apart
+_NOTHING = nullcontext()
+_WATCHED = 2
+_numpy: Any = np.random  # its stubs leave out the functions that swap the bit generator
+
+
+def fold(seed: int, replica_id: int) -> int:
+    """A replica's own seed, made from one that is the same on all. Replica 0 keeps it."""
+    return (seed + replica_id * _ODD) % 2**63
+
+
+def on_host(device: Device) -> AbstractContextManager[Any]:
+    """Where samplers and datasets run: a scope's default device must not move their tensors (nor their draws)."""
+    if device.type == "cpu" or torch.get_default_device().type == "cpu":
+        return _NOTHING
+    return torch.device("cpu")
+
+
+def draws_at_start_only(batch_sampler: Any) -> bool:
+    """Whether a batch sampler takes nothing from the global generators once it gave its first batch."""
+    if type(batch_sampler) is not BatchSampler:
+        return False
+    sampler = batch_sampler.sampler
+    if type(sampler) is SequentialSampler:
+        return True
+    # With a generator of the user's own they go on to draw from it, and others may, too.
+    known = type(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    return known and getattr(sampler, "generator", None) is None
+
+
+class ReplicaDraws:
+    """A context in which the global generators of torch, NumPy and `random` hold a stream of one replica's loading.
+
+    Python's own generator is dear to switch (20 µs), so it is left alone once a few batches did not draw from it.
+
+    Args:
+        seed: Where the stream begins.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._own = torch.Generator().manual_seed(seed).get_state()
+        self._own_numpy = np.random.MT19937(seed)
+        self._own_python = random.Random(seed).getstate()
+        self._watch = _WATCHED
+
+    def __enter__(self) -> None:
+        self._shared = torch.default_generator.get_state()
+        torch.default_generator.set_state(self._own)
+        self._shared_numpy = _numpy.get_bit_generator()
+        _numpy.set_bit_generator(self._own_numpy)
+        if self._watch:
+            self._shared_python = random.getstate()
+            random.setstate(self._own_python)
+
+    def __exit__(self, *_exc: object) -> None:
+        self._own = torch.default_generator.get_state()
+        torch.default_generator.set_state(self._shared)
+        _numpy.set_bit_generator(self._shared_numpy)
+        if self._watch:
+            state = random.getstate()
+            random.setstate(self._shared_python)
+            if self._watch <= _WATCHED:
+                self._watch = _WATCHED + 1 if state != self._own_python else self._watch - 1
+            self._own_python = state
+
+
+class WorkerSeeds:
+    """A `worker_init_fn` that gives the workers of one replica seeds of their own, then calls the user's."""
+
+    def __init__(self, replica_id: int, user_init: Callable[[int], None] | None) -> None:
+        self._replica_id = replica_id
+        self._user_init = user_init
+
+    def __call__(self, worker_id: int) -> None:
+        seed = fold(torch.initial_seed(), self._replica_id)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+        info = get_worker_info()
+        if info is not None:
+            info.__dict__["seed"] = seed  # read-only by its setter; users seed their own generators from it
+        if self._user_init is not None:
+            self._user_init(worker_id)

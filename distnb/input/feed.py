@@ -1,0 +1,104 @@
+"""The indices of each global batch, and which of them this replica loads."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from distnb.input.base import Load, Place
+from distnb.input.split import slice_bounds
+
+__all__ = ["Feed", "FeedingSampler", "Request"]
+
+
+class Request(NamedTuple):
+    """What to load of one global batch.
+
+    Attributes:
+        indices: The indices to load: the replica's slice, or the whole batch. For an empty slice the first one of the
+            batch, from which structure and dtypes are learned.
+        size: Examples in the global batch.
+        own: Examples of the slice; None when the whole batch is to be loaded.
+        digest: Of all indices so far.
+    """
+
+    indices: Any
+    size: int
+    own: int | None
+    digest: int
+
+    def loaded(self, tree: Any) -> Load:
+        """What was loaded, once the batch of these indices is there."""
+        if self.own is None:
+            return Load(tree, self.size, None, self.size, digest=self.digest)
+        return Load(tree, self.own or 1, (0, self.own), self.size, separate=True, digest=self.digest)
+
+
+class Feed(Iterator[Request]):
+    """Turns the batches of a batch sampler into requests.
+
+    Args:
+        batches: Iterator over lists of indices, one per global batch.
+        place: The replica that reads.
+        whole: Load whole batches.
+    """
+
+    def __init__(self, batches: Iterator[Any], place: Place, whole: bool) -> None:
+        self._batches = batches
+        self._place = place
+        self._whole = whole
+        self._digest = 0
+
+    def __next__(self) -> Request:
+        indices = next(self._batches)
+        if not hasattr(indices, "__len__") or not hasattr(indices, "__getitem__"):
+            indices = list(indices)
+        size = len(indices)
+        self._digest = _digest(indices, self._digest)
+        if self._whole:
+            return Request(indices, size, None, self._digest)
+        start, stop = slice_bounds(size, self._place.num_replicas, self._place.replica_id)
+        return Request(indices[start:stop] if stop > start else indices[:1], size, stop - start, self._digest)
+
+
+class FeedingSampler:
+    """A batch sampler for a DataLoader of our own; it keeps what was asked for until the batch has come.
+
+    Attributes:
+        pending: Requests of the latest iteration whose batches have not come yet, in order.
+    """
+
+    def __init__(self, batches: Iterable[Any], place: Place, whole: bool) -> None:
+        self._batches = batches
+        self._place = place
+        self._whole = whole
+        self.pending: deque[Request] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        # No generator: the user's sampler may draw as soon as it is asked for an iterator, as a DataLoader asks it.
+        self.pending = deque()
+        return _Recorded(Feed(iter(self._batches), self._place, self._whole), self.pending)
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+
+class _Recorded(Iterator[Any]):
+    def __init__(self, feed: Feed, pending: deque[Request]) -> None:
+        self._feed = feed
+        self._pending = pending
+
+    def __next__(self) -> Any:
+        request = next(self._feed)
+        self._pending.append(request)
+        return request.indices
+
+
+def _digest(indices: Any, digest: int) -> int:
+    try:
+        return zlib.crc32(array("q", indices).tobytes(), digest)
+    except (TypeError, OverflowError):
+        return zlib.crc32(repr(indices).encode(), digest)

@@ -1,0 +1,268 @@
+"""What in a batch is structure, and what is a leaf with one entry per example.
+
+Tensors and arrays are leaves, and so is a list or tuple that holds one item per example (strings, label lists, images
+of differing sizes); any other list, tuple, dict, namedtuple or dataclass is structure. Where a list could be either
+(two fields, two examples), it is structure when everything in it has the batch's size.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from distnb.errors import StructureError
+
+__all__ = ["count_examples", "map_leaves", "map_parts"]
+
+_TEXT = (str, bytes, bytearray)
+_PLAIN = (str, bytes, bytearray, int, float, complex)
+
+
+class _MisfitError(Exception):
+    """A part of a batch that cannot be a leaf; `path` grows while the error climbs to the root."""
+
+    def __init__(self, part: Any, sizes_differ: bool) -> None:
+        super().__init__()
+        self.part = part
+        self.sizes_differ = sizes_differ
+        self.path = ""
+
+
+def map_leaves(batch: Any, count: int, leaf: Callable[[Any], Any], *, own: bool = False) -> Any:
+    """Apply a function to every batched leaf, and keep the structure around them.
+
+    Args:
+        batch: The batch, or a slice of one.
+        count: How many examples it holds.
+        leaf: Called with each tensor, array, or list of one item per example.
+        own: The batch is a slice that was collated by itself, so nothing will be cut: arrays may then have any leading
+            dimension, and objects of any class may be leaves.
+
+    Returns:
+        The same structure with the results as leaves.
+
+    Raises:
+        StructureError: A leaf was never batched, or leading dimensions disagree with the count.
+    """
+    try:
+        return _walk(batch, count, leaf, own, False)
+    except _MisfitError as misfit:
+        raise _explain(misfit, batch, count) from None
+
+
+def map_parts(node: Any, part: Callable[[Any], Any]) -> Any:
+    """Apply a function to everything in a structure that is no container itself, batched or not."""
+    keys = _keys(node)
+    if keys is None:
+        return part(node)
+    return _rebuild(node, keys, [map_parts(_child(node, key), part) for key in keys])
+
+
+def count_examples(batch: Any) -> int:
+    """How many examples a whole batch holds.
+
+    Raises:
+        StructureError: Its leaves disagree, or one of them was never batched.
+    """
+    candidates = list(_candidates(batch))
+    for count in candidates:
+        if _fits(batch, count):
+            return count
+    # None fits: walk it under the likeliest count for an error that names the leaf.
+    map_leaves(batch, candidates[0] if candidates else 0, lambda leaf: leaf)
+    raise StructureError(
+        f"A batch without any tensor, array or list was received ({_short(batch)}). Yield batches of tensors."
+    )
+
+
+def _walk(node: Any, count: int, leaf: Callable[[Any], Any], own: bool, listed: bool) -> Any:
+    if isinstance(node, (torch.Tensor, np.ndarray)):
+        if node.ndim and (own or node.shape[0] == count):
+            return leaf(node)
+        raise _MisfitError(node, node.ndim > 0)
+    if node is None:
+        return None
+    if (
+        isinstance(node, (list, tuple))
+        and not hasattr(node, "to")
+        and ((listed and len(node) == count) or _is_per_example(node, count, own))
+    ):
+        return leaf(node)
+    keys = _keys(node)
+    if keys is None:
+        if _is_array(node) or (isinstance(node, Sequence) and not isinstance(node, _TEXT)):
+            if own or _length(node) == count:
+                return leaf(node)
+            raise _MisfitError(node, _length(node) >= 0)
+        if own and not isinstance(node, _PLAIN) and not _is_array_scalar(node):
+            return leaf(node)
+        raise _MisfitError(node, False)
+    children = [_child(node, key) for key in keys]
+    listed = _some_listed(children, count, own)
+    mapped = []
+    for key, child in zip(keys, children, strict=True):
+        try:
+            mapped.append(_walk(child, count, leaf, own, listed))
+        except _MisfitError as misfit:
+            misfit.path = (f".{key}" if _has_fields(node) else f"[{key!r}]") + misfit.path
+            raise
+    return _rebuild(node, keys, mapped)
+
+
+def _keys(node: Any) -> Sequence[Any] | None:
+    """Names of a container's children; None for what is no container."""
+    if isinstance(node, (list, tuple)):
+        if hasattr(node, "to"):
+            return None  # a packed sequence: a tuple by implementation, one object by meaning
+        fields: Sequence[Any] | None = getattr(node, "_fields", None)
+        return range(len(node)) if fields is None else fields
+    if isinstance(node, Mapping):
+        return list(node)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [field.name for field in dataclasses.fields(node)]
+    return None
+
+
+def _has_fields(node: Any) -> bool:
+    return hasattr(node, "_fields") or dataclasses.is_dataclass(node)
+
+
+def _child(node: Any, key: Any) -> Any:
+    return getattr(node, key) if _has_fields(node) else node[key]
+
+
+def _rebuild(node: Any, keys: Sequence[Any], mapped: list[Any]) -> Any:
+    kind = type(node)
+    if kind is list:
+        return mapped
+    if kind is tuple:
+        return tuple(mapped)
+    if kind is dict:
+        return dict(zip(keys, mapped, strict=True))
+    if isinstance(node, (list, tuple)):
+        return kind(*mapped) if hasattr(node, "_fields") else kind(mapped)
+    # Classes with constructors of their own (a tokenizer's batch encoding, a dataclass): copy, then fill.
+    clone = copy.copy(node)
+    for key, value in zip(keys, mapped, strict=True):
+        if isinstance(node, Mapping):
+            clone[key] = value
+        else:
+            object.__setattr__(clone, key, value)
+    return clone
+
+
+def _is_per_example(node: list[Any] | tuple[Any, ...], count: int, own: bool) -> bool:
+    """Whether a list is one item per example and cannot be structure."""
+    if len(node) != count or hasattr(node, "_fields"):
+        return False
+    if all(_fits(item, count) for item in node):
+        return count == 0
+    # A slice collated by itself may hold arrays of any leading dimension beside one of the batch's size.
+    return not (own and any(_is_array(item) and _length(item) == count for item in node))
+
+
+def _some_listed(children: list[Any], count: int, own: bool) -> bool:
+    """Whether a list among siblings is surely one item per example; then its equally long siblings are, too.
+
+    Three images of three channels beside three dicts of boxes are three examples, not three fields.
+    """
+    lists = [child for child in children if isinstance(child, (list, tuple))]
+    return len(lists) > 1 and any(_is_per_example(child, count, own) and _holds_arrays(child) for child in lists)
+
+
+def _holds_arrays(node: Any) -> bool:
+    """Whether there is an array anywhere in a part: lists of strings beside a pair of fields say nothing about it."""
+    keys = _keys(node)
+    return _is_array(node) if keys is None else any(_holds_arrays(_child(node, key)) for key in keys)
+
+
+def _fits(node: Any, count: int) -> bool:
+    """Whether a part of a batch can be cut as part of a batch of so many examples."""
+    if isinstance(node, (torch.Tensor, np.ndarray)):
+        return node.ndim > 0 and node.shape[0] == count
+    if node is None:
+        return True
+    keys = _keys(node)
+    if keys is None:
+        return not isinstance(node, _TEXT) and _length(node) == count
+    if isinstance(node, (list, tuple)) and not hasattr(node, "_fields") and len(node) == count:
+        return True
+    return all(_fits(_child(node, key), count) for key in keys)
+
+
+def _candidates(node: Any) -> Iterator[int]:
+    """Numbers of examples that the first leaf of a batch suggests, the likeliest first."""
+    if isinstance(node, (torch.Tensor, np.ndarray)):
+        if node.ndim:
+            yield node.shape[0]
+        return
+    keys = _keys(node)
+    if keys is None:
+        if not isinstance(node, _TEXT) and _length(node) >= 0:
+            yield _length(node)
+        return
+    for key in keys:
+        inner = list(_candidates(_child(node, key)))
+        if inner:
+            yield from inner
+            break
+    if isinstance(node, (list, tuple)):
+        yield len(node)
+
+
+def _is_array(node: Any) -> bool:
+    return (
+        isinstance(getattr(node, "shape", None), tuple) and hasattr(node, "__getitem__") and not _is_array_scalar(node)
+    )
+
+
+def _is_array_scalar(node: Any) -> bool:
+    return isinstance(node, np.generic)
+
+
+def _length(node: Any) -> int:
+    """Entries along the first axis of an array or sequence; -1 for anything else."""
+    if isinstance(getattr(node, "shape", None), tuple):
+        return int(node.shape[0]) if node.shape else -1
+    return len(node) if isinstance(node, Sequence) else -1
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    text = repr(value)
+    return f"the {type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _explain(misfit: _MisfitError, batch: Any, count: int) -> StructureError:
+    where = f"batch{misfit.path}"
+    if misfit.sizes_differ:
+        first = next(_leading(batch, "batch"), None)
+        other = f"while {first[0]} has {first[1]}" if first and first[1] == count else f"in a batch of {count} examples"
+        return StructureError(
+            f"{where} has {_length(misfit.part)} entries along axis 0, {other}. Every tensor, array and list of a "
+            "batch must have one entry per example along axis 0, so that it can be cut among the replicas. "
+            "Transpose or pad it where the batch is made (for example in the collate_fn)."
+        )
+    return StructureError(
+        f"{where} is {_short(misfit.part)}: one value for the whole batch that was never batched, so it cannot be cut "
+        "among the replicas. Give it one entry per example along axis 0 (torch.full((n,), value)), leave it out of the "
+        "batch and compute it in the step function, or, if the elements are single examples, batch them "
+        "(a DataLoader with batch_size=…, or distribute_dataset(…, batch_size=…))."
+    )
+
+
+def _leading(node: Any, path: str) -> Iterator[tuple[str, int]]:
+    """The leaves of a batch that have a first axis, with its size."""
+    if isinstance(node, (torch.Tensor, np.ndarray)):
+        if node.ndim:
+            yield path, node.shape[0]
+        return
+    keys = _keys(node)
+    for key in keys or ():
+        yield from _leading(_child(node, key), path + (f".{key}" if _has_fields(node) else f"[{key!r}]"))

@@ -1,0 +1,230 @@
+"""Reading batches when they are asked for, ahead on the caller's thread, or ahead on a thread."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from distnb.input.base import Load, Place
+from distnb.input.layout import count_examples, map_leaves, map_parts
+from distnb.input.placement import Placement
+from distnb.input.split import cut, slice_bounds
+from distnb.values.distributed import PerReplica
+
+__all__ = ["AheadReader", "Batch", "DirectReader", "Maker", "Reader", "ThreadReader"]
+
+_STUCK_AFTER_S = 1.0
+
+
+class Batch(NamedTuple):
+    """One batch on its way to the caller.
+
+    Attributes:
+        made: What the placement made of it.
+        size: Examples in the global batch; 0 where they were not counted.
+        digest: As in `Load`.
+    """
+
+    made: Any
+    size: int
+    digest: int
+
+
+class Maker:
+    """Makes the replica's part of each global batch: cut, carried to the device, marked as per-replica.
+
+    Args:
+        loads: What the source loads.
+        place: The replica.
+        placement: How leaves reach its device.
+    """
+
+    def __init__(self, loads: Iterator[Load], place: Place, placement: Placement) -> None:
+        self._loads = loads
+        self._place = place
+        self._placement = placement
+        self._as_is = place.num_replicas == 1 and place.device.type == "cpu"
+
+    def __call__(self, ahead: bool) -> Batch:
+        """The next batch. Raises StopIteration at the end."""
+        load = next(self._loads)
+        size = 0
+
+        def make() -> Any:
+            nonlocal size
+            size, tree = self._make(load)
+            return tree
+
+        made = self._placement.batch(make, ahead)
+        return Batch(made, size, load.digest)
+
+    def _make(self, load: Load) -> tuple[int, Any]:
+        carry = self._placement.carry
+        replicas, replica_id = self._place.num_replicas, self._place.replica_id
+        if load.examples is None and replicas == 1:
+            # One replica gets the very batch, whatever is in it.
+            return 0, load.tree if self._as_is else map_parts(load.tree, lambda part: carry(part, False))
+        count = count_examples(load.tree) if load.examples is None else load.examples
+        size = count if load.size is None else load.size
+        start, stop = load.bounds or slice_bounds(count, replicas, replica_id)
+        uncut = load.separate and stop == count
+        borrowed = load.borrowed
+
+        def leaf(node: Any) -> Any:
+            component = carry(node if uncut else _cut(node, start, stop), borrowed)
+            return component if replicas == 1 else PerReplica.own(replica_id, component, replicas, size)
+
+        return size, map_leaves(load.tree, count, leaf, own=load.separate)
+
+    def close(self) -> None:
+        """Let the source go."""
+        close = getattr(self._loads, "close", None)
+        if close is not None:
+            close()
+
+    def free(self) -> None:
+        """Free a reader that the source keeps stuck."""
+        free = getattr(self._loads, "free", None)
+        if free is not None:
+            free()
+
+
+def _cut(node: Any, start: int, stop: int) -> Any:
+    try:
+        return cut(node, start, stop)
+    except TypeError as error:
+        error.add_note(
+            f"A {type(node).__name__} cannot be cut. A global batch with fewer examples than replicas leaves some "
+            "replicas without: make it larger, or drop it (drop_last=True)."
+        )
+        raise
+
+
+class Reader(ABC):
+    """Gives the batches of one iteration; `close` ends it early, from any thread, and may be called again."""
+
+    def __init__(self, maker: Maker) -> None:
+        self._maker = maker
+
+    @abstractmethod
+    def read(self) -> Batch:
+        """The next batch. Raises StopIteration at the end, and what the source raised, at its place."""
+
+    def close(self) -> None:
+        """End the iteration."""
+        self._maker.close()
+
+    def wait_closed(self) -> None:  # noqa: B027 - nothing to wait for where no thread reads
+        """Wait until nothing reads the source any more."""
+
+
+class DirectReader(Reader):
+    """Reads when asked."""
+
+    def read(self) -> Batch:
+        return self._maker(False)
+
+
+class AheadReader(Reader):
+    """Reads some batches ahead on the caller's thread, so that copies to the device overlap with its work."""
+
+    def __init__(self, maker: Maker, depth: int) -> None:
+        super().__init__(maker)
+        self._depth = depth
+        self._ready: deque[Batch | Exception] = deque()
+
+    def read(self) -> Batch:
+        ready = self._ready
+        while len(ready) <= self._depth and not (ready and isinstance(ready[-1], StopIteration)):
+            try:
+                ready.append(self._maker(True))
+            except Exception as error:  # noqa: BLE001 - raised when its turn comes
+                ready.append(error)
+        item = ready.popleft()
+        if isinstance(item, Batch):
+            return item
+        if isinstance(item, StopIteration):
+            ready.append(item)  # the end stays the end
+        raise item
+
+
+class ThreadReader(Reader):
+    """Reads some batches ahead on a thread of its own, which ends with the iteration or with this object."""
+
+    def __init__(self, maker: Maker, depth: int) -> None:
+        super().__init__(maker)
+        self._items: SimpleQueue[Batch | BaseException] = SimpleQueue()
+        # The thread takes one token per batch; False tells it to end.
+        self._tokens: SimpleQueue[bool] = SimpleQueue()
+        self._stop = threading.Event()
+        for _ in range(depth):
+            self._tokens.put(True)
+        self._thread = threading.Thread(
+            target=_read_ahead, args=(maker, self._items, self._tokens, self._stop), name="distnb-input", daemon=True
+        )
+        self._ended = False
+        # Dropped without being closed. Starting a thread or taking a lock is not for the garbage collector's time.
+        self._dropped = weakref.finalize(self, _signal, self._stop, self._tokens)
+        self._thread.start()
+
+    def read(self) -> Batch:
+        if self._ended:
+            raise StopIteration
+        item = self._items.get()
+        if isinstance(item, Batch):
+            self._tokens.put(True)
+            return item
+        if isinstance(item, StopIteration):
+            self._ended = True
+        else:
+            self._tokens.put(True)
+        raise item
+
+    def close(self) -> None:
+        self._ended = True
+        if self._dropped.detach() is None:
+            return
+        _signal(self._stop, self._tokens)
+        if self._thread.is_alive():
+            # It ends with the batch that it waits for, unless a worker is stuck.
+            timer = threading.Timer(_STUCK_AFTER_S, _free_if_alive, (self._thread, self._maker))
+            timer.daemon = True
+            timer.start()
+
+    def wait_closed(self) -> None:
+        self._thread.join()
+
+
+def _signal(stop: threading.Event, tokens: SimpleQueue[bool]) -> None:
+    stop.set()
+    tokens.put(False)
+
+
+def _free_if_alive(thread: threading.Thread, maker: Maker) -> None:
+    if thread.is_alive():
+        maker.free()
+
+
+def _read_ahead(
+    make: Maker,
+    items: SimpleQueue[Batch | BaseException],
+    tokens: SimpleQueue[bool],
+    stop: threading.Event,
+) -> None:
+    """The thread. It holds no reference to the reader, so that a dropped one ends it."""
+    try:
+        while tokens.get() and not stop.is_set():
+            try:
+                item: Batch | BaseException = make(True)
+            except BaseException as error:  # noqa: BLE001 - raised in the caller's thread, when its turn comes
+                item = error
+            items.put(item)
+            if isinstance(item, StopIteration):
+                break
+    finally:
+        make.close()

@@ -1,0 +1,112 @@
+"""Data that every replica reads whole, because it cannot be asked for a slice: iterable datasets, generators, lists."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from distnb.errors import ProgramError
+from distnb.input.base import Load, Place, Shared, Source
+from distnb.input.draws import draws_at_start_only, on_host
+from distnb.input.workers import free_workers
+
+__all__ = ["LoaderSource", "PythonSource", "is_plain"]
+
+
+class LoaderSource(Source):
+    """A DataLoader whose batches can only be cut once they are there, or need not be cut (one replica).
+
+    Args:
+        loader: The user's loader.
+        place: The replica that reads.
+        shared: The stream that all replicas share.
+    """
+
+    def __init__(self, loader: DataLoader[Any], place: Place, shared: Shared) -> None:
+        if place.num_replicas > 1 and not getattr(loader, "in_order", True):
+            loader = copy.copy(loader)
+            # Replicas cut the same batch only if it comes at the same place for all.
+            loader.__dict__.update(in_order=True, _iterator=None)
+        self._loader = loader
+        self._place = place
+        self._shared = shared
+        iterable = loader._dataset_kind == 1
+        ours = is_plain(loader)
+        self.threadable = ours and loader.num_workers > 0 and (iterable or draws_at_start_only(loader.batch_sampler))
+        self.exclusive = ours and bool(loader.persistent_workers)
+
+    def start(self) -> Iterator[Load]:
+        return _WholeBatches(iter(self._loader), None if self.threadable else self._shared, self._place, self.exclusive)
+
+    def length(self) -> int:
+        return len(self._loader)
+
+
+class PythonSource(Source):
+    """Any iterable of batches, or a function that returns one.
+
+    Args:
+        batches: The iterable, or a callable without arguments.
+        place: The replica that reads.
+        shared: The stream that all replicas share.
+    """
+
+    def __init__(self, batches: Iterable[Any] | Callable[[], Iterable[Any]], place: Place, shared: Shared) -> None:
+        self._batches = batches
+        self._place = place
+        self._shared = shared
+        self._started = False
+
+    def start(self) -> Iterator[Load]:
+        batches = self._batches
+        if not isinstance(batches, Iterable):
+            return _WholeBatches(iter(batches()), self._shared, self._place, False)
+        iterator = iter(batches)
+        if iterator is batches:
+            if self._started:
+                raise ProgramError(
+                    f"This dataset was made from a {type(batches).__name__}, which can be read once only, and was "
+                    "read before: a second iteration would find nothing. Distribute something that can be read again: "
+                    "a list, a DataLoader, or the function that makes the generator (distribute_dataset(make_batches) "
+                    "instead of distribute_dataset(make_batches()))."
+                )
+            self._started = True
+        return _WholeBatches(iterator, self._shared, self._place, False)
+
+    def length(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+
+class _WholeBatches(Iterator[Load]):
+    def __init__(self, iterator: Iterator[Any], shared: Shared | None, place: Place, persistent: bool) -> None:
+        self._iterator: Iterator[Any] | None = iterator
+        self._shared = shared
+        self._device = place.device
+        self._persistent = persistent
+
+    def __next__(self) -> Load:
+        if self._iterator is None:
+            raise StopIteration
+        with on_host(self._device):
+            if self._shared is None:
+                return Load(next(self._iterator))
+            with self._shared():
+                return Load(next(self._iterator))
+
+    def close(self) -> None:
+        """Let the loader's workers end; persistent ones stay, and a generator stays where it is."""
+        self._iterator = None
+
+    def free(self) -> None:
+        """End the workers from another thread, when one is stuck and the reader with it."""
+        if not self._persistent:
+            free_workers(self._iterator)
+
+
+def is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether iterating the loader is what torch wrote, whatever its class."""
+    kind = type(loader)
+    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator

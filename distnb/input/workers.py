@@ -1,0 +1,121 @@
+"""Map-style data loaded by DataLoader workers, only this replica's own slice of each global batch."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from distnb.errors import ProgramError
+from distnb.input.base import Load, Place, Shared, Source
+from distnb.input.collating import CollateRule
+from distnb.input.draws import WorkerSeeds, draws_at_start_only, on_host
+from distnb.input.feed import FeedingSampler, Request
+
+__all__ = ["WorkerSource", "free_workers"]
+
+
+class WorkerSource(Source):
+    """The examples of a DataLoader with workers, each replica with workers of its own.
+
+    The work is done by a copy of the loader whose batch sampler asks for the replica's slices, so that torch's own
+    machinery (seeds, persistent workers, pinning, time-outs) acts as it does for the user's loader.
+
+    Args:
+        loader: The user's loader; its dataset is map-style and it collates batches.
+        place: The replica that reads.
+        rule: Whether its collate function may see only a slice.
+        shared: The stream that all replicas share.
+    """
+
+    def __init__(self, loader: DataLoader[Any], place: Place, rule: CollateRule, shared: Shared) -> None:
+        self._loader = loader
+        self._place = place
+        self._rule = rule
+        self._shared = shared
+        self._copy: tuple[DataLoader[Any], FeedingSampler] | None = None
+        self.threadable = draws_at_start_only(loader.batch_sampler)
+        self.exclusive = bool(loader.persistent_workers)
+
+    def start(self) -> Iterator[Load]:
+        whole = self._rule.needs_whole_batches()
+        # Persistent workers live in the copy, so it is kept; else attributes that the user changed since are seen.
+        if self._copy is None or not self.exclusive:
+            self._copy = self._make_copy(whole)
+        copied, sampler = self._copy
+        iterator = iter(copied)
+        shared = None if self.threadable else self._shared
+        return _WorkerBatches(iterator, sampler.pending, shared, self._place, self.exclusive)
+
+    def length(self) -> int:
+        return len(self._loader)
+
+    def _make_copy(self, whole: bool) -> tuple[DataLoader[Any], FeedingSampler]:
+        sampler = FeedingSampler(self._loader.batch_sampler, self._place, whole)  # type: ignore[arg-type]
+        copied = copy.copy(self._loader)
+        changed: dict[str, Any] = {"batch_sampler": sampler, "_iterator": None}
+        # Without order there is no telling which global batch a slice belongs to.
+        changed["in_order"] = True
+        if self._place.replica_id and not whole:
+            changed["worker_init_fn"] = WorkerSeeds(self._place.replica_id, self._loader.worker_init_fn)
+        copied.__dict__.update(changed)  # its setters refuse what is fixed by its constructor
+        return copied, sampler
+
+
+class _WorkerBatches(Iterator[Load]):
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        pending: deque[Request],
+        shared: Shared | None,
+        place: Place,
+        persistent: bool,
+    ) -> None:
+        self._iterator: Iterator[Any] | None = iterator
+        self._pending = pending
+        self._shared = shared
+        self._device = place.device
+        self._persistent = persistent
+        self._failed = False
+
+    def __next__(self) -> Load:
+        if self._iterator is None:
+            raise StopIteration
+        if self._failed:
+            raise ProgramError(
+                "Loading a batch failed before, so this iteration has ended. Start a new one: iterate over the "
+                "dataset again."
+            )
+        try:
+            with on_host(self._device):
+                if self._shared is None:
+                    tree = next(self._iterator)
+                else:
+                    with self._shared():
+                        tree = next(self._iterator)
+        except StopIteration:
+            raise
+        except BaseException:
+            # Whether the failed batch counts among the requests is torch's secret, so there is no going on.
+            self._failed = True
+            raise
+        return self._pending.popleft().loaded(tree)
+
+    def close(self) -> None:
+        """Let the workers end; persistent ones stay."""
+        self._iterator = None
+
+    def free(self) -> None:
+        """End the workers from another thread, when one is stuck and the reader with it."""
+        if not self._persistent:
+            free_workers(self._iterator)
+
+
+def free_workers(iterator: Any) -> None:
+    """End the workers of a DataLoader's iterator; nothing else can wake a thread that waits for them."""
+    shutdown = getattr(iterator, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()
