@@ -102,7 +102,7 @@ class Agent:
             torch.__version__,
         )
         self._control.start()
-        self._control.emit([hello], urgent=True)
+        self._control.emit(hello, urgent=True)
         self._stream = ZMQStream(self._programs.socket)
         self._stream.on_recv(self._on_message, copy=False)
         self._programs.send(hello)
@@ -137,10 +137,9 @@ class Agent:
         reply = replace(reply, seconds=time.monotonic() - began)
         summary = f"{reply.error.type_name}: {reply.error.text}" if reply.error else ""
         # The reply itself tells of a call that went well; a wake-up of both control threads would double its cost.
-        quiet = reply.status == "ok" and isinstance(message, CallFunction)
-        self._control.program_ended(
-            ProgramEnded(self._engine, message.program, reply.status, summary), urgent=not quiet
-        )
+        quiet = reply.status == "ok" and not isinstance(message, RunCell)
+        ended = ProgramEnded(self._engine, message.program, reply.status, summary)
+        self._control.program_ended(None if quiet else ended)
         return reply
 
     def _failed(self, program: int, error: BaseException, value: Any = None) -> Reply:

@@ -63,6 +63,7 @@ class Control:
         self._pipes = pipes or {}
         self._events: deque[Any] = deque()
         self._points: deque[tuple[tuple[int, int], float, int, dict[str, Any]]] = deque()
+        self._asleep = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._running: tuple[int, int] | None = None  # (program, replica)
         self._began = self._next_sample = 0.0
@@ -82,12 +83,14 @@ class Control:
         self._next_sample = self._began + _TELEMETRY_S
         self._running = (program, replica)
 
-    def program_ended(self, event: ProgramEnded, *, urgent: bool) -> None:
-        """Tell the notebook, at once if it is urgent; all that the program wrote goes out before."""
+    def program_ended(self, event: ProgramEnded | None) -> None:
+        """Tell the notebook at once; all that the program wrote goes out before. None: the reply alone tells."""
         running, self._running = self._running, None
+        if event is None:
+            return
         if running is not None and self._next_sample - time.monotonic() < _TELEMETRY_S / 2:
             self._events.append(self._sample(self._engine, *running))
-        self.emit(event, urgent=urgent)
+        self.emit(event, urgent=True)
 
     @property
     def running(self) -> tuple[int, int] | None:
@@ -97,13 +100,15 @@ class Control:
     def emit(self, event: Any, *, urgent: bool = False) -> None:
         """Send an event to the notebook, from any thread; cheap. They leave in order, 20 times a second or at once."""
         self._events.append(event)
-        if urgent:
+        if urgent or self._asleep:
             self.wake()
 
     def live(self, values: dict[str, Any]) -> None:
         """Leave a point of `distnb.live`. Tensors are read by this thread, so that the training never waits for one."""
         self._step += 1
         self._points.append((self._running or (0, 0), time.monotonic() - self._began, self._step, values))
+        if self._asleep:
+            self.wake()
 
     def wake(self) -> None:
         """Make the thread look at its queues now."""
@@ -118,8 +123,12 @@ class Control:
         for fd in self._pipes:
             poller.register(fd, zmq.POLLIN)
         while True:
-            busy = self._running is not None
-            ready = dict(poller.poll(_FLUSH_S * 1000 if busy or self._events else 1000))
+            # Asleep first, then a look at the queues: whoever adds to them after that sees that it must wake us.
+            self._asleep = True
+            busy = self._running is not None or self._events or self._points
+            self._asleep = not busy
+            ready = dict(poller.poll(int(_FLUSH_S * 1000) if busy else 1000))
+            self._asleep = False
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
             while (order := self._link.receive()) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ class Outcome:
         replies: By engine, in the order in which they came.
         died: Exit status of engines that died before they replied.
         stuck: Engines that did not follow the order to end.
+        quiet: Whether an engine that ends well tells so by its reply alone.
         interrupted: Whether the user asked for the end.
     """
 
@@ -37,6 +38,7 @@ class Outcome:
     replies: dict[int, Reply] = field(default_factory=dict)
     died: dict[int, str] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)
+    quiet: bool = True
     interrupted: bool = False
 
     @property
@@ -81,14 +83,14 @@ class Dispatch:
         """The serial number of the next program."""
         return next(self._numbers)
 
-    def send(self, program: int, messages: dict[int, Any]) -> Outcome:
+    def send(self, program: int, messages: dict[int, Any], *, quiet: bool = True) -> Outcome:
         """Send a program to its engines, one message each, and do not wait.
 
         Raises:
             EngineDied, ReplicaStuck: An engine cannot take it; nothing was sent to any.
         """
-        self._check(messages)
-        outcome = self._pending[program] = Outcome(program, tuple(messages))
+        self.require_ready(messages)
+        outcome = self._pending[program] = Outcome(program, tuple(messages), quiet=quiet)
         self._supervisor.program_began(program, messages)
         for engine, message in messages.items():
             try:
@@ -136,10 +138,10 @@ class Dispatch:
         for engine, reply in receive_from(self._socket):
             if not isinstance(reply, Reply):
                 continue  # a hello: the control channel has told it
-            if reply.status == "ok":
-                self._supervisor.replied(engine, reply.program)
             outcome = self._pending.get(reply.program)
             if outcome is not None:
+                if outcome.quiet and reply.status == "ok":
+                    self._supervisor.replied(engine, reply.program)
                 outcome.replies[engine] = reply
                 outcome.died.pop(engine, None)
 
@@ -155,7 +157,12 @@ class Dispatch:
                 elif isinstance(loss, GiveUpOn) and loss.program == outcome.program:
                     outcome.stuck.add(loss.engine)
 
-    def _check(self, engines: dict[int, Any]) -> None:
+    def require_ready(self, engines: Iterable[int]) -> None:
+        """Raise if one of these engines cannot take a program.
+
+        Raises:
+            EngineDied, ReplicaStuck: It has ended, or is busy with a program that was.
+        """
         dead = sorted(engine for engine in engines if engine in self._dead)
         if dead:
             raise EngineDied(

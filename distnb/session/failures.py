@@ -79,6 +79,8 @@ def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
             parts.setdefault(f"died ({outcome.died[engine]})", []).append(rank)
         elif reply is None:
             parts.setdefault("still busy: no signal reaches the code it is in (%distnb status)", []).append(rank)
+        elif reply.error is not None and failed is not None and _same(reply, outcome.replies[failed]):
+            parts.setdefault("raised the same", []).append(rank)
         elif reply.error is not None:
             parts.setdefault(f"raised {reply.error.type_name}: {_shortened(reply.error.text)}", []).append(rank)
         elif reply.status == "ok":
@@ -88,6 +90,10 @@ def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
     return "; ".join(
         f"{'replica' if len(ranks) == 1 else 'replicas'} {_ranges(ranks)} {what}" for what, ranks in parts.items()
     )
+
+
+def _same(reply: Reply, other: Reply) -> bool:
+    return (_report(reply).type_name, _report(reply).text) == (_report(other).type_name, _report(other).text)
 
 
 def _shortened(text: str, most: int = 120) -> str:

@@ -276,6 +276,7 @@ class Session:
         """
         with self._dispatch.turn():
             team = self.team(spec)
+            self._dispatch.require_ready(team.engines)
             delivery = self.namespace.outgoing(source, team)
             program = self._dispatch.number()
             message = RunCell(program, team, spec, source, filename, label, in_scope, delivery)
@@ -291,7 +292,7 @@ class Session:
     def _perform(self, program: int, team: Team, message: Any) -> Outcome:
         """Send one message to a whole team, wait for its end, and tell those who listen."""
         self._supervisor.publish(Status(program, "started", team, tuple(map(str, team.devices))))
-        outcome = self._dispatch.wait(self._dispatch.send(program, dict.fromkeys(team.engines, message)))
+        outcome = self._dispatch.wait(self._dispatch.send(program, dict.fromkeys(team.engines, message), quiet=False))
         if not outcome.ok:
             self._renew_group(team)
         self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
