@@ -60,6 +60,7 @@ class _Interrupted(KeyboardInterrupt):
 
 
 _Interrupted.__name__ = _Interrupted.__qualname__ = "KeyboardInterrupt"
+_Interrupted.__module__ = "builtins"
 
 
 def _report(reply: Reply) -> ErrorReport:
