@@ -10,7 +10,8 @@
     │   ├── ContextError      (RuntimeError)   called in the wrong context, or strategies mixed
     │   ├── StructureError    (ValueError)     replicas returned, or were given, unlike structures
     │   ├── OptionError       (ValueError)     an option that is unknown or cannot be honoured
-    │   └── DistributedValueError (TypeError)  a PerReplica used as if it were one plain value
+    │   ├── DistributedValueError (TypeError)  a PerReplica used as if it were one plain value
+    │   └── OutOfSyncError    (AssertionError) replicas hold different bits of what should be equal
     ├── CollectiveError       (RuntimeError)   replicas could not communicate
     │   └── CollectiveMismatchError            they called different collectives
     ├── GradientError         (RuntimeError)   gradients that would be wrong
@@ -44,6 +45,7 @@ __all__ = [
     "NamespaceError",
     "NoClusterError",
     "OptionError",
+    "OutOfSyncError",
     "ProgramAborted",
     "ProgramError",
     "RemoteError",
@@ -98,6 +100,10 @@ class OptionError(ProgramError, ValueError):
 
 class DistributedValueError(ProgramError, TypeError):
     """A distributed value was used as if it were one plain value."""
+
+
+class OutOfSyncError(ProgramError, AssertionError):
+    """Replicas hold different bits of something that `assert_in_sync` was asked about."""
 
 
 class CollectiveError(DistnbError, RuntimeError):
