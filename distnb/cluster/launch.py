@@ -23,6 +23,7 @@ __all__ = ["Cluster", "EngineProcess"]
 
 _START_TIMEOUT_S = 180.0
 _CONTROLLER_TRIES = 3
+_CONTROLLER_EARLY_S = 5.0
 _LOG_LINES = 15
 
 OnExit = Callable[[int, int, str], None]
@@ -81,6 +82,7 @@ class Cluster:
         self._directory: Path | None = None
         self._controller_pid: int | None = None
         self._controller_tries = 0
+        self._controller_since = 0.0
         self._controller_trouble = ""
         self._owner = os.getpid()
 
@@ -255,6 +257,7 @@ class Cluster:
         from distnb.cluster.launchers import launch_controller
 
         self._controller_tries += 1
+        self._controller_since = time.monotonic()
         for stale in (self.directory / "security").glob("ipcontroller-*.json"):
             stale.unlink(missing_ok=True)
         log = self.directory / "log" / f"controller-{self._controller_tries}.log"
@@ -268,7 +271,9 @@ class Cluster:
         processes = self._processes
         if expected or processes is None:
             return
-        if self._controller_tries < _CONTROLLER_TRIES:
+        # Later the engines are already joined to it, and would not find another.
+        early = time.monotonic() - self._controller_since < _CONTROLLER_EARLY_S
+        if early and self._controller_tries < _CONTROLLER_TRIES:
             self._launch_controller(processes)
         else:
             self._controller_trouble = (

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from distnb.cluster.orphans import die_with
+from distnb.cluster.surroundings import keep_temporary_sockets_in
 from distnb.cluster.watcher import report
 
 __all__ = ["error_path", "main", "run"]
@@ -28,6 +29,7 @@ def main(arguments: list[str]) -> None:
     """Run the script as if python had been given it, until its launcher is gone."""
     launcher, directory, rank, *command = arguments
     die_with(int(launcher))
+    keep_temporary_sockets_in(Path(directory))
     try:
         run(command)
     except SystemExit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import site
 import sys
@@ -21,6 +22,7 @@ __all__ = [
     "cores",
     "engine_environment",
     "import_environment",
+    "keep_temporary_sockets_in",
     "script_environment",
     "threads_for",
 ]
@@ -70,6 +72,12 @@ def import_environment() -> dict[str, str]:
     if package in (*site.getsitepackages(), site.getusersitepackages()):
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
+
+
+def keep_temporary_sockets_in(directory: Path) -> None:
+    """Make multiprocessing of this process put its sockets there: a process that is killed cannot remove a place of
+    its own, and this directory is removed by others."""
+    multiprocessing.current_process()._config["tempdir"] = str(directory)  # type: ignore[attr-defined]
 
 
 def engine_environment(engine: int, device: Device, engines: int, directory: Path) -> dict[str, str]:

@@ -53,7 +53,7 @@ class Watcher:
         self._pipe = os.open(directory / REPORT_PIPE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._pipe, selectors.EVENT_READ, self._hear)
         self._rest = b""
-        self._closing = False
+        self._closing = self._released_here = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="distnb-watcher", daemon=True)
         self._thread.start()
@@ -80,10 +80,12 @@ class Watcher:
         """End the thread. Processes that are still watched are no longer."""
         if self._closing or os.getpid() != self._pid:
             return
+        self._released_here = threading.current_thread() is self._thread  # told to close by one of its listeners
         self._closing = True
         os.eventfd_write(self._wake, 1)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            self._release()
 
     def _serve(self) -> None:
         while not self._closing:
@@ -92,6 +94,10 @@ class Watcher:
                     key.data()
                 except Exception:  # noqa: BLE001  # one listener's failure must not stop the watch over the others
                     _log.exception("A listener to the end of a process failed.")
+        if self._released_here:
+            self._release()
+
+    def _release(self) -> None:
         self._selector.close()
         os.close(self._pipe)
         os.close(self._wake)

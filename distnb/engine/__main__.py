@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from distnb.cluster.surroundings import (
     ENGINE_VARIABLE,
     REPLACES_VARIABLE,
     THREADS_VARIABLE,
+    keep_temporary_sockets_in,
 )
 from distnb.cluster.watcher import report
 from distnb.topology import Device, parse_device
@@ -34,6 +36,8 @@ def main() -> None:
     if os.getpgid(0) != os.getpid():
         os.setsid()  # a terminal's Ctrl-C is for the notebook; and what ends with us is exactly our group
     die_with(connection.notebook_pid, first=lambda: remove_run_directory(path.parent))
+    keep_temporary_sockets_in(path.parent)
+    log = os.fdopen(os.dup(2), "w")
     loading = _Loading()
     # ipykernel and IPython load beside torch: reading files and linking libraries leave time for each other.
     from distnb.engine.app import EngineApp
@@ -50,11 +54,15 @@ def main() -> None:
         report(path.parent, engine)
 
     app.prepare = prepare
+    code = 0
     try:
         app.start()
     except SystemExit:
         pass
-    _leave()
+    except BaseException:  # noqa: BLE001  # by now sys.stderr leads to clients, and this must be in the log
+        print(traceback.format_exc(), file=log, flush=True)
+        code = 1
+    _leave(code)
 
 
 class _Loading:
@@ -88,13 +96,13 @@ def _choose_device(device: Device) -> None:
         torch.cuda.set_device(device.index)
 
 
-def _leave() -> None:
+def _leave(code: int) -> None:
     """End the process: exit functions run (they end DataLoader workers), threads of the user are not waited for."""
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None:
             stream.flush()
     atexit._run_exitfuncs()
-    os._exit(0)
+    os._exit(code)
 
 
 if __name__ == "__main__":

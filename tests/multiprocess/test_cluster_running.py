@@ -1,0 +1,138 @@
+"""A running cluster: what its engines are like, and who can reach them. One cluster for all tests: none changes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ipyparallel
+import psutil
+import pytest
+import zmq
+from jupyter_client.session import Session
+
+from distnb.cluster.launch import Cluster
+from distnb.errors import StartError
+from tests import processes
+from tests.conftest import needs
+from tests.multiprocess import asked
+from tests.multiprocess.clusters import running_cluster
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    os.environ.pop("OMP_NUM_THREADS", None)
+    try:
+        with running_cluster(2) as cluster:
+            processes.wait_until(cluster.client_file.exists, 20)
+            yield cluster
+    finally:
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[Any]:
+    client = ipyparallel.Client(str(cluster.client_file))
+    client.wait_for_engines(2, timeout=30)
+    yield client
+    client.close()
+
+
+def test_every_engine_is_ready_on_its_device(cluster: Cluster) -> None:
+    engines = cluster.engines
+    assert [(engine, str(process.device), process.ready, process.ended) for engine, process in engines.items()] == [
+        (0, "cpu:0", True, ""),
+        (1, "cpu:1", True, ""),
+    ]
+    assert cluster.missing == ()
+    assert all(psutil.pid_exists(process.pid) for process in engines.values())
+
+
+def test_ipyparallels_own_channel_works(cluster: Cluster, client: Any) -> None:
+    pids = client[:].apply_sync(os.getpid)
+    assert pids == [process.pid for process in cluster.engines.values()]
+    assert client[:].apply_sync(asked.who, 7) == [(0, "cpu:0", 7), (1, "cpu:1", 7)]
+    printed = client[:].execute("print('hello from', engine)", block=True)
+    assert printed.stdout == ["hello from 0\n", "hello from 1\n"]
+
+
+def test_engines_share_the_cores(client: Any) -> None:
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert client[:].apply_sync(asked.threads) == [(share, str(share), "lo")] * 2
+
+
+def test_each_engine_leads_a_session_of_its_own(cluster: Cluster) -> None:
+    for process in cluster.engines.values():
+        assert os.getsid(process.pid) == os.getpgid(process.pid) == process.pid != os.getsid(0)
+
+
+def test_a_terminals_interrupt_does_not_end_an_engine(cluster: Cluster, client: Any) -> None:
+    for process in cluster.engines.values():
+        os.kill(process.pid, signal.SIGINT)
+    assert len(client[:].apply_sync(os.getpid)) == 2
+
+
+def test_everything_listens_on_loopback_only(cluster: Cluster, client: Any) -> None:
+    ours = {os.getpid(), *processes.children_of_this_run()}
+    listed = subprocess.run([needs("ss"), "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    addresses = [line.split()[3] for line in listed.splitlines() if any(f"pid={pid}," in line for pid in ours)]
+    assert addresses, "ipyparallel's controller listens"
+    assert [address for address in addresses if not address.startswith("127.0.0.1:")] == []
+
+
+def test_all_files_are_the_users_alone(cluster: Cluster) -> None:
+    assert stat.S_IMODE(cluster.directory.stat().st_mode) == 0o700
+    secrets = [cluster.directory / "connection.json", *(cluster.directory / "security").iterdir()]
+    assert len(secrets) == 3
+    assert {stat.S_IMODE(path.stat().st_mode) for path in secrets} == {0o600}
+
+
+def test_no_secret_can_be_listed(cluster: Cluster) -> None:
+    keys = json.loads((cluster.directory / "connection.json").read_text())
+    secrets = [keys["client_secret"], json.loads(cluster.client_file.read_text())["key"]]
+    for pid in processes.children_of_this_run():
+        shown = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+        assert not any(secret.encode() in shown for secret in secrets)
+
+
+def test_a_client_without_the_key_gets_nothing_run(cluster: Cluster, client: Any, tmp_path: Path) -> None:
+    info = json.loads(cluster.client_file.read_text())
+    forger = Session(key=b"guessed")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 1000
+        socket.connect(f"{info['interface']}:{info['mux']}")
+        code = f"open({str(tmp_path / 'was-here')!r}, 'w')"
+        for engine in client[:].apply_sync(asked.ident):
+            message = forger.msg("execute_request", {"code": code, "silent": False, "user_expressions": {}})
+            forger.send(socket, message, ident=[engine.encode()])
+        assert not socket.poll(500)
+    assert len(client[:].apply_sync(os.getpid)) == 2  # what came before has been handled
+    assert not (tmp_path / "was-here").exists()
+
+
+def test_starting_again_is_a_clear_error(cluster: Cluster) -> None:
+    with pytest.raises(StartError, match=r"already running \(2 engines\)"):
+        cluster.start()
+
+
+def test_a_forked_child_does_not_end_its_parents_engines(cluster: Cluster) -> None:
+    child = os.fork()
+    if child == 0:
+        cluster.stop()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert cluster.running
+    assert cluster.missing == ()
+
+
+def test_restarting_an_engine_that_is_not_there(cluster: Cluster) -> None:
+    with pytest.raises(StartError, match="There is no engine 7; there are engines 0 to 1"):
+        cluster.restart([7])

@@ -1,0 +1,118 @@
+"""However the notebook ends, every process that it started is gone within 10 s, and so are its files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import processes
+
+pytestmark = pytest.mark.timeout(90)
+
+_WITHIN_S = 10.0
+
+
+def started_notebook(ending: str, behaviour: str = "") -> tuple[subprocess.Popen[str], list[int], Path]:
+    """A notebook with 2 engines: its process, its engines, and its directory."""
+    notebook = subprocess.Popen(
+        [sys.executable, "-m", "tests.multiprocess.notebook_process", "2", ending],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "DISTNB_TEST_BEHAVIOUR": behaviour},
+    )
+    assert notebook.stdout is not None
+    with notebook.stdout:
+        told = json.loads(notebook.stdout.readline() or "{}")
+    return notebook, told["engines"], Path(told["directory"])
+
+
+def assert_all_gone(directory: Path) -> float:
+    began = time.monotonic()
+    processes.wait_until(lambda: not processes.children_of_this_run(), _WITHIN_S, _left())
+    processes.wait_until(lambda: not directory.exists(), _WITHIN_S, f"{directory} is still there")
+    return time.monotonic() - began
+
+
+def _left() -> str:
+    return "\n".join(processes.describe(process) for process in processes.children_of_this_run().values())
+
+
+@pytest.mark.parametrize("behaviour", ["", "workers", "gil"])
+def test_sigkill_of_the_notebook(behaviour: str) -> None:
+    notebook, engines, directory = started_notebook("wait", behaviour)
+    try:
+        if behaviour == "workers":
+            assert len(psutil.Process(engines[0]).children()) >= 2
+        if behaviour == "gil":
+            time.sleep(1.0)  # the engines' own threads get no turn any more: the guard must end them
+        assert len(processes.children_of_this_run()) >= 4  # notebook, engines, controller
+    finally:
+        notebook.kill()
+        notebook.wait()
+    seconds = assert_all_gone(directory)
+    assert seconds < 5, "milliseconds are enough, also on a busy machine"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_other_signals(number: signal.Signals) -> None:
+    notebook, _, directory = started_notebook("wait", "workers")
+    notebook.send_signal(number)
+    notebook.wait(_WITHIN_S)
+    assert_all_gone(directory)
+
+
+@pytest.mark.parametrize("ending", ["return", "raise", "_exit"])
+def test_an_end_without_stopping_the_cluster(ending: str) -> None:
+    notebook, _, directory = started_notebook(ending, "workers")
+    notebook.wait(_WITHIN_S)
+    assert_all_gone(directory)
+
+
+def test_sigkill_of_the_notebook_while_engines_start() -> None:
+    notebook = subprocess.Popen(
+        [sys.executable, "-m", "tests.multiprocess.notebook_process", "2", "wait"],
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "DISTNB_TEST_BEHAVIOUR": "stall"},
+    )
+    try:
+        processes.wait_until(lambda: len(psutil.Process(notebook.pid).children()) == 2, 30, "engines were launched")
+        directories = [path for path in Path(os.environ["TMPDIR"]).iterdir() if path.name.startswith("distnb-")]
+    finally:
+        notebook.kill()
+        notebook.wait()
+    assert len(directories) == 1
+    assert_all_gone(directories[0])
+
+
+def test_sigkill_of_distnb_run(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from torch.utils.data import DataLoader\n"
+        "batches = iter(DataLoader(range(100), num_workers=2))\n"
+        "next(batches)\n"
+        "print('holding', flush=True)\n"
+        "sum(range(10**12))\n"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "distnb", "run", str(script), "-n", "2"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert launcher.stdout is not None
+        with launcher.stdout:
+            assert sorted(launcher.stdout.readline().rstrip() for _ in range(2)) == ["[0] holding", "[1] holding"]
+        time.sleep(0.5)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    began = time.monotonic()
+    processes.wait_until(lambda: not processes.children_of_this_run(), _WITHIN_S, _left())
+    assert time.monotonic() - began < 5

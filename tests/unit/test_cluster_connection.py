@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distnb.cluster.connection import Connection, make_keys, make_run_directory, remove_run_directory
+from distnb.cluster.orphans import record_group, recorded_groups, start_time
+from distnb.cluster.store import RendezvousStore
+from distnb.cluster.surroundings import compute_environment, engine_environment, script_environment, threads_for
+from distnb.errors import StartError
+from distnb.topology import Device
+
+
+def make_connection() -> Connection:
+    keys = make_keys()
+    return Connection(
+        "tcp://a:1", "tcp://a:2", keys.server_public, keys.client_public, keys.client_secret, "127.0.0.1", 7, 42
+    )
+
+
+def test_a_connection_comes_back_as_it_was_written_and_is_secret(tmp_path: Path) -> None:
+    connection = make_connection()
+    path = connection.write(tmp_path)
+    assert Connection.read(path) == connection
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_connection_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = make_connection().write(tmp_path)
+    path.chmod(0o640)
+    with pytest.raises(StartError, match=r"can be read or changed by other users \(mode 640"):
+        Connection.read(path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"program_url": 1'])
+def test_a_file_that_is_no_connection_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "connection.json"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(StartError, match="is no connection file"):
+        Connection.read(path)
+    with pytest.raises(StartError, match="is no connection file"):
+        Connection.read(tmp_path / "missing.json")
+
+
+def test_keys_are_new_each_time() -> None:
+    one, other = make_keys(), make_keys()
+    assert len({one.server_secret, one.client_secret, other.server_secret, other.client_secret}) == 4
+
+
+def test_the_run_directory_is_private_and_nothing_else_is_removed(tmp_path: Path) -> None:
+    directory = make_run_directory()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    remove_run_directory(directory)
+    assert not directory.exists()
+    remove_run_directory(directory)  # again: silently
+    remove_run_directory(tmp_path)  # not ours
+    assert tmp_path.exists()
+
+
+def test_the_run_directory_that_cannot_be_made_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    with pytest.raises(StartError, match="Set TMPDIR"):
+        make_run_directory()
+
+
+def test_the_store_listens_on_loopback_before_torch_is_there() -> None:
+    store = RendezvousStore()
+    try:
+        with socket.create_connection((store.host, store.port), timeout=5):
+            pass
+        assert store.host == "127.0.0.1"
+        with pytest.raises(StartError, match=f"could not listen on 127.0.0.1:{store.port}"):
+            RendezvousStore(store.port)
+    finally:
+        store.close()
+    with pytest.raises(StartError, match="was closed"):
+        store.serve()
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_an_impossible_port_is_a_clear_error(port: int) -> None:
+    with pytest.raises(StartError, match=f"127.0.0.1:{port}"):
+        RendezvousStore(port)
+
+
+def test_threads_share_the_cores_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distnb.cluster.surroundings.cores", lambda: 8)
+    assert [threads_for(n, {}) for n in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
+    assert threads_for(2, {"OMP_NUM_THREADS": "3"}) == 3
+    assert threads_for(2, {"OMP_NUM_THREADS": "6,2"}) == 6
+    assert threads_for(2, {"OMP_NUM_THREADS": "none"}) == 4
+
+
+def test_every_computing_process_communicates_on_loopback() -> None:
+    environment = compute_environment(2)
+    assert {environment[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")} == {"lo"}
+
+
+def test_secrets_are_not_in_an_engine_s_environment(tmp_path: Path) -> None:
+    connection = make_connection()
+    connection.write(tmp_path)
+    text = repr(engine_environment(0, Device("cpu"), 2, tmp_path))
+    assert connection.client_secret not in text
+    assert str(tmp_path / "connection.json") in text
+
+
+def test_the_gpus_that_were_named_are_those_of_the_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    devices = (Device("cuda", 2), Device("cuda", 5))
+    environment = script_environment(1, devices[1], devices, "127.0.0.1", 7)
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment["DISTNB_DEVICE"]) == ("2,5", "cuda:1")
+    assert [environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")] == ["1", "2", "1", "7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,4,3,1,0")
+    assert script_environment(0, devices[0], devices, "", 7)["CUDA_VISIBLE_DEVICES"] == "4,0"
+    assert script_environment(0, Device("cpu"), (Device("cpu"),), "", 7)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_recorded_group_counts_only_while_its_leader_is_the_same_process(tmp_path: Path) -> None:
+    record_group(tmp_path, os.getpid())
+    (tmp_path / "pids" / "1").write_text("12345")  # a pid that the system has given to another since
+    (tmp_path / "pids" / "999999999").write_text("1")
+    assert list(recorded_groups(tmp_path)) == [os.getpid()]
+    assert start_time(999999999) is None
+
+
+def test_devices_and_stores_need_no_torch() -> None:
+    code = (
+        "import sys\nfrom distnb.cluster import connection, devices, launch, store\n"
+        "devices.plan_devices()\nstore.RendezvousStore().close()\nconnection.make_keys()\n"
+        "assert 'torch' not in sys.modules, 'torch'\nassert 'ipyparallel' not in sys.modules, 'ipyparallel'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
