@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from distnb.errors import OptionError
 from distnb.topology import Device
 
-__all__ = ["placed_on", "torch_device", "use_device"]
+__all__ = ["checked_device", "placed_on", "torch_device", "use_device"]
 
 _NOWHERE_ELSE = nullcontext()
 
@@ -31,3 +32,16 @@ def placed_on(device: Device) -> AbstractContextManager[Any]:
     On the CPU this does nothing at all, since torch's own mode for it sees every single torch call.
     """
     return _NOWHERE_ELSE if device.type == "cpu" else torch_device(device)
+
+
+def checked_device(device: Device) -> None:
+    """Refuse a device that this process does not have.
+
+    Raises:
+        OptionError: It lists those that there are.
+    """
+    if device.type == "cpu":
+        return
+    there = ["cpu:0", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    if device.type == "cuda" and str(device) not in there:
+        raise OptionError(f"There is no device {device} here. The devices are {', '.join(there)}.")

@@ -343,6 +343,13 @@ class Streams:
                 stream.swap_to_own()
         self._lent = to_shared
 
+    def reset(self) -> None:
+        """Be outside replicas: what runs now may follow on a program that was ended in their midst."""
+        if self._inside and not self._lent:
+            for stream in self._streams:
+                stream.leave()
+        self._inside = self._lent = False
+
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Draw from the shared streams, also in the midst of a `run`."""

@@ -26,7 +26,7 @@ class ReplicaContext:
         num_replicas_in_sync: How many there are.
     """
 
-    __slots__ = ("_batch_size", "_group", "_slice_size", "num_replicas_in_sync", "replica_id_in_sync_group", "strategy")
+    __slots__ = ("_batch_size", "_group", "_slice_size", "outsiders", "num_replicas_in_sync", "replica_id_in_sync_group", "strategy")
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class ReplicaContext:
         group: Group | None = None,
         batch_size: int | None = None,
         slice_size: int | None = None,
+        outsiders: Any = None,
     ) -> None:
         self.strategy = strategy
         self.replica_id_in_sync_group = replica_id
@@ -43,6 +44,7 @@ class ReplicaContext:
         self._group = group
         self._batch_size = batch_size
         self._slice_size = slice_size
+        self.outsiders = outsiders  # asked by the hook that sees optimizers step
 
     def __repr__(self) -> str:
         return f"<ReplicaContext: replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync} of {self.strategy!r}>"

@@ -1,0 +1,73 @@
+"""Metrics: torchmetrics' own, which answer to Keras's method names too, and a few short names.
+
+A metric made in a strategy's scope is updated by each replica with its own slice, and aggregated over the replicas when
+it is read (`compute()` or `result()`) outside them. Under the default strategy it is a plain metric. Every metric of
+torchmetrics is here by its own name: `distnb.metrics.MulticlassAccuracy`.
+
+Example:
+    >>> mean = Mean()
+    >>> mean.update_state([1.0, 3.0])
+    >>> float(mean.result())
+    2.0
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torchmetrics
+import torchmetrics.classification
+from torchmetrics import MaxMetric, MeanMetric, MinMetric, SumMetric
+
+from distnb.runtime.metric_binding import add_aliases
+
+__all__ = ["Max", "Mean", "Min", "Sum"]
+
+add_aliases()
+
+
+class Mean(MeanMetric):
+    """The mean of all values, weighted if weights are given; NaN before the first.
+
+    Args:
+        name: For logs.
+    """
+
+    def __init__(self, name: str = "mean", **options: Any) -> None:
+        super().__init__(**options)
+        self.name = name
+
+
+class Sum(SumMetric):
+    """The sum of all values."""
+
+    def __init__(self, name: str = "sum", **options: Any) -> None:
+        super().__init__(**options)
+        self.name = name
+
+
+class Max(MaxMetric):
+    """The largest value."""
+
+    def __init__(self, name: str = "max", **options: Any) -> None:
+        super().__init__(**options)
+        self.name = name
+
+
+class Min(MinMetric):
+    """The smallest value."""
+
+    def __init__(self, name: str = "min", **options: Any) -> None:
+        super().__init__(**options)
+        self.name = name
+
+
+def __getattr__(name: str) -> Any:
+    for module in (torchmetrics, torchmetrics.classification):
+        if not name.startswith("_") and hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"neither distnb.metrics nor torchmetrics has a metric {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *torchmetrics.__all__})

@@ -1,0 +1,105 @@
+"""What `run` returned on the other replicas, as far as it must be known: with no message in the usual case.
+
+Tensors become PerReplica wherever they are, so nothing has to be said about them once the replicas have seen, at a
+function's first call in a program, that they return the same structure. Plain Python values are compared at each call,
+since the same value on all replicas is to be that value.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distnb.runtime.placement import torch_device
+from distnb.values.distributed import DistributedValues, PerReplica
+from distnb.values.structure import Spec, flatten, is_immutable, unflatten, unlike_structures
+
+if TYPE_CHECKING:
+    from distnb.collectives.groups import Group
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """The structures that the functions of one program have been seen to return, on every replica."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, set[Any]] = {}
+
+    def forget(self) -> None:
+        """A new program begins. What an earlier one agreed on may have been interrupted half-way."""
+        self._seen.clear()
+
+    def regroup(self, group: Group, fn: Callable[..., Any], result: Any) -> Any:
+        """One replica's result as a structure of PerReplica and plain values.
+
+        Raises:
+            StructureError: Replicas returned different structures.
+            DistributedValueError: The function returned a distributed value.
+        """
+        seen = self._seen.setdefault(_code_of(fn), set())
+        if type(result) is torch.Tensor and "tensor" in seen:
+            return PerReplica.own(group.rank, result, group.size)
+        if result is None and "none" in seen:
+            return None
+        leaves, shape = flatten(result)
+        kinds = tuple([_kind(leaf) for leaf in leaves])
+        spec: Spec = shape.spec
+        signature: Any = (spec, kinds)
+        plain = [place for place, kind in enumerate(kinds) if kind == "plain"]
+        if signature in seen and not plain:
+            equal: Sequence[bool] = [leaf is None for leaf in leaves]
+        else:
+            equal = _compare(group, spec, kinds, leaves)
+            seen.add(signature)
+            if spec.kind == "leaf":
+                seen.add(kinds[0])
+        regrouped = [
+            leaf if same else PerReplica.own(group.rank, leaf, group.size) for leaf, same in zip(leaves, equal, strict=True)
+        ]
+        return unflatten(shape, regrouped)
+
+
+def _code_of(fn: Any) -> Any:
+    """What is the same for one function at every call, and on every replica at the same call."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if isinstance(fn, types.MethodType):
+        fn = fn.__func__
+    return getattr(fn, "__code__", type(fn))
+
+
+def _kind(leaf: Any) -> str:
+    if leaf is None:
+        return "none"
+    if isinstance(leaf, DistributedValues):
+        leaf._refuse("was returned by a function that strategy.run called, and cannot be a replica's result")
+    return "plain" if is_immutable(leaf) else "tensor"
+
+
+def _describe(kind: str, leaf: Any) -> str:
+    return f"{type(leaf).__module__}.{type(leaf).__qualname__} {leaf!r}" if kind == "plain" else kind
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def _compare(group: Group, spec: Spec, kinds: Sequence[str], leaves: Sequence[Any]) -> list[bool]:
+    """Whether each leaf is the same plain value on all replicas. All replicas call it together."""
+    descriptions = [_describe(kind, leaf) for kind, leaf in zip(kinds, leaves, strict=True)]
+    mine = [_digest(repr(spec)), _digest("\n".join(descriptions))]
+    others = group.all_gather(torch.tensor(mine, dtype=torch.int64, device=torch_device(group.device)))
+    if all(other.tolist() == mine for other in others):
+        return [kind != "tensor" for kind in kinds]
+    told = group.all_gather_object((spec, descriptions))
+    for replica, (other, _) in enumerate(told):
+        if other != told[0][0]:
+            raise unlike_structures({0: told[0][0], replica: other})
+    columns = zip(*(texts for _, texts in told), strict=True)
+    return [kind != "tensor" and len(set(column)) == 1 for kind, column in zip(kinds, columns, strict=True)]

@@ -1,0 +1,75 @@
+"""What `run` and its kin accept: checked the same way in every runtime. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distnb.errors import DistributedValueError, OptionError
+from distnb.options import InputOptions, RunOptions
+
+__all__ = ["BatchNote", "check_call", "check_input_options", "leading_size"]
+
+
+def check_call(fn: Any, args: Any, kwargs: Any, options: Any) -> None:
+    """Check the arguments of `run`.
+
+    Raises:
+        DistributedValueError: (a TypeError) `fn` cannot be called, `args` is no tuple or list, `kwargs` no dict.
+        OptionError: `options` is no RunOptions.
+    """
+    if not callable(fn):
+        raise DistributedValueError(f"strategy.run needs a function and got {fn!r}. Write strategy.run(fn, args=(x,)), without calling fn.")
+    if isinstance(args, (str, bytes)) or not isinstance(args, (tuple, list)):
+        raise DistributedValueError(f"strategy.run needs args as a tuple or list and got a {type(args).__name__}. Write args=(x,) for one argument.")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise DistributedValueError(f"strategy.run needs kwargs as a dict and got a {type(kwargs).__name__}.")
+    if options is not None and not isinstance(options, RunOptions):
+        raise OptionError(f"options={options!r}: strategy.run takes a distnb.RunOptions.")
+
+
+def check_input_options(options: Any, batch_size: Any) -> None:
+    """Check the arguments of `distribute_dataset`.
+
+    Raises:
+        OptionError: They are of the wrong kind.
+    """
+    if options is not None and not isinstance(options, InputOptions):
+        raise OptionError(f"options={options!r}: distribute_dataset takes a distnb.InputOptions.")
+    if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
+        raise OptionError(f"batch_size={batch_size!r}: give the size of the global batch, a whole number from 1.")
+
+
+def leading_size(component: Any) -> int | None:
+    """Examples in a leaf of a batch: the size of its first axis, or its length; None for a scalar."""
+    shape = getattr(component, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else None
+    return len(component) if isinstance(component, Sequence) and not isinstance(component, (str, bytes)) else None
+
+
+class BatchNote:
+    """Collects, while arguments are selected for a replica, the sizes of the distributed batch among them.
+
+    Attributes:
+        batch_size: Of the global batch; None when there is none, or several of different sizes.
+        slice_size: Of this replica's part of it.
+    """
+
+    __slots__ = ("_mixed", "batch_size", "slice_size")
+
+    def __init__(self) -> None:
+        self.batch_size: int | None = None
+        self.slice_size: int | None = None
+        self._mixed = False
+
+    def __call__(self, value: Any, component: Any, /) -> None:
+        total = value.global_batch_size
+        if total is None or self._mixed or total == self.batch_size:
+            return
+        if self.batch_size is not None:
+            self.batch_size = self.slice_size = None
+            self._mixed = True
+            return
+        self.batch_size = total
+        self.slice_size = leading_size(component)

@@ -1,0 +1,96 @@
+"""Which of the runtimes a strategy has in this process. Loads torch only where there are replicas."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from distnb.errors import NoClusterError, OptionError
+from distnb.runtime.base import Owner, Runtime
+from distnb.runtime.in_process import InProcess
+
+__all__ = ["has_remote", "register_remote", "runtime_for", "started_by_launcher"]
+
+_IN_PROCESS_KINDS = ("default", "one_device")
+
+_remote: Callable[[Owner], Runtime] | None = None
+_in_process: dict[str | None, InProcess] = {}
+
+
+def register_remote(factory: Callable[[Owner], Runtime] | None) -> None:
+    """Say that strategies of several replicas run on engines; None takes it back. The session calls this.
+
+    Args:
+        factory: Gives the runtime of a strategy; starts a cluster when there is none.
+    """
+    global _remote
+    _remote = factory
+
+
+def has_remote() -> bool:
+    """Whether this process is a notebook whose strategies run on engines."""
+    return _remote is not None
+
+
+def started_by_launcher() -> bool:
+    """Whether torchrun, `distnb run` or the like started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def runtime_for(strategy: Owner) -> Runtime:
+    """Where a strategy runs from here.
+
+    Raises:
+        NoClusterError: It needs several replicas, and this is a script that was started alone.
+        OptionError: It was made for other devices than the replicas have.
+    """
+    spec = strategy.spec
+    if spec.kind in _IN_PROCESS_KINDS:
+        device = spec.devices[0] if spec.devices else None
+        if device not in _in_process:
+            _in_process[device] = InProcess(device)
+        return _in_process[device]
+    spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it
+    process = spmd.current() if spmd is not None else None
+    if process is not None:
+        _check_team(strategy, process.team.devices)
+        return process.runtime_of(strategy)  # type: ignore[no-any-return]
+    if _remote is not None:
+        return _remote(strategy)
+    if started_by_launcher():
+        from distnb.runtime.spmd import join_from_env
+
+        join_from_env()
+        return runtime_for(strategy)
+    raise NoClusterError(
+        f"{strategy!r} needs several replicas, and this process was started alone. Start the script on each of them: "
+        f"`distnb run {_script()} -n 2` (torchrun works too). In a notebook, %load_ext distnb and %distnb start give engines; "
+        "in a plain script, distnb.start() does."
+    )
+
+
+def _script() -> str:
+    name = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else ""
+    return name if name.endswith(".py") else "script.py"
+
+
+_checked: dict[tuple[Owner, tuple[object, ...]], bool] = {}
+
+
+def _check_team(strategy: Owner, devices: tuple[object, ...]) -> None:
+    spec = strategy.spec
+    if not spec.devices and not spec.num_replicas:
+        return
+    key = (strategy, devices)
+    if key in _checked:
+        return
+    there = tuple(map(str, devices))
+    wanted = len(spec.devices) or spec.num_replicas
+    if wanted != len(there) or (spec.devices and spec.devices != there):
+        asked = ", ".join(spec.devices) or f"{wanted} replicas"
+        raise OptionError(
+            f"{strategy!r} was made for {asked}, and this program runs on {len(there)} replica(s): {', '.join(there)}. "
+            "Make it without devices to take those that the program has, or start the program on the devices that it names."
+        )
+    _checked[key] = True

@@ -1,0 +1,141 @@
+"""The calling process is the only replica: default and one-device strategies. Loads torch only when it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from distnb.errors import OptionError
+from distnb.options import InputOptions, ReduceOp, RunOptions, ValueContext
+from distnb.runtime import contexts, progress
+from distnb.runtime.arguments import BatchNote
+from distnb.runtime.base import Owner
+from distnb.runtime.replica_context import ReplicaContext
+from distnb.topology import Device, parse_device
+from distnb.values.distributed import DistributedValues
+from distnb.values.structure import flatten, map_structure, select
+
+__all__ = ["InProcess", "local_components"]
+
+
+class InProcess:
+    """One replica, here.
+
+    Args:
+        device: Where it computes; None leaves everything as it is, and makes `run` a plain call (the default strategy).
+    """
+
+    def __init__(self, device: str | None = None) -> None:
+        self._device: Device | None = None if device is None else parse_device(device)
+
+    def num_replicas(self, strategy: Owner) -> int:
+        """One."""
+        return 1
+
+    def worker_devices(self, strategy: Owner) -> tuple[str, ...]:
+        """The one device."""
+        return (str(self._device or Device("cpu")),)
+
+    def scope(self, strategy: Owner) -> AbstractContextManager[Any]:
+        """New tensors and modules land on the device; nothing else happens."""
+        return nullcontext(strategy) if self._device is None else self._placed(strategy, None)
+
+    @contextmanager
+    def _placed(self, strategy: Owner, replica: ReplicaContext | None) -> Iterator[Owner]:
+        from distnb.runtime.placement import checked_device, placed_on
+
+        assert self._device is not None
+        checked_device(self._device)
+        stack = contexts.entries()
+        stack.append((strategy, replica))
+        try:
+            with placed_on(self._device):
+                yield strategy
+        finally:
+            stack.pop()
+
+    def run(
+        self,
+        strategy: Owner,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        options: RunOptions | None,
+    ) -> Any:
+        """Call the function."""
+        if self._device is None:
+            result = fn(*args, **kwargs)
+            progress.steps += 1
+            return result
+        note = BatchNote()
+        args, kwargs = select((tuple(args), dict(kwargs)), 0, 1, note)
+        with self._placed(strategy, ReplicaContext(strategy, 0, 1, None, note.batch_size, note.slice_size)):
+            result = fn(*args, **kwargs)
+        progress.steps += 1
+        progress.examples += note.slice_size or 0
+        return result
+
+    def reduce(self, strategy: Owner, op: ReduceOp, value: Any, axis: Any) -> Any:
+        """Reduce along the axes; without any, the value itself."""
+        from distnb.runtime.reduction import reduce_alone
+
+        return map_structure(lambda leaf: reduce_alone(op, leaf, axis), select(value, 0, 1))
+
+    def gather(self, strategy: Owner, value: Any, axis: int) -> Any:
+        """The value itself, once rank and axis are checked."""
+        from distnb.runtime.gathering import checked_axis
+        from distnb.runtime.reduction import tensor_of
+
+        value = select(value, 0, 1)
+        for leaf in flatten(value)[0]:
+            checked_axis(axis, tensor_of(leaf, "gather"), "gather")
+        return value
+
+    def broadcast(self, strategy: Owner, value: Any, source: int) -> Any:
+        """The value itself."""
+        if source != 0:
+            raise OptionError(f"broadcast from replica {source}: there is one replica, replica 0.")
+        return select(value, 0, 1)
+
+    def local_results(self, strategy: Owner, value: Any) -> tuple[Any, ...]:
+        """The value itself, in a tuple."""
+        return local_components(value)
+
+    def distribute_values_from_function(self, strategy: Owner, fn: Callable[[ValueContext], Any]) -> Any:
+        """What the function returns."""
+        return fn(ValueContext(0, 1))
+
+    def distribute_dataset(
+        self, strategy: Owner, dataset: Any, batch_size: int | None, options: InputOptions | None
+    ) -> Any:
+        """The dataset itself by default; on a named device, its whole batches, moved there."""
+        if self._device is None and batch_size is None:
+            return dataset
+        from distnb.input.distribute import distribute
+
+        return distribute(
+            dataset,
+            num_replicas=1,
+            replica_id=0,
+            device=self._device or Device("cpu"),
+            batch_size=batch_size,
+            options=options,
+            shared_randomness=nullcontext,
+        )
+
+    def no_sync(self, strategy: Owner) -> AbstractContextManager[None]:
+        """Nothing: there is nobody to be in sync with."""
+        return nullcontext()
+
+    def assert_in_sync(self, strategy: Owner, value: Any) -> None:
+        """Nothing: one replica is always in sync."""
+
+
+def local_components(value: Any) -> tuple[Any, ...]:
+    """The components of a structure that are in this process: one structure for each replica that is here."""
+    distributed = [leaf for leaf in flatten(value)[0] if isinstance(leaf, DistributedValues)]
+    if not distributed:
+        return (value,)
+    here = [replica for replica in distributed[0].replica_ids if all(replica in other.replica_ids for other in distributed)]
+    return tuple(select(value, replica) for replica in here)

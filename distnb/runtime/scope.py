@@ -1,0 +1,278 @@
+"""What is made while a strategy's scope is open on a replica: found, made equal, and kept in sync from then on."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch.nn.modules import module as torch_module
+from torch.nn.parameter import is_lazy
+
+from distnb.collectives.mirrored import find_mirror
+from distnb.errors import ContextError, StructureError
+from distnb.runtime import contexts, metric_binding
+from distnb.runtime.placement import torch_device
+
+if TYPE_CHECKING:
+    from distnb.collectives.gradients import GradientSync
+    from distnb.collectives.groups import Group
+
+__all__ = ["Adoption", "ScopeWatch", "make_equal"]
+
+_MESSAGE_NBYTES = 256 * 2**20
+
+
+class FamilyKey:
+    """Names the parameters of one model to GradientSync without keeping the model alive."""
+
+
+class Adoption:
+    """The variables of one strategy on this replica.
+
+    Args:
+        strategy: Whose.
+        sync: Keeps parameters in sync.
+        group: Gives the process group of the present generation.
+    """
+
+    def __init__(self, strategy: Any, sync: GradientSync, group: Callable[[], Group]) -> None:
+        self.strategy = strategy
+        self._sync = sync
+        self._group = group
+        self._families: weakref.WeakKeyDictionary[torch.nn.Module, FamilyKey] = weakref.WeakKeyDictionary()
+        self._buffers: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter was made in a scope of this strategy."""
+        mirror = find_mirror(parameter)
+        return mirror is not None and mirror.sync() is self._sync
+
+    def take(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter], *, equalise: bool = True) -> None:
+        """Adopt the parameters and buffers of modules, and parameters that belong to no module.
+
+        Args:
+            roots: In the same order on every replica; each is a family of its own.
+            loose: Likewise.
+            equalise: Give every replica the values of replica 0. Without it the caller has made them equal.
+        """
+        new: list[tuple[str, torch.Tensor]] = []
+        lazy: list[torch.nn.Module] = []
+        for root in roots:
+            key = self._families.setdefault(root, FamilyKey())
+            new += [(f"{type(root).__name__}.{name}", tensor) for name, tensor in self._new_of(root, key)]
+            lazy += [part for part in root.modules() if any(map(is_lazy, part.parameters(recurse=False)))]
+        key = FamilyKey()
+        for parameter in loose:
+            if self._adopt(parameter, key):
+                new.append(("Parameter", parameter))
+        if not equalise or self._group().size == 1:
+            return
+        for part in lazy:
+            _equalise_when_materialised(part, self._group)
+        ready = [(name, tensor) for name, tensor in new if not is_lazy(tensor)]
+        make_equal(self._group(), ready)
+
+    def _new_of(self, root: torch.nn.Module, key: FamilyKey) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in root.named_parameters():
+            if self._adopt(parameter, key):
+                yield name, parameter
+        for name, buffer in root.named_buffers():
+            identity = id(buffer)
+            if identity not in self._buffers:
+                forget = self._buffers.pop
+                self._buffers[identity] = weakref.ref(buffer, lambda _, identity=identity: forget(identity, None))  # type: ignore[misc]
+                yield name, buffer
+
+    def _adopt(self, parameter: torch.nn.Parameter, key: FamilyKey) -> bool:
+        mirror = find_mirror(parameter)
+        if mirror is not None:
+            if mirror.sync() is self._sync:
+                return False
+            raise ContextError(
+                f"Mixing different Strategy objects: a parameter that another strategy made was registered in the scope of "
+                f"{self.strategy!r}. Make the model in the scope of the strategy that trains it."
+            )
+        self._sync.adopt(parameter, key)
+        return True
+
+
+def _equalise_when_materialised(part: torch.nn.Module, group: Callable[[], Group]) -> None:
+    """Lazy parameters get their values in the first forward pass, from each replica's own random stream."""
+
+    def hook(module: torch.nn.Module, _args: Any) -> None:
+        tensors = list(module.named_parameters(recurse=False)) + list(module.named_buffers(recurse=False))
+        if not any(is_lazy(tensor) for _, tensor in tensors):
+            handle.remove()
+            make_equal(group(), [(f"{type(module).__name__}.{name}", tensor) for name, tensor in tensors])
+
+    handle = part.register_forward_pre_hook(hook)  # after the module's own, which materialises
+
+
+# -- equal values --------------------------------------------------------------------------------------------------------
+
+
+def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Give every replica the values that replica 0 holds, in one flat message (several, for very large models).
+
+    Args:
+        group: The replicas.
+        named: The same tensors on each; the names are for errors.
+
+    Raises:
+        StructureError: The replicas made different variables.
+    """
+    if not named:
+        return
+    descriptions = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
+    head = torch.tensor([len(named), zlib.crc32(repr(descriptions).encode())], dtype=torch.int64, device=torch_device(group.device))
+    if any(not torch.equal(other, head) for other in group.all_gather(head)):
+        _refuse_unlike(group.all_gather_object(descriptions))
+    pack: list[torch.Tensor] = []
+    nbytes = 0
+    with torch.no_grad():
+        for _, tensor in named:
+            if pack and nbytes + tensor.nbytes > _MESSAGE_NBYTES:
+                _broadcast_pack(group, pack)
+                pack, nbytes = [], 0
+            pack.append(tensor)
+            nbytes += tensor.nbytes
+        _broadcast_pack(group, pack)
+
+
+def _broadcast_pack(group: Group, pack: Sequence[torch.Tensor]) -> None:
+    device = torch_device(group.device)
+    flat = torch.cat([tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for tensor in pack])
+    if not flat.numel():
+        return
+    group.broadcast(flat, 0)
+    if group.rank == 0:
+        return
+    begin = 0
+    for tensor in pack:
+        piece = flat[begin : begin + tensor.nbytes]
+        begin += tensor.nbytes
+        # Cloned, since a view as another dtype needs an aligned beginning.
+        tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _refuse_unlike(descriptions: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:
+    longest = max(len(one) for one in descriptions)
+    for place in range(longest):
+        entries = [one[place] if place < len(one) else None for one in descriptions]
+        if any(entry != entries[0] for entry in entries):
+            shown = "\n".join(
+                f"  replica {replica}: " + (f"{entry[0]}, {entry[2].removeprefix('torch.')}{list(entry[1])}" if entry else "nothing")
+                for replica, entry in enumerate(entries)
+            )
+            raise StructureError(
+                f"The replicas made different variables in the scope. Variable {place} of it is\n{shown}\n"
+                "Make the same model on every replica: what decides its shape must not depend on the replica."
+            )
+
+
+# -- seeing what is made ---------------------------------------------------------------------------------------------------
+
+
+class ScopeWatch:
+    """Notes, while it is entered, which modules and parameters this thread makes; adopts them when it ends well.
+
+    torch tells of registrations through its global hooks. Parameters that are in no module, and copies of models,
+    are seen in `Parameter.__new__`, which is wrapped for as long as a scope is open.
+    """
+
+    def __init__(self, adoption: Adoption) -> None:
+        self._adoption = adoption
+        self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._parameters: dict[int, weakref.ref[torch.nn.Parameter]] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._handles = [
+            torch_module.register_module_parameter_registration_hook(self._on_parameter),
+            torch_module.register_module_buffer_registration_hook(self._on_buffer),
+            torch_module.register_module_module_registration_hook(self._on_module),
+            _watch_parameters(self._on_made),
+        ]
+        if "torchmetrics" in sys.modules:
+            self._handles.append(metric_binding.watch_metrics(self._is_mine))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if kind is None and (self._modules or self._parameters):
+            self._adopt_all()
+
+    def _adopt_all(self) -> None:
+        # What was made and dropped must be gone on every replica, or none: garbage collectors run when they like.
+        gc.collect()
+        modules = [module for reference in self._modules.values() if (module := reference()) is not None]
+        inner = {id(part) for module in modules for part in module.modules() if part is not module}
+        roots = [module for module in modules if id(module) not in inner]
+        in_modules = {id(parameter) for root in roots for parameter in root.parameters()}
+        alive = [parameter for reference in self._parameters.values() if (parameter := reference()) is not None]
+        self._adoption.take(roots, [parameter for parameter in alive if id(parameter) not in in_modules])
+
+    def _is_mine(self) -> bool:
+        innermost = contexts.innermost()
+        return innermost is not None and innermost[0] is self._adoption.strategy and innermost[1] is None
+
+    def _note_module(self, module: torch.nn.Module) -> None:
+        if self._is_mine():
+            self._modules.setdefault(id(module), weakref.ref(module))
+
+    def _on_parameter(self, module: torch.nn.Module, _name: str, _parameter: Any) -> None:
+        self._note_module(module)
+
+    def _on_buffer(self, module: torch.nn.Module, _name: str, _buffer: Any) -> None:
+        self._note_module(module)
+
+    def _on_module(self, module: torch.nn.Module, _name: str, child: Any) -> None:
+        self._note_module(module)
+
+    def _on_made(self, parameter: torch.nn.Parameter) -> None:
+        if self._is_mine():
+            self._parameters[id(parameter)] = weakref.ref(parameter)
+
+
+_listeners: list[Callable[[torch.nn.Parameter], None]] = []
+_plain_new: Any = None
+
+
+class _Listening:
+    """One listener of `_watch_parameters`; removing the last one leaves torch as it was."""
+
+    def __init__(self, listener: Callable[[torch.nn.Parameter], None]) -> None:
+        self._listener = listener
+
+    def remove(self) -> None:
+        global _plain_new
+        _listeners.remove(self._listener)
+        if not _listeners:
+            torch.nn.Parameter.__new__ = _plain_new  # type: ignore[method-assign]
+            _plain_new = None
+
+
+def _watch_parameters(listener: Callable[[torch.nn.Parameter], None]) -> _Listening:
+    global _plain_new
+    if not _listeners:
+        _plain_new = torch.nn.Parameter.__dict__["__new__"]
+        torch.nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[assignment]
+    _listeners.append(listener)
+    return _Listening(listener)
+
+
+def _new_parameter(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    parameter = _plain_new.__func__(cls, *args, **kwargs)
+    for listener in _listeners:
+        listener(parameter)
+    return parameter

@@ -1,0 +1,305 @@
+"""This process is one replica of several: in an engine, or in a script under torchrun or `distnb run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from distnb.collectives import groups
+from distnb.collectives.gradients import GradientSync
+from distnb.collectives.groups import Group
+from distnb.errors import DistributedValueError, OptionError
+from distnb.options import InputOptions, ReduceOp, RunOptions, ValueContext
+from distnb.runtime import contexts, progress, randomness
+from distnb.runtime.agreement import Agreement
+from distnb.runtime.arguments import BatchNote
+from distnb.runtime.base import Owner
+from distnb.runtime.gathering import broadcast_tree, checked_axis, gather_tensor
+from distnb.runtime.in_process import local_components
+from distnb.runtime.outsiders import OutsiderCheck
+from distnb.runtime.placement import placed_on, torch_device, use_device
+from distnb.runtime.randomness import streams
+from distnb.runtime.reduction import reduce_alone, reduce_leaves, tensor_of
+from distnb.runtime.replica_context import ReplicaContext
+from distnb.runtime.scope import Adoption, ScopeWatch
+from distnb.runtime.sync_check import assert_in_sync
+from distnb.topology import Device, Team
+from distnb.values.distributed import DistributedValues, PerReplica
+from distnb.values.structure import flatten, map_structure, select, unflatten
+
+__all__ = ["Spmd", "SpmdProcess", "current", "enter", "join_from_env", "leave"]
+
+
+class SpmdProcess:
+    """What this process is: replica `rank` of a team. It stays the same object as teams come and go.
+
+    Attributes:
+        team: The replicas.
+        rank: Which one this is.
+        device: Where it computes.
+        group: The team's process group of the present generation.
+    """
+
+    def __init__(self, team: Team, rank: int, device: Device, group: Group) -> None:
+        self.team = team
+        self.rank = rank
+        self.device = device
+        self.group = group
+        self.agreement = Agreement()
+        self._runtimes: dict[Any, Spmd] = {}
+
+    @property
+    def size(self) -> int:
+        """Number of replicas."""
+        return self.team.size
+
+    def runtime_of(self, strategy: Owner) -> Spmd:
+        """The runtime of a strategy in this process; it lives as long as the process, and its variables with it."""
+        runtime = self._runtimes.get(strategy)
+        if runtime is None:
+            runtime = self._runtimes[strategy] = Spmd(self, strategy)
+        return runtime
+
+
+_current: SpmdProcess | None = None
+
+
+def current() -> SpmdProcess | None:
+    """What this process is; None when it is no replica of several."""
+    return _current
+
+
+def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
+    """Become a replica of a team, or of another one, for the program that begins.
+
+    Args:
+        team: All replicas.
+        rank: This one's number.
+        device: This one's device, which becomes the process's current one.
+        group: The team's process group.
+    """
+    global _current
+    if _current is None:
+        _current = SpmdProcess(team, rank, device, group)
+    process = _current
+    process.team, process.rank, process.device, process.group = team, rank, device, group
+    process.agreement.forget()
+    contexts.entries().clear()  # a program that was ended from without may have left some
+    streams.reset()
+    use_device(device)
+    if device.type == "cuda":
+        streams.use_cuda(device.index)
+    return process
+
+
+def leave() -> None:
+    """Be no replica any more: the process is an ordinary one again."""
+    global _current
+    _current = None
+
+
+def join_from_env() -> SpmdProcess:
+    """Become the replica that torchrun's (or `distnb run`'s) environment says, once per process."""
+    if _current is not None:
+        return _current
+    group = groups.join_from_env()
+    # The team of a script needs no store: torch.distributed has found its own.
+    team = Team(tuple(range(group.size)), (group.device,) * group.size, group.generation, "", 0)
+    process = enter(team, group.rank, group.device, group)
+    if group.size > 1:
+        devices = group.all_gather_object(group.device)
+        process.team = Team(team.engines, tuple(devices), team.generation, "", 0)
+        # Each process was started with random numbers of its own; outside replicas they must be the same.
+        randomness.share(group)
+    return process
+
+
+class Spmd:
+    """One strategy on this replica. Every replica makes the same calls in the same order.
+
+    Args:
+        process: What this process is.
+        strategy: Whose runtime this is.
+    """
+
+    def __init__(self, process: SpmdProcess, strategy: Owner) -> None:
+        self._process = process
+        self._strategy = strategy
+        self._reduction = strategy.spec.option("gradient_reduction", "sum")
+        self._sync = GradientSync(
+            lambda: process.group,
+            self._reduction,
+            check_mean_loss=strategy.spec.option("check_mean_loss", True),
+        )
+        self._adoption = Adoption(strategy, self._sync, lambda: process.group)
+        self._outsiders = OutsiderCheck(strategy, self._adoption.owns)
+        self._open_scopes = 0
+
+    @property
+    def adoption(self) -> Adoption:
+        """The strategy's variables on this replica."""
+        return self._adoption
+
+    def num_replicas(self, strategy: Owner) -> int:
+        """As many as the team has."""
+        return self._process.team.size
+
+    def worker_devices(self, strategy: Owner) -> tuple[str, ...]:
+        """The device of each replica, in order."""
+        return tuple(map(str, self._process.team.devices))
+
+    # Where variables are made -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def scope(self, strategy: Owner) -> Iterator[Any]:
+        """Parameters made here start equal and are kept in sync; new tensors land on the replica's device."""
+        with contexts.enter_cross_replica(strategy), placed_on(self._process.device):
+            if self._open_scopes:
+                yield strategy
+                return
+            self._open_scopes += 1
+            try:
+                with ScopeWatch(self._adoption):
+                    yield strategy
+            finally:
+                self._open_scopes -= 1
+
+    # Computing on replicas --------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        strategy: Owner,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        options: RunOptions | None,
+    ) -> Any:
+        """Call the function once, as this replica, with this replica's components of the arguments."""
+        process = self._process
+        rank, size = process.rank, process.team.size
+        note = BatchNote()
+        own_args = [select(arg, rank, size, note) for arg in args]
+        own_kwargs = {name: select(arg, rank, size, note) for name, arg in kwargs.items()} if kwargs else {}
+        replica = ReplicaContext(
+            strategy, rank, size, process.group, note.batch_size, note.slice_size, self._outsiders
+        )
+        if size > 1:
+            self._outsiders.before_run(fn, own_args, own_kwargs)
+        self._sync.weight(note.slice_size, note.batch_size)
+        result = self._call(strategy, replica, fn, own_args, own_kwargs)
+        progress.steps += 1
+        if note.slice_size:
+            progress.examples += note.slice_size
+        return result if size == 1 else process.agreement.regroup(process.group, fn, result)
+
+    def _call(self, strategy: Owner, replica: ReplicaContext, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        stack = contexts.entries()
+        several = replica.num_replicas_in_sync > 1
+        stack.append((strategy, replica))
+        if several:
+            streams.enter(replica.replica_id_in_sync_group)
+        try:
+            if self._process.device.type == "cpu":
+                return fn(*args, **kwargs)
+            with placed_on(self._process.device):
+                return fn(*args, **kwargs)
+        finally:
+            if several:
+                streams.leave()
+            stack.pop()
+
+    def no_sync(self, strategy: Owner) -> AbstractContextManager[None]:
+        """Backward passes within gather gradients on this replica only."""
+        return self._sync.no_sync()
+
+    # Bringing values together -----------------------------------------------------------------------------------
+
+    def reduce(self, strategy: Owner, op: ReduceOp, value: Any, axis: Any) -> Any:
+        """Combine the replicas' components."""
+        process = self._process
+        if process.size == 1:
+            return map_structure(lambda leaf: reduce_alone(op, leaf, axis), select(value, 0, 1))
+        leaves, shape = flatten(value)
+        results = list(leaves)
+        places = [place for place, leaf in enumerate(leaves) if self._is_distributed(leaf, op)]
+        own = [select(leaves[place], process.rank, process.size) for place in places]
+        if own:
+            reduced = reduce_leaves(process.group, op, own, axis, torch_device(process.device))
+            for place, result in zip(places, reduced, strict=True):
+                results[place] = result
+        return unflatten(shape, results)
+
+    def _is_distributed(self, leaf: Any, op: ReduceOp) -> bool:
+        if isinstance(leaf, DistributedValues) or (isinstance(leaf, torch.Tensor) and self._adoption.owns(leaf)):
+            return True
+        if op is ReduceOp.MEAN and not isinstance(leaf, (bool, str, bytes, type(None))):
+            return False  # the mean of equal values is that value
+        text = repr(leaf)
+        raise DistributedValueError(
+            f"reduce {op.name} over {self._process.size} replicas got a plain value, the same on all of them: "
+            f"{text if len(text) <= 80 else text[:77] + '...'}. It sums what strategy.run returned per replica. If a function "
+            "returns a Python number, replicas that return the same one give a plain value: return a tensor, and it stays "
+            "per replica. If it is the sum you mean, multiply by strategy.num_replicas_in_sync."
+        )
+
+    def gather(self, strategy: Owner, value: Any, axis: int) -> Any:
+        """Concatenate the replicas' components."""
+        process = self._process
+
+        def one(leaf: Any) -> torch.Tensor:
+            if process.size > 1 and not isinstance(leaf, DistributedValues) and not (isinstance(leaf, torch.Tensor) and self._adoption.owns(leaf)):
+                raise DistributedValueError(
+                    f"gather got a plain {type(leaf).__name__}, which is the same on all {process.size} replicas, so there is "
+                    "nothing to bring together. Give it what strategy.run returned per replica, or a value of "
+                    "strategy.distribute_values_from_function."
+                )
+            tensor = tensor_of(select(leaf, process.rank, process.size), "gather")
+            place = checked_axis(axis, tensor, "gather")
+            return tensor if process.size == 1 else gather_tensor(process.group, tensor, place, "gather")
+
+        return map_structure(one, value)
+
+    def broadcast(self, strategy: Owner, value: Any, source: int) -> Any:
+        """Replica `source`'s component, on all."""
+        process = self._process
+        if not 0 <= source < process.size:
+            raise OptionError(f"broadcast from replica {source}: the replicas are 0 to {process.size - 1}.")
+        own = select(value, process.rank, process.size)
+        return own if process.size == 1 else broadcast_tree(process.group, own, source)
+
+    def local_results(self, strategy: Owner, value: Any) -> tuple[Any, ...]:
+        """This replica's component, in a tuple."""
+        return local_components(value)
+
+    def assert_in_sync(self, strategy: Owner, value: Any) -> None:
+        """Compare the replicas' bits."""
+        if self._process.size > 1:
+            assert_in_sync(self._process.group, select(value, self._process.rank, self._process.size))
+
+    # Values and data ----------------------------------------------------------------------------------------------
+
+    def distribute_values_from_function(self, strategy: Owner, fn: Callable[[ValueContext], Any]) -> Any:
+        """What the function returns for this replica, as a component."""
+        rank, size = self._process.rank, self._process.size
+        value = fn(ValueContext(rank, size))
+        return value if size == 1 else map_structure(lambda leaf: PerReplica.own(rank, leaf, size), value)
+
+    def distribute_dataset(
+        self, strategy: Owner, dataset: Any, batch_size: int | None, options: InputOptions | None
+    ) -> Any:
+        """This replica's slices of the dataset's global batches."""
+        from distnb.input.distribute import distribute
+
+        process = self._process
+        return distribute(
+            dataset,
+            num_replicas=process.size,
+            replica_id=process.rank,
+            device=process.device,
+            batch_size=batch_size,
+            options=options,
+            shared_randomness=streams.shared,
+        )

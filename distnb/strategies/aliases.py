@@ -1,0 +1,50 @@
+"""The names of tf.distribute and of older versions of it, and what they are called here: one table for each place."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+__all__ = ["METHODS", "experimental"]
+
+METHODS = {
+    "experimental_distribute_dataset": "distribute_dataset",
+    "experimental_distribute_datasets_from_function": "distribute_datasets_from_function",
+    "experimental_distribute_values_from_function": "distribute_values_from_function",
+    "experimental_local_results": "local_results",
+    "experimental_run": "run",
+    "experimental_run_v2": "run",
+}
+"""Methods of `Strategy`."""
+
+_EXPERIMENTAL = {
+    name: name
+    for name in (
+        "CentralStorageStrategy",
+        "CommunicationOptions",
+        "MultiWorkerMirroredStrategy",
+        "ParameterServerStrategy",
+        "TPUStrategy",
+        "ValueContext",
+        "coordinator",
+        "partitioners",
+    )
+} | {"CollectiveCommunication": "CommunicationImplementation", "CollectiveHints": "CommunicationOptions"}
+"""Names in `distnb.experimental`, and in `distnb`."""
+
+
+class _Experimental(SimpleNamespace):
+    """`distnb.experimental`: the seeds' names for what has left the experimental stage."""
+
+    def __getattr__(self, name: str) -> Any:
+        import distnb
+
+        if name in _EXPERIMENTAL:
+            return getattr(distnb, _EXPERIMENTAL[name])
+        raise AttributeError(f"distnb.experimental has no {name!r}; it has {', '.join(sorted(_EXPERIMENTAL))}")
+
+    def __dir__(self) -> list[str]:
+        return sorted(_EXPERIMENTAL)
+
+
+experimental = _Experimental()

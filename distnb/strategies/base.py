@@ -1,0 +1,256 @@
+"""The base of all strategies: a strategy says what, the runtime that it finds says where."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Self, cast
+
+from distnb.errors import OptionError
+from distnb.options import InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
+from distnb.runtime import choice, contexts
+from distnb.runtime.arguments import check_call, check_input_options
+from distnb.runtime.base import Runtime
+from distnb.strategies.aliases import METHODS
+
+__all__ = ["Strategy", "resolve"]
+
+_CLASSES = {
+    "default": "distnb.strategies.default:DefaultStrategy",
+    "one_device": "distnb.strategies.one_device:OneDeviceStrategy",
+    "mirrored": "distnb.strategies.mirrored:MirroredStrategy",
+}
+_made: dict[StrategySpec, Strategy] = {}
+
+
+def resolve(spec: StrategySpec) -> Strategy:
+    """The strategy that a spec names: the same object for equal specs, in each process.
+
+    Raises:
+        OptionError: There is no strategy of that kind.
+    """
+    strategy = _made.get(spec)
+    if strategy is None:
+        if spec.kind not in _CLASSES:
+            raise OptionError(f"{spec.kind!r} is no strategy. The strategies are {', '.join(sorted(_CLASSES))}.")
+        module, _, name = _CLASSES[spec.kind].partition(":")
+        strategy = cast("type[Strategy]", getattr(importlib.import_module(module), name))._of(spec)
+    return strategy
+
+
+class Strategy:
+    """How a computation is spread over devices. Subclasses are made by their own arguments.
+
+    Equal arguments give the same object. Methods may be called in the notebook, on replicas, and in scripts; they do
+    the same everywhere.
+
+    Attributes:
+        spec: Everything that says which strategy this is.
+    """
+
+    kind: ClassVar[str]
+    spec: StrategySpec
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
+        raise OptionError("distnb.Strategy is the base of strategies. Make a MirroredStrategy or OneDeviceStrategy, or ask get_strategy().")
+
+    @classmethod
+    def _of(cls, spec: StrategySpec) -> Self:
+        """The object of a spec, made if need be."""
+        strategy = _made.get(spec)
+        if strategy is None:
+            strategy = object.__new__(cls)
+            strategy.spec = spec
+            _made[spec] = strategy
+        return cast("Self", strategy)
+
+    def __reduce__(self) -> tuple[Callable[[StrategySpec], Strategy], tuple[StrategySpec]]:
+        return resolve, (self.spec,)
+
+    def __repr__(self) -> str:
+        given = [f"devices={list(self.spec.devices)}"] if self.spec.devices else []
+        given += [f"{name}={value!r}" for name, value in self.spec.options]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in METHODS:
+            return getattr(self, METHODS[name])
+        if name == "extended":
+            raise AttributeError("A strategy has no 'extended': its methods are the strategy's own (worker_devices, colocate_with, …).")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    @property
+    def runtime(self) -> Runtime:
+        """Where the strategy runs from here: in this process, as one of several replicas, or on engines."""
+        return choice.runtime_for(self)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas compute one global batch together."""
+        return self.runtime.num_replicas(self)
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The device of each replica, in replica order."""
+        return self.runtime.worker_devices(self)
+
+    @property
+    def cluster_resolver(self) -> None:
+        """None: the strategy's engines are of one machine."""
+        return None
+
+    # Variables ----------------------------------------------------------------------------------------------------
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """The context in which models, optimizers and metrics are made.
+
+        Parameters that are made within it start equal on every replica and are kept in sync.
+
+        Raises:
+            ContextError: In a replica context, or in another strategy's scope.
+
+        Example:
+            >>> with strategy.scope():
+            ...     model = torch.nn.Linear(64, 10)
+        """
+        contexts.require_cross_replica(self, "scope")
+        return self.runtime.scope(self)
+
+    def colocate_with(self, variable: Any) -> AbstractContextManager[Any]:
+        """A context in which new tensors land on the device of a variable.
+
+        Args:
+            variable: A tensor, or a module (the device of its first parameter).
+        """
+        import torch
+
+        tensor = next(variable.parameters()) if isinstance(variable, torch.nn.Module) else variable
+        if not isinstance(tensor, torch.Tensor):
+            raise OptionError(f"colocate_with takes a tensor or a module and got a {type(variable).__name__}.")
+        return tensor.device
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context whose backward passes accumulate gradients on each replica; the next pass outside aggregates them."""
+        return self.runtime.no_sync(self)
+
+    def assert_in_sync(self, value: Any) -> None:
+        """Check that all replicas hold the same bits.
+
+        Args:
+            value: A module, an optimizer, a tensor, or a nested structure of them.
+
+        Raises:
+            OutOfSyncError: It names what differs, where, and by how much.
+        """
+        contexts.require_cross_replica(self, "assert_in_sync")
+        self.runtime.assert_in_sync(self, value)
+
+    # Computing ------------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Call a function once on every replica.
+
+        Args:
+            fn: Called as `fn(*args, **kwargs)`, in replica context.
+            args: A tuple or list. Distributed values in it, however deep, are replaced by the replica's component.
+            kwargs: Likewise.
+            options: See `RunOptions`.
+
+        Returns:
+            What the replicas returned, regrouped leaf by leaf: the value itself if it is None or the same plain Python
+            value on all replicas, else a PerReplica. With one replica, what it returned.
+
+        Raises:
+            ContextError: In a replica context, or in another strategy's scope.
+            StructureError: Replicas returned different structures, or an argument has too few or too many components.
+
+        Example:
+            >>> losses = strategy.run(train_step, args=(batch,))
+        """
+        check_call(fn, args, kwargs, options)
+        contexts.require_cross_replica(self, "run")
+        return self.runtime.run(self, fn, args, kwargs if kwargs is not None else {}, options)
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
+        """Combine what the replicas hold into one value.
+
+        Args:
+            reduce_op: "sum" or "mean".
+            value: What `run` returned: tensors, arrays or numbers, in any structure.
+            axis: None combines the replicas' components element by element. An axis (or several) is reduced too; then
+                the components may differ in size along it, and a mean is over all examples.
+
+        Raises:
+            OptionError: An unknown op; an axis that the value does not have.
+            DistributedValueError: A boolean, or (with SUM, on several replicas) a plain value.
+            ContextError: In a replica context, or in another strategy's scope.
+
+        Example:
+            >>> strategy.reduce("mean", losses, axis=0)
+        """
+        op = ReduceOp.parse(reduce_op)
+        contexts.require_cross_replica(self, "reduce")
+        return self.runtime.reduce(self, op, value, tuple(axis) if isinstance(axis, list) else axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate what the replicas hold, in replica order.
+
+        Args:
+            value: Tensors or arrays of at least one axis, in any structure.
+            axis: Along which; the components may differ in size along it only. Negative ones count from the end.
+
+        Raises:
+            OptionError: A scalar, or an axis out of range.
+            StructureError: Components differ in dtype, or in size along another axis.
+            ContextError: In a replica context, or in another strategy's scope.
+        """
+        contexts.require_cross_replica(self, "gather")
+        return self.runtime.gather(self, value, axis)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """What one replica holds, on all of them.
+
+        Args:
+            value: Any structure; distributed values in it are replaced by the component of the source.
+            source: The replica whose value it is.
+        """
+        contexts.require_cross_replica(self, "broadcast")
+        return self.runtime.broadcast(self, value, source)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of a value that are here: all in the notebook, its own on a replica.
+
+        Args:
+            value: Any structure. A plain value is its only component.
+        """
+        return self.runtime.local_results(self, value)
+
+    # Data -----------------------------------------------------------------------------------------------------------
+
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """A distributed value whose components a function makes.
+
+        Args:
+            value_fn: Called once for each replica, where that replica runs, with a `ValueContext`.
+        """
+        contexts.require_cross_replica(self, "distribute_values_from_function")
+        return self.runtime.distribute_values_from_function(self, value_fn)
+
+    def distribute_dataset(self, dataset: Any, options: InputOptions | None = None, *, batch_size: int | None = None) -> Any:
+        """A dataset whose batches are global batches, cut into one slice for each replica.
+
+        Args:
+            dataset: A torch DataLoader, or any iterable of batches; a Dataset, arrays or tensors with `batch_size`.
+            options: See `InputOptions`.
+            batch_size: The size of global batches, where the dataset is not batched yet.
+        """
+        check_input_options(options, batch_size)
+        contexts.require_cross_replica(self, "distribute_dataset")
+        return self.runtime.distribute_dataset(self, dataset, batch_size, options)

@@ -1,0 +1,100 @@
+"""Where am I: in which strategy, in which replica, inside or outside. Answered per thread. Loads no torch."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from distnb.errors import ContextError
+from distnb.runtime import contexts
+from distnb.runtime.replica_context import ReplicaContext
+from distnb.strategies.base import Strategy
+from distnb.strategies.default import DefaultStrategy
+
+__all__ = [
+    "ReplicaContext",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "is_chief",
+    "on_chief",
+    "replica_id",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_default_context: ReplicaContext | None = None
+
+
+def get_strategy() -> Strategy:
+    """The strategy in whose scope, or in whose `run`, this is called; outside, the default strategy."""
+    innermost = contexts.innermost()
+    return DefaultStrategy() if innermost is None else innermost[0]  # type: ignore[no-any-return]
+
+
+def has_strategy() -> bool:
+    """Whether a strategy other than the default one is in force."""
+    return contexts.innermost() is not None
+
+
+def in_cross_replica_context() -> bool:
+    """Whether this is inside a scope, or a merge_call, and outside replicas."""
+    innermost = contexts.innermost()
+    return innermost is not None and innermost[1] is None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The replica in which this is called; None in a cross-replica context.
+
+    Outside every strategy it is the default context, of one replica, in which collectives return what they get.
+    """
+    global _default_context
+    innermost = contexts.innermost()
+    if innermost is not None:
+        return innermost[1]
+    if _default_context is None:
+        _default_context = ReplicaContext(DefaultStrategy())
+    return _default_context
+
+
+def replica_id() -> int:
+    """Which replica this process is; in the notebook and in ordinary scripts 0.
+
+    Example:
+        >>> replica_id()
+        0
+    """
+    innermost = contexts.innermost()
+    if innermost is not None and innermost[1] is not None:
+        return innermost[1].replica_id_in_sync_group
+    spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it
+    process = spmd.current() if spmd is not None else None
+    return process.rank if process is not None else 0
+
+
+def is_chief() -> bool:
+    """Whether this is replica 0, the one to write files and logs."""
+    return replica_id() == 0
+
+
+def on_chief(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Make a function one that only replica 0 runs; on the others a call returns None.
+
+    It must not take part in collectives, since the others do not.
+
+    Example:
+        >>> on_chief(print)("saved")
+        saved
+    """
+    if not callable(function):
+        raise ContextError(f"on_chief takes a function and got {function!r}. Write on_chief(function)(arguments), or use it as a decorator.")
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return function(*args, **kwargs) if is_chief() else None
+
+    return call

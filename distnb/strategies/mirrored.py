@@ -1,0 +1,85 @@
+"""Synchronous training on several replicas, each with a copy of every variable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+from distnb.errors import OptionError
+from distnb.options import StrategySpec
+from distnb.runtime import choice
+from distnb.strategies.base import Strategy
+from distnb.topology import Device, parse_device
+
+__all__ = ["MirroredStrategy"]
+
+
+class MirroredStrategy(Strategy):
+    """Variables made in its scope are mirrored: equal on all replicas, and kept equal by aggregated gradients.
+
+    Args:
+        devices: One per replica; None for all that the cluster (or the script's processes) have.
+        num_gpus: Instead of devices: the first so many GPUs.
+        cross_device_ops: Must be None: NCCL and Gloo are chosen by the devices.
+        gradient_reduction: "sum", as tf.distribute does, or "mean": weighted by the sizes of the replicas' slices.
+        oversubscribe: Let a device be named more than once.
+        check_mean_loss: With "sum", raise on a loss that is a mean over the replica's slice only.
+
+    Raises:
+        OptionError: An argument that is malformed, or that cannot be honoured.
+    """
+
+    kind: ClassVar[str] = "mirrored"
+
+    def __new__(
+        cls,
+        devices: Sequence[str | Device] | str | None = None,
+        num_gpus: int | None = None,
+        cross_device_ops: Any = None,
+        gradient_reduction: str = "sum",
+        oversubscribe: bool = False,
+        *,
+        check_mean_loss: bool = True,
+    ) -> Self:
+        names = _device_names(devices, num_gpus)
+        doubles = sorted({name for name in names if names.count(name) > 1})
+        if doubles and not oversubscribe:
+            raise OptionError(
+                f"{doubles[0]} was named for several replicas, which would share it. If that is what you mean (one GPU for a "
+                "classroom), say oversubscribe=True."
+            )
+        if cross_device_ops is not None:
+            raise OptionError(
+                f"cross_device_ops={cross_device_ops!r} cannot be honoured: NCCL is used where each replica has a GPU of its "
+                "own, Gloo elsewhere. Leave it out."
+            )
+        if gradient_reduction not in ("sum", "mean"):
+            raise OptionError(f"gradient_reduction={gradient_reduction!r}: write 'sum' or 'mean'.")
+        # Only what differs from the defaults, so that the magic's strategy is the same as the one made by hand.
+        options: list[tuple[str, Any]] = []
+        if not check_mean_loss:
+            options.append(("check_mean_loss", False))
+        if gradient_reduction != "sum":
+            options.append(("gradient_reduction", gradient_reduction))
+        if oversubscribe:
+            options.append(("oversubscribe", True))
+        strategy = cls._of(StrategySpec(cls.kind, names, 0, tuple(options)))
+        if choice.has_remote():
+            # In a notebook the engines start now, if there are none, and devices that they lack are refused here.
+            _ = strategy.num_replicas_in_sync
+        return strategy
+
+
+def _device_names(devices: Sequence[str | Device] | str | None, num_gpus: int | None) -> tuple[str, ...]:
+    if num_gpus is not None:
+        if devices is not None:
+            raise OptionError(f"devices={devices!r} and num_gpus={num_gpus!r} were both given. Give one of them.")
+        if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or num_gpus < 1:
+            raise OptionError(f"num_gpus={num_gpus!r}: give a whole number from 1.")
+        return tuple(f"cuda:{index}" for index in range(num_gpus))
+    if devices is None:
+        return ()
+    given = devices.split(",") if isinstance(devices, str) else list(devices)
+    if not given:
+        raise OptionError("devices is empty. Name at least one device, or leave it out to take all that there are.")
+    return tuple(str(parse_device(device)) for device in given)

@@ -1,0 +1,106 @@
+"""Scaling of losses, so that gradients summed over the replicas are those of the global batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distnb.errors import ContextError, OptionError
+from distnb.runtime.replica_context import ReplicaContext
+from distnb.strategies.context import get_replica_context, get_strategy
+
+__all__ = ["compute_average_loss", "scale_regularization_loss"]
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+) -> torch.Tensor:
+    """The replica's part of the mean loss over the global batch: its sum, divided by the global batch size.
+
+    Args:
+        per_example_loss: `[batch, ...]`, the losses of this replica's examples; empty for an empty slice.
+        sample_weight: Multiplies the losses: a number, or a tensor that broadcasts from the left. The divisor stays.
+        global_batch_size: Examples in the global batch. None takes it from the distributed batch that `strategy.run`
+            was given; without one the replicas add up their sizes.
+
+    Returns:
+        A scalar. Summed over the replicas it is the mean over the global batch.
+
+    Raises:
+        OptionError: A scalar loss; a batch size that is no whole number above 0; losses that are not one per example.
+        ContextError: In cross-replica context without a `global_batch_size`.
+
+    Example:
+        >>> compute_average_loss(torch.tensor([1.0, 2.0, 3.0, 6.0]))
+        tensor(3.)
+    """
+    losses = torch.as_tensor(per_example_loss)
+    if losses.ndim == 0:
+        raise OptionError(
+            "compute_average_loss got a scalar and needs the loss of each example. Compute it with reduction='none'; a loss that "
+            "is a mean over the replica's slice cannot be scaled rightly, because slices may differ in size."
+        )
+    if not losses.is_floating_point():
+        losses = losses.to(torch.get_default_dtype())
+    count = _checked_size(global_batch_size) if global_batch_size is not None else _global_count(losses)
+    if sample_weight is not None:
+        weight = torch.as_tensor(sample_weight, dtype=losses.dtype, device=losses.device)
+        losses = losses * weight.reshape(weight.shape + (1,) * max(losses.ndim - weight.ndim, 0) if weight.ndim else ())
+    return losses.sum() / count
+
+
+def scale_regularization_loss(regularization_loss: Any) -> torch.Tensor:
+    """The replica's share of a loss that every replica computes alike, such as weight decay.
+
+    Args:
+        regularization_loss: A tensor of any shape, or a number; it is summed up.
+
+    Returns:
+        The sum, divided by the number of replicas.
+
+    Raises:
+        ContextError: In cross-replica context.
+
+    Example:
+        >>> scale_regularization_loss(torch.tensor([1.0, 3.0]))
+        tensor(4.)
+    """
+    replica = _replica("scale_regularization_loss")
+    loss = torch.as_tensor(regularization_loss)
+    if not loss.is_floating_point():
+        loss = loss.to(torch.get_default_dtype())
+    return loss.sum() / replica.num_replicas_in_sync
+
+
+def _replica(function: str, cure: str = "") -> ReplicaContext:
+    replica = get_replica_context()
+    if replica is None:
+        raise ContextError(
+            f"distnb.nn.{function} was called in the cross-replica context of {get_strategy()!r}, where no replica's loss is. "
+            f"Call it in the function that strategy.run calls{cure}."
+        )
+    return replica
+
+
+def _checked_size(size: Any) -> int:
+    if isinstance(size, torch.Tensor) and size.ndim == 0 and not size.is_floating_point() and size.dtype is not torch.bool:
+        size = int(size)
+    whole = hasattr(size, "__index__") and not isinstance(size, (bool, torch.Tensor))
+    if not whole or int(size) <= 0:
+        raise OptionError(f"global_batch_size={size!r}: give the number of examples in the global batch, a whole number above 0.")
+    return int(size)
+
+
+def _global_count(losses: torch.Tensor) -> int:
+    replica = _replica("compute_average_loss", ", or give global_batch_size")
+    local = int(losses.shape[0])
+    if replica.global_batch_size is None:
+        # At least 1: the loss of an empty batch is 0, not NaN.
+        return max(int(replica.all_reduce("sum", local)), 1)
+    if replica.slice_size is not None and replica.slice_size != local:
+        raise OptionError(
+            f"compute_average_loss got {local} losses, and this replica's slice of the batch has {replica.slice_size} examples, so the "
+            "divisor is not the batch's size. Say what to divide by: global_batch_size=."
+        )
+    return max(replica.global_batch_size, 1)
