@@ -74,6 +74,7 @@ class Family:
         self.sparse: set[int] = set()
         self.checked = False
         self._dtypes: list[torch.dtype] = []
+        self._trainable: list[bool] = []
         self._unseen = False
         self.some_gone = False
         self._alive = 0
@@ -118,10 +119,10 @@ class Family:
 
     def about_to_change(self) -> bool:
         """Before a pass: whether parameters were frozen, thawed or cast, as far as they themselves show it."""
-        params = [self.params[place] for place in self.active]
-        if [parameter.requires_grad for parameter in params].count(True) != len(params):
+        params = self.params
+        if [parameter.requires_grad for parameter in params] != self._trainable:
             return True
-        return [getattr(parameter, "dtype", None) for parameter in params] != self._dtypes
+        return [getattr(params[place], "dtype", None) for place in self.active] != self._dtypes
 
     def fresh(self) -> list[torch.Tensor | None]:
         """After a pass: the gradients that it made, by place."""
@@ -180,6 +181,7 @@ class Family:
             self.active.append(place)
             self.slots.append(_slot(parameter, place in self.sparse))
         self._dtypes = [slot.dtype for slot in self.slots]
+        self._trainable = [parameter.requires_grad for parameter in self.params]
         self._unseen = any(gradient is None for gradient in fresh)
 
     def layout_is_stale(self, fresh: list[torch.Tensor | None]) -> bool:

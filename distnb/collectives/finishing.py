@@ -100,8 +100,13 @@ def keep_local(families: Sequence[Family], weighting: Weighting) -> None:
             parameter.grad = gradient
             if part is None:
                 part = LocalPart(weakref.ref(gradient))
-            part.grad, part.version = weakref.ref(gradient), gradient._version
+            part.grad = weakref.ref(gradient)
             family.local[place] = part
+    for family in families:
+        # Views of one flat tensor share their version: it is read when all of them are written.
+        for part in family.local.values():
+            written = part.grad()
+            part.version = written._version if written is not None else 0
         family.release()
 
 
@@ -143,21 +148,19 @@ class _Batch:
 
     def _add_to_aggregated(self, family: Family, place: int, before: torch.Tensor, total: torch.Tensor) -> None:
         # Assigned by hand, the old gradient may never have been aggregated. It may also be made from one that was.
-        if before not in aggregated and family.serial <= aggregated.stepped and bool((before != 0).any()):
-            family.tainted.add(place)
-        else:
-            family.tainted.discard(place)
+        tainted = before not in aggregated and family.serial <= aggregated.stepped and _has_values(before)
+        (family.tainted.add if tainted else family.tainted.discard)(place)
         parameter = family.params[place]
         if before.is_sparse or total.is_sparse or before.requires_grad or before.dtype != total.dtype:
             with torch.no_grad():
                 combined = _add(before, total)
             parameter.grad = combined
+        else:
+            combined = parameter.grad = before
+            self._add_to.append(before)
+            self._added.append(total)
+        if not tainted:
             aggregated.add(combined)
-            return
-        parameter.grad = before
-        self._add_to.append(before)
-        self._added.append(total)
-        aggregated.add(before)
 
     def _replace_local(self, parameter: torch.Tensor, before: torch.Tensor, part: LocalPart, total: torch.Tensor) -> None:
         with torch.no_grad():
@@ -178,6 +181,10 @@ class _Batch:
                 torch._foreach_add_(self._add_to, self._added)
             if self._copy_to:
                 torch._foreach_copy_(self._copy_to, self._copied)
+
+
+def _has_values(gradient: torch.Tensor) -> bool:
+    return bool((gradient.detach().to_dense() != 0).any())
 
 
 def _add(before: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -279,7 +279,9 @@ class GradientSync:
         plan = self._overlapped.get(family)
         return plan is not None and plan.launched > 0
 
-    def _family(self, key: object) -> Family:
+    def _family(self, identity: object) -> Family:
+        # A model must not live on because it was a key.
+        key = weakref.ref(identity) if isinstance(identity, torch.nn.Module) else identity
         found = self._by_key.get(key)
         family = found() if found is not None else None
         if family is None or family.extinct:
@@ -287,7 +289,7 @@ class GradientSync:
             if generation != self._generation:
                 self._enter_generation(generation)
             self._made += 1
-            kind = type(key).__name__ if isinstance(key, torch.nn.Module) else "model"
+            kind = type(identity).__name__ if isinstance(identity, torch.nn.Module) else "model"
             sync = weakref.ref(self)
 
             def gone(family: Family) -> None:

@@ -120,9 +120,12 @@ class _Tail:
         reduction = getattr(node, "_saved_reduction", None)
         if reduction == _MEAN:
             return f"made by {_function(name)} with reduction='mean'"
-        if self._slice_size is not None and (reduction == _SUM or name.startswith("SumBackward")):
-            if any(math.isclose(factor, 1 / self._slice_size, rel_tol=1e-6) for factor in factors):
-                return f"a sum divided by {self._slice_size}, the size of this replica's slice"
+        # A divisor can only be told from the global batch size where that one is known.
+        if self._batch_size and (reduction == _SUM or name.startswith("SumBackward")):
+            summed = math.prod(getattr(node, "_saved_self_sym_sizes", ()))
+            for count, what in ((self._slice_size, "the size of this replica's slice"), (summed, "the number of summands")):
+                if count and count > 1 and any(math.isclose(factor, 1 / count, rel_tol=1e-6) for factor in factors):
+                    return f"a sum divided by {count}, {what}"
         return None
 
 
@@ -155,9 +158,9 @@ def _inputs(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, tuple[
     """The nodes below, each with the constant factors between it and the loss."""
     scalars = _scalars_beneath(node)
     if scalars is not None:
-        share = (1 / len(scalars),) if node.name().startswith("Mean") else ()
+        # A mean of several losses: its divisor is their number, and says nothing about the replicas.
         for scalar in scalars:
-            yield scalar, factors + share
+            yield scalar, factors
         return
     name = node.name()
     others = [function for function, _ in node.next_functions]
@@ -165,9 +168,9 @@ def _inputs(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, tuple[
         if function is None:
             continue
         factor = None
-        if name == "MulBackward0" and all(other is None for other in others if other is not function):
+        if name.startswith("MulBackward") and all(other is None for other in others if other is not function):
             factor = _constant(node, "_saved_other" if index == 0 else "_saved_self")
-        elif name == "DivBackward0" and others[1:] in ([], [None]):
+        elif name.startswith("DivBackward") and others[1:] in ([], [None]):
             divisor = _constant(node, "_saved_other")
             factor = 1 / divisor if divisor else None
         yield function, factors if factor is None else (*factors, factor)
