@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from distnb.collectives import gradients as module_under_test
 from distnb.collectives.gradients import GradientSync, is_mirrored, mark_aggregated
 from distnb.errors import GradientError, MeanLossError, UnsyncedGradientError
-from tests.multiprocess.gradients_group import PlainGroup
+from tests.multiprocess.gradients_group import NotedGroup
 
 CASES: dict[str, Callable[[Replica], None]] = {}
 
@@ -683,8 +683,9 @@ def mean_in_low_precision(r: Replica) -> None:
     whole, part = r.batch(r.size * 700 + 1)
     sync.weight(len(part))
     model(part.bfloat16()).square().mean().backward()
-    plain(whole.bfloat16()).square().mean().backward()
-    assert torch.allclose(model.weight.grad, plain.weight.grad, rtol=0.05)
+    plain.double()(whole.bfloat16().double()).square().mean().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (p.grad - q.grad).abs().max() / q.grad.abs().max() < 0.03
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------
@@ -834,7 +835,7 @@ def run_cases() -> dict[str, str | None]:
     """Every case on this replica: its name, and the traceback if it failed."""
     torch.set_default_dtype(torch.float64)
     wanted = os.environ.get("DISTNB_TEST_CASES", "")
-    group = PlainGroup()
+    group = NotedGroup()
     results: dict[str, str | None] = {}
     for name, function in CASES.items():
         if wanted and name not in wanted.split(","):

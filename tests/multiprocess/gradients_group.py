@@ -1,45 +1,34 @@
-"""The least process group that gradient sync can work with: plain Gloo, no guard."""
+"""The process group of the gradient tests: the real one, which also notes what it is asked for."""
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from distnb.collectives import groups
 
 
-class PlainGroup:
-    """What `distnb.collectives.groups.Group` offers to gradient sync, without its guard."""
-
-    generation = 0
-    aborted = False
+class NotedGroup:
+    """`distnb.collectives.groups.Group`, with a list of the calls; the generation can be set."""
 
     def __init__(self) -> None:
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.inner = groups.join_from_env()
+        self.rank, self.size, self.generation = self.inner.rank, self.inner.size, self.inner.generation
         self.calls: list[tuple[str, int]] = []
-        dist.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=self.size, timeout=timedelta(seconds=30)
-        )
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+    def all_reduce(self, tensor: torch.Tensor) -> None:
         self.calls.append(("all_reduce", tensor.numel()))
-        dist.all_reduce(tensor)
+        self.inner.all_reduce(tensor)
 
-    def all_reduce_start(self, tensor: torch.Tensor, op: str = "sum") -> Any:
+    def all_reduce_start(self, tensor: torch.Tensor) -> Any:
         self.calls.append(("all_reduce_start", tensor.numel()))
-        return dist.all_reduce(tensor, async_op=True)
+        return self.inner.all_reduce_start(tensor)
 
-    def all_gather_uneven(self, tensor: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
+    def all_gather_uneven(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.calls.append(("all_gather_uneven", tensor.numel()))
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, tensor)
-        return found
+        return self.inner.all_gather_uneven(tensor)
 
     def all_gather_object(self, value: object) -> list[Any]:
         self.calls.append(("all_gather_object", 0))
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value)
-        return found
+        return self.inner.all_gather_object(value)
