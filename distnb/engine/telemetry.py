@@ -1,4 +1,4 @@
-"""What a replica does, measured from its control thread while the main thread computes. It must cost next to nothing."""
+"""What a replica does, measured from its control thread while the main thread computes. It costs little."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from distnb.strategies import progress
+from distnb.runtime import progress
 from distnb.wire.messages import TelemetrySample
 
 __all__ = ["program_began", "remember_cell", "sample"]

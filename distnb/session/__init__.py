@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["current", "ensure", "start", "stop"]
 
 _current: Session | None = None
+on_change: list[Callable[[Session | None], None]] = []
+"""Called with each session that starts, and with None when it has ended; the front end follows the session by it."""
+
 _lock = threading.RLock()
 
 
@@ -82,6 +85,8 @@ def start(
         _current = session
         choice.register_remote(lambda strategy: Remote(require))
         atexit.register(stop)
+        for tell in on_change:
+            tell(session)
         return session
 
 
@@ -93,6 +98,8 @@ def stop() -> None:
         if session is not None:
             atexit.unregister(stop)
             session.stop()
+            for tell in on_change:
+                tell(None)
 
 
 def ensure(announce: Callable[[str], None] = print) -> Session:

@@ -38,7 +38,9 @@ class Bundle:
         # The image decides where there is one: the plain text beside it may hold an object's address.
         seen = {kind: data[kind] for kind in _IMAGES if kind in data} or data
         text = json.dumps(seen, sort_keys=True, default=str)
-        return cls(dict(data), dict(metadata), hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest())
+        return cls(
+            dict(data), dict(metadata), hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
+        )
 
 
 def mark(replicas: Iterable[int]) -> str:

@@ -54,6 +54,11 @@ class Line:
         self._width *= 2
 
     @property
+    def width(self) -> int:
+        """Steps that one point stands for."""
+        return self._width
+
+    @property
     def last(self) -> float | None:
         """The latest value."""
         return self.points[-1][1] if self.points else None
@@ -222,7 +227,7 @@ class LiveModel:
         step = self._step_base.get(-1, 0.0) + 1
         self._step_base[-1] = step
         for name, value in point.items():
-            for replica, component in (value.items() if isinstance(value, Mapping) else ((0, value),)):
+            for replica, component in value.items() if isinstance(value, Mapping) else ((0, value),):
                 self._add_one(replica, name, step, float(component))
 
     def _status(self, event: Status) -> None:
@@ -274,7 +279,8 @@ class LiveModel:
         """The points added since the last call, joined so that no line has more than `most` of them."""
         fresh, self.fresh = self.fresh, {}
         return {
-            name: {replica: _thinned(points, most) for replica, points in lines.items()} for name, lines in fresh.items()
+            name: {replica: _thinned(points, most) for replica, points in lines.items()}
+            for name, lines in fresh.items()
         }
 
     def seconds(self, now: float) -> float:

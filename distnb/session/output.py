@@ -27,6 +27,7 @@ HOLD_S = 0.15
 _AREA_S = 0.1  # the unfinished lines are drawn anew at most ten times a second
 _CHANGE_S = 0.2  # and a display five times
 _LONGEST_LINE = 20_000
+_OPEN_FIGURES = 20  # so many of the latest figures may still be paired anew
 _TAIL = 20  # of the lines left out, so many last ones are shown when the cell ends
 _Stream = Literal["stdout", "stderr"]
 
@@ -219,13 +220,13 @@ class OutputMerger:
         for slot, group in zip(self._slots, groups, strict=True):
             if slot.group != group:
                 slot.group, slot.dirty = group, True
-        complete = [i for i, group in enumerate(groups) if len(group) == self._total]
-        if complete:
-            # Nothing before a figure that every replica has shown will change any more.
-            for group in groups[: complete[-1] + 1]:
-                for each in group:
-                    self._figures[each].pop(0)
-            del self._slots[: complete[-1] + 1]
+        # Nothing before a figure that is the same everywhere will change any more.
+        equal = [i for i, group in enumerate(groups) if _is_everywhere(group, self._total)]
+        done = max(equal[-1] + 1 if equal else 0, len(groups) - _OPEN_FIGURES)
+        for group in groups[: max(0, done)]:
+            for each in group:
+                self._figures[each].pop(0)
+        del self._slots[: max(0, done)]
 
     def _new_slot(self) -> _Slot:
         slot = _Slot(f"{self._name}-{len(self._all_slots)}")
@@ -348,19 +349,27 @@ class OutputMerger:
         self._note_omitted(out)
         out.extend(self._text(entry) for entry in tail)
         if self._omitted_displays:
-            out.append(Write("stdout", f"… {self._omitted_displays:,} displays left out: a cell shows at most 2 a second once it has shown 60.\n"))
+            out.append(
+                Write(
+                    "stdout",
+                    f"… {self._omitted_displays:,} displays left out: a cell shows at most 2 a second once it has shown 60.\n",
+                )
+            )
             self._omitted_displays = 0
 
     def _note_omitted(self, out: list[Instruction]) -> None:
         if self._omitted > 0:
             who = f"{mark(self._omitting)} " if self._total > 1 else ""
             lines = "1 line" if self._omitted == 1 else f"{self._omitted:,} lines"
-            out.append(Write("stdout", f"{who}… {lines} left out: too many for a notebook. `%distnb output` shows them.\n"))
+            out.append(
+                Write("stdout", f"{who}… {lines} left out: too many for a notebook. `%distnb output` shows them.\n")
+            )
             self._omitted = 0
             self._omitting.clear()
 
     def _draw(self, slot: _Slot, out: list[Instruction], now: float, *, first: bool = False) -> None:
         slot.dirty = False
+        self._seen |= slot.group.keys()
         bundle = combine(slot.group, self._total) if slot.group else Bundle({"text/plain": ""})
         content = bundle.digest or str(bundle.data)
         if first:
@@ -412,6 +421,10 @@ class OutputMerger:
         if lines != self._area:
             self._area, self._area_drawn = lines, now
             out.append(Area(lines))
+
+
+def _is_everywhere(group: dict[int, Bundle], total: int) -> bool:
+    return len(group) == total and len({bundle.digest for bundle in group.values()}) == 1
 
 
 def _joined(instructions: list[Instruction]) -> list[Instruction]:

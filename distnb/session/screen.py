@@ -14,6 +14,7 @@ SETTLE_S = 0.15
 """A line below which the cursor went stays open for this long if a bar was drawn in it: nested bars come back up."""
 
 _CONTROLS = re.compile("(\r\n|\n|\r|\x08|\x1b\\[\\d*[A-DGJKH])")
+_CUT = re.compile("\x1b(\\[\\d*)?$")  # an escape sequence of which the end has not come yet
 _REWRITES = re.compile("[\r\x08]|\x1b\\[\\d*[A-DGJKH]")
 
 
@@ -31,6 +32,7 @@ class Screen:
         self._row = self._column = 0
         self._drawn = False  # a bar was drawn in one of the rows
         self._moved = 0.0
+        self._held = ""
 
     @property
     def drawn(self) -> bool:
@@ -53,8 +55,11 @@ class Screen:
             The lines that it finished, without their newlines.
         """
         if not self.open:
-            self.since, self._drawn = now, False
-        text = text.replace("\r\n", "\n")
+            self.since = now
+        text = (self._held + text).replace("\r\n", "\n")
+        cut = _CUT.search(text)
+        self._held = cut[0] if cut else ""
+        text = text[: len(text) - len(self._held)]
         if not self._drawn and not _REWRITES.search(text):
             # Only the last row is open, and the cursor stands at its end.
             *done, rest = (self.rows[0] + text).split("\n")
@@ -76,15 +81,14 @@ class Screen:
         rows = [row.rstrip() if self._drawn else row for row in self.rows]
         while rows and not rows[-1]:
             rows.pop()
-        self.rows, self._row, self._column, self._drawn = [""], 0, 0, False
+        self.rows, self._row, self._column, self._drawn, self._held = [""], 0, 0, False, ""
         return rows
 
     def _put(self, piece: str, now: float) -> None:
         if piece == "\n":
             self._go(self._row + 1, 0, now)
         elif piece == "\r":
-            # A carriage return that only precedes the newline or the text's end draws nothing; the next text does.
-            self._column = 0
+            self._column, self._drawn = 0, True
         elif piece == "\x08":
             self._column = max(0, self._column - 1)
         elif piece.startswith("\x1b["):

@@ -87,7 +87,11 @@ def _scalar(name: str, value: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
-            raise _no_scalar(name, f"a tensor of shape {list(value.shape)}, {value.dtype}", "Reduce it first, for example by .mean().")
+            raise _no_scalar(
+                name,
+                f"a tensor of shape {list(value.shape)}, {value.dtype}",
+                "Reduce it first, for example by .mean().",
+            )
         tensor = value.detach()
         return _OnDevice(tensor) if tensor.device.type == "cuda" else float(tensor)
     if isinstance(value, Real):
@@ -151,7 +155,11 @@ class TextProgress:
         stream = self._stream_now()
         assert self._began is not None
         rate = self._calls / max(now - self._began, 1e-9)
-        parts = [f"step {self._calls}", *(f"{name} {_shown(value)}" for name, value in self._point.items()), f"{rate:,.1f} steps/s"]
+        parts = [
+            f"step {self._calls}",
+            *(f"{name} {_shown(value)}" for name, value in self._point.items()),
+            f"{rate:,.1f} steps/s",
+        ]
         line = " · ".join(parts)
         if stream.isatty():
             line = line[: shutil.get_terminal_size().columns - 1]

@@ -1,0 +1,273 @@
+"""The `%distnb` line magic: start, stop and look at the cluster."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distnb import session as sessions
+from distnb.errors import NoClusterError, OptionError
+from distnb.magics.arguments import LineParser, closest, parse_count
+from distnb.magics.presenting import presented
+from distnb.magics.request import Request
+from distnb.session.html_table import html_table, human_bytes
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from distnb.session.session import Session
+    from distnb.widgets.front import Front
+
+__all__ = ["ClusterMagic"]
+
+HELP = """\
+%distnb start [-n N] [--devices cuda:0,cuda:1] [--oversubscribe]   start engines; by default one per GPU, else two on the CPU
+%distnb stop                               end them
+%distnb restart [ENGINE …] [--missing]     replace engines by new processes: all, those named, or those that have ended
+%distnb status                             what each engine is, and does
+%distnb devices                            the engines' devices, and those of this machine
+%distnb interrupt                          end the program that runs, as the stop button does
+%distnb variables                          where each variable of the notebook lives
+%distnb output [REPLICA] [--save FILE]     everything that the replicas wrote in the latest distributed cell
+%distnb live auto|widget|picture|text|off  how distnb.live and the replicas are drawn
+%distnb help                               this"""
+
+
+class ClusterMagic:
+    """The subcommands of `%distnb`.
+
+    Args:
+        shell: IPython's.
+        front: Shows events; follows the session.
+    """
+
+    def __init__(self, shell: InteractiveShell, front: Front) -> None:
+        self._shell = shell
+        self._front = front
+        self.commands: dict[str, Callable[[str], None]] = {
+            "start": self.start,
+            "stop": self.stop,
+            "restart": self.restart,
+            "status": self.status,
+            "devices": self.devices,
+            "interrupt": self.interrupt,
+            "variables": self.variables,
+            "output": self.output,
+            "live": self.live,
+            "help": self.help,
+        }
+
+    def distnb(self, line: str) -> None:
+        """`%distnb start|stop|restart|status|devices|interrupt|variables|output|live|help`: see `%distnb help`."""
+        command, _, rest = line.strip().partition(" ")
+        with presented():
+            if command not in self.commands and command:
+                raise OptionError(
+                    f"%distnb {command}: there is no such command{closest(command, self.commands)}. The commands are "
+                    f"{', '.join(self.commands)}; %distnb help explains them."
+                )
+            self.commands[command or "help"](rest)
+
+    def ensure(self, request: Request | None) -> Session:
+        """The running session; without one a cluster is started that suits the request, and it is said so."""
+        session = sessions.current()
+        if session is None:
+            wanted = request.spec if request is not None else None
+            if wanted is not None and (wanted.num_replicas or wanted.devices):
+                what = f"on {', '.join(wanted.devices)}" if wanted.devices else f"with {wanted.num_replicas} engines"
+                print(f"No cluster is running: starting one {what}.", flush=True)
+                session = self._start(
+                    wanted.num_replicas or None, wanted.devices or None, request is not None and request.oversubscribe
+                )
+            else:
+                print(
+                    "No cluster is running: starting the default one. %distnb start -n N chooses another size.",
+                    flush=True,
+                )
+                session = self._start(None, None, False)
+        self._front.attach(session)
+        return session
+
+    # -- commands --------------------------------------------------------------------------------------------------
+
+    def start(self, line: str) -> None:
+        """`%distnb start [-n N] [--devices cuda:0,cuda:1] [--oversubscribe]`."""
+        parser = LineParser("%distnb start", "%distnb start [-n N] [--devices cuda:0,cuda:1] [--oversubscribe]")
+        parser.add_argument("-n", dest="count", action=parse_count, default=None)
+        parser.add_argument("--devices", default=None)
+        parser.add_argument("--oversubscribe", action="store_true")
+        found = parser.read(line)
+        self._start(found.count, found.devices, found.oversubscribe)
+
+    def _start(self, count: int | None, devices: Any, oversubscribe: bool) -> Session:
+        with _Progress(self._shell, "Starting engines …") as tell:
+            session = sessions.start(count, devices, oversubscribe=oversubscribe, on_progress=tell.say)
+            self._front.attach(session)
+            rows = session.status()
+            tell.say(
+                f"{_count(len(rows), 'engine')} ready: {', '.join(f'{row.engine} on {row.device}' for row in rows)}."
+            )
+        return session
+
+    def stop(self, line: str) -> None:
+        """`%distnb stop`."""
+        self._no_arguments("stop", line)
+        if sessions.current() is None:
+            print("No cluster is running.")
+            return
+        sessions.stop()
+        self._front.attach(None)
+        print("The cluster has ended.")
+
+    def restart(self, line: str) -> None:
+        """`%distnb restart [ENGINE …] [--missing]`."""
+        parser = LineParser("%distnb restart", "%distnb restart [ENGINE …] [--missing]")
+        parser.add_argument("engines", nargs="*")
+        parser.add_argument("--missing", action="store_true")
+        found = parser.read(line)
+        wrong = [word for word in found.engines if not word.isdigit()]
+        if wrong:
+            raise OptionError(
+                f"%distnb restart {wrong[0]}: engines are named by their numbers; %distnb status shows them."
+            )
+        if found.engines and found.missing:
+            raise OptionError("%distnb restart: give the engines' numbers, or --missing, not both.")
+        session = self._session()
+        chosen = tuple(int(word) for word in found.engines) or None
+        with _Progress(self._shell, "Restarting engines …") as tell:
+            replaced = session.restart(chosen, missing=found.missing, on_progress=tell.say)
+            who = ", ".join(map(str, replaced))
+            tell.say(f"{_count(len(replaced), 'engine')} replaced: {who}." if replaced else "No engine is missing.")
+
+    def status(self, line: str) -> None:
+        """`%distnb status`."""
+        self._no_arguments("status", line)
+        if sessions.current() is None:
+            print("No cluster is running. %distnb start begins one.")
+            return
+        rows = [(row.engine, row.device, row.state, row.pid, row.host) for row in self._session().status()]
+        self._table(("engine", "device", "state", "pid", "host"), rows, numeric=(0, 3))
+
+    def devices(self, line: str) -> None:
+        """`%distnb devices`."""
+        self._no_arguments("devices", line)
+        session = sessions.current()
+        by_device: dict[str, list[str]] = {str(device): [] for device in _machine_devices()}
+        for row in session.status() if session is not None else ():
+            by_device.setdefault(row.device, []).append(f"engine {row.engine}")
+        self._table(
+            ("device", "used by"), [(device, ", ".join(users) or "–") for device, users in sorted(by_device.items())]
+        )
+
+    def interrupt(self, line: str) -> None:
+        """`%distnb interrupt`."""
+        self._no_arguments("interrupt", line)
+        print("The program is being ended." if self._session().interrupt() else "No program is running.")
+
+    def variables(self, line: str) -> None:
+        """`%distnb variables`."""
+        self._no_arguments("variables", line)
+        rows = list(self._front.variables())
+        if not rows:
+            print("No variable of the notebook lives on the engines.")
+            return
+        header = ("variable", "kind", "type", "shape", "dtype", "lives on", "size")
+        cells = [(v.name, v.kind, v.type_name, v.shape, v.dtype, v.devices, human_bytes(v.nbytes)) for v in rows]
+        self._table(header, cells, numeric=(6,))
+
+    def output(self, line: str) -> None:
+        """`%distnb output [REPLICA] [--save FILE]`."""
+        parser = LineParser("%distnb output", "%distnb output [REPLICA] [--save FILE]")
+        parser.add_argument("replica", nargs="?", default=None)
+        parser.add_argument("--save", default=None)
+        found = parser.read(line)
+        written = self._front.written()
+        if found.replica is not None:
+            if not found.replica.isdigit() or int(found.replica) not in written:
+                there = ", ".join(map(str, written)) or "none"
+                raise OptionError(
+                    f"%distnb output {found.replica}: no such replica wrote anything in the latest distributed cell; those that did: {there}."
+                )
+            written = {int(found.replica): written[int(found.replica)]}
+        text = "".join(
+            f"── replica {replica} ──\n{part}{'' if part.endswith(chr(10)) else chr(10)}"
+            for replica, part in written.items()
+        )
+        if found.save:
+            Path(found.save).expanduser().write_text(text)
+            print(f"{text.count(chr(10)):,} lines written to {found.save}.")
+        else:
+            print(text or "No replica has written anything.")
+
+    def live(self, line: str) -> None:
+        """`%distnb live auto|widget|picture|text|off`."""
+        mode = line.strip()
+        modes = ("auto", "widget", "picture", "text", "off")
+        if mode not in modes:
+            raise OptionError(f"%distnb live {mode}: the ways to draw are {', '.join(modes)}{closest(mode, modes)}.")
+        self._front.mode = mode  # type: ignore[assignment]
+
+    def help(self, line: str) -> None:
+        """`%distnb help`."""
+        print(HELP)
+
+    # -- pieces ----------------------------------------------------------------------------------------------------
+
+    def _session(self) -> Session:
+        session = sessions.current()
+        if session is None:
+            raise NoClusterError("No cluster is running. %distnb start begins one.")
+        return session
+
+    def _no_arguments(self, command: str, line: str) -> None:
+        if line.strip():
+            raise OptionError(f"%distnb {command} takes nothing more and got {line.strip()!r}.")
+
+    def _table(self, header: tuple[str, ...], rows: list[tuple[Any, ...]], numeric: tuple[int, ...] = ()) -> None:
+        cells = [tuple(map(str, row)) for row in [header, *rows]]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+        text = "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        )
+        self._shell.display_pub.publish({"text/plain": text, "text/html": html_table(header, rows, numeric=numeric)})
+
+
+class _Progress:
+    """A line that is replaced as a start goes on; in a terminal each stand is a line of its own."""
+
+    def __init__(self, shell: InteractiveShell, text: str) -> None:
+        self._shell = shell
+        self._name = f"distnb-{uuid.uuid4().hex[:12]}"
+        self._said = text
+        self._notebook = hasattr(shell, "kernel")
+
+    def __enter__(self) -> _Progress:
+        self._publish(self._said, update=False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return
+
+    def say(self, text: str) -> None:
+        """Replace the line."""
+        if text != self._said:
+            self._said = text
+            self._publish(text, update=True)
+
+    def _publish(self, text: str, *, update: bool) -> None:
+        if self._notebook:
+            self._shell.display_pub.publish({"text/plain": text}, transient={"display_id": self._name}, update=update)
+        else:
+            print(text, flush=True)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"1 {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _machine_devices() -> tuple[str, ...]:
+    import torch
+
+    return tuple(f"cuda:{i}" for i in range(torch.cuda.device_count())) or ("cpu:0",)

@@ -1,0 +1,88 @@
+"""Everything that `%load_ext distnb` adds to one IPython shell, and takes away again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distnb import session as sessions
+from distnb.magics.cluster import ClusterMagic
+from distnb.magics.completion import Completion, warm_up
+from distnb.magics.distribute import CellRunner
+from distnb.magics.local_cell import LocalCells, StrategyName
+from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
+from distnb.strategies import live
+from distnb.widgets.front import Front
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
+
+__all__ = ["Extension"]
+
+
+class Extension:
+    """distnb in one shell.
+
+    Args:
+        shell: IPython's.
+
+    Attributes:
+        front: Shows what happens on the replicas.
+    """
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self.front = Front(shell)
+        self._name = StrategyName(shell.user_ns)
+        self._cluster = ClusterMagic(shell, self.front)
+        self._runner = CellRunner(shell, self.front, self._name, self._cluster.ensure)
+        self._local = LocalCells(shell, self.front, self._name)
+        self._scope = ScopeTransformer()
+        self._dispatch = ScopeDispatch(self._runner.run_in_scope)
+        self._completion = Completion(shell, self._cluster.commands)
+        self._depth = 0
+
+    def install(self) -> None:
+        """Add everything."""
+        shell = self._shell
+        shell.register_magic_function(self._cluster.distnb, "line", "distnb")
+        shell.register_magic_function(self._runner.distribute, "cell", "distribute")
+        self._local.install()
+        shell.ast_transformers.append(self._scope)
+        self._dispatch.install(shell)
+        self._completion.install()
+        shell.events.register("pre_run_cell", self._before)
+        shell.events.register("post_run_cell", self._after)
+        live.sink = self.front.live
+        sessions.on_change.append(self.front.attach)
+        self.front.attach(sessions.current())
+        # The cell that loads the extension may go on to use it.
+        self._depth = 1
+        self.front.begin_cell()
+        warm_up(shell)
+
+    def remove(self) -> None:
+        """Take everything away."""
+        shell = self._shell
+        self._local.remove()
+        shell.ast_transformers[:] = [each for each in shell.ast_transformers if each is not self._scope]
+        self._completion.remove()
+        shell.events.unregister("pre_run_cell", self._before)
+        shell.events.unregister("post_run_cell", self._after)
+        for kind, name in (("line", "distnb"), ("cell", "distribute")):
+            shell.magics_manager.magics[kind].pop(name, None)
+        live.sink = None
+        sessions.on_change.remove(self.front.attach)
+        self.front.close()
+
+    def _before(self, info: ExecutionInfo) -> None:
+        # %%capture and others run a cell within a cell; what it shows is the outer one's.
+        self._depth += 1
+        if self._depth == 1:
+            self._runner.cell_begins(info.raw_cell or "")
+            self.front.begin_cell()
+
+    def _after(self, result: ExecutionResult | Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            self._name.restore()
+            self.front.end_cell(failed=getattr(result, "success", True) is False)

@@ -1,0 +1,130 @@
+"""`%%distribute default` and `one_device`: the cell becomes an ordinary one.
+
+An input transformer takes the magic line away before IPython makes a magic call of the cell. So everything is as in
+any cell: plain objects, breakpoint() and %debug, top-level await, tracebacks with the cell's own lines. In the place
+of the magic line stands a call that binds the name `strategy`.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from distnb.errors import OptionError
+from distnb.magics.cell_text import check_no_nested_magic, insert_after_future_imports
+from distnb.magics.presenting import presented
+from distnb.magics.request import Request, read_request
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from distnb.widgets.front import Front
+
+__all__ = ["LocalCells", "StrategyName"]
+
+_MAGIC = re.compile(r"%%distribute(?:[ \t]+(?P<line>.*))?$")
+_MISPLACED = "_distnb_misplaced"
+
+
+class StrategyName:
+    """Binds the name `strategy` for a cell. It stays bound, unless the name was the user's own before.
+
+    Args:
+        user_ns: The notebook's variables.
+    """
+
+    def __init__(self, user_ns: dict[str, Any]) -> None:
+        self._user_ns = user_ns
+        self._ours: Any = None
+        self._before: tuple[Any, ...] = ()
+
+    def bind(self, request: Request) -> None:
+        """The cell begins."""
+        from distnb.strategies import resolve
+
+        before = self._user_ns.get("strategy")
+        if "strategy" in self._user_ns and before is not self._ours:
+            self._before = (before,)
+        self._ours = self._user_ns["strategy"] = resolve(request.spec)
+
+    def restore(self) -> None:
+        """The cell ended: what the user had called `strategy` is called so again."""
+        if self._before and self._user_ns.get("strategy") is self._ours:
+            self._user_ns["strategy"] = self._before[0]
+        self._before = ()
+
+
+class LocalCells:
+    """The input transformer, and the call that it puts into the cell.
+
+    Args:
+        shell: IPython's.
+        front: Told which strategy the cell runs.
+        name: Binds `strategy`.
+    """
+
+    has_side_effects = False
+
+    def __init__(self, shell: InteractiveShell, front: Front, name: StrategyName) -> None:
+        self._shell = shell
+        self._front = front
+        self._name = name
+
+    def install(self) -> None:
+        """Put the transformer before the one that makes magic calls."""
+        self.remove()
+        transforms = self._shell.input_transformer_manager.cleanup_transforms
+        names = [getattr(transform, "__name__", "") for transform in transforms]
+        transforms.insert(names.index("cell_magic") if "cell_magic" in names else len(transforms), self)
+        self._shell._distnb_local = self.enter  # type: ignore[attr-defined]
+        self._shell._distnb_misplaced = self.complain  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        """Take it out again."""
+        transforms = self._shell.input_transformer_manager.cleanup_transforms
+        transforms[:] = [transform for transform in transforms if not isinstance(transform, LocalCells)]
+
+    def __call__(self, lines: list[str]) -> list[str]:
+        """Transform a cell; called by IPython for every cell, also for completions."""
+        if not any(line.startswith("%%distribute") for line in lines):
+            return lines
+        first = next((i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), None)
+        if first is None or not (match := _MAGIC.match(lines[first].rstrip())):
+            return lines
+        if first > 0:
+            return [f"get_ipython().{_MISPLACED}({first + 1})\n"]
+        line = match["line"] or ""
+        try:
+            request = read_request(line, self._shell.user_ns)
+            check_no_nested_magic("".join(lines[1:]), 2)
+        except OptionError:
+            return lines  # the magic itself tells what is wrong
+        if not request.local or not "".join(lines[1:]).strip():
+            return lines
+        return insert_after_future_imports(["\n", *lines[1:]], f"get_ipython()._distnb_local({line!r})")
+
+    def enter(self, line: str) -> None:
+        """The first thing that a local cell does."""
+        _restore_first_line(sys._getframe(1).f_code.co_filename, line)
+        with presented():
+            request = read_request(line, self._shell.user_ns)
+            self._name.bind(request)
+            self._front.name_cell(request.word)
+
+    def complain(self, line: int) -> None:
+        """What a cell does that has a comment above its magic line."""
+        with presented():
+            raise OptionError(
+                f"%%distribute must be the first line of its cell, and here it is line {line}: IPython reads a cell "
+                "magic nowhere else. Move the comment below it."
+            )
+
+
+def _restore_first_line(filename: str, line: str) -> None:
+    """Let tracebacks show the user's magic line, as a comment: whoever parses the cell's text must be able to."""
+    entry = linecache.cache.get(filename)
+    if entry is not None and len(entry) == 4 and entry[2] and "_distnb_local" in entry[2][0]:
+        size, changed, lines, name = entry
+        linecache.cache[filename] = (size, changed, [f"# %%distribute {line}\n", *lines[1:]], name)

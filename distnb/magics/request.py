@@ -1,0 +1,149 @@
+"""What a `%%distribute` line asks for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from distnb.errors import OptionError
+from distnb.magics.arguments import LineParser, closest, parse_count
+from distnb.options import StrategySpec
+from distnb.topology import parse_device
+
+__all__ = ["LOCAL", "WORDS", "Request", "read_request"]
+
+WORDS = ("default", "one_device", "mirrored")
+LOCAL = ("default", "one_device")
+"""Strategies whose only replica is the notebook itself."""
+
+_PLANNED = ("multi_worker", "central_storage", "parameter_server", "tpu")
+_USAGE = (
+    "%%distribute WORD_OR_STRATEGY [-n REPLICAS] [--devices cuda:0,cuda:1] [--gradients sum|mean] [--oversubscribe]"
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A strategy, and what a cluster must have if one is to be started for it.
+
+    Attributes:
+        word: As the user wrote it.
+        local: The cell runs in the notebook's own process.
+    """
+
+    word: str
+    spec: StrategySpec
+    local: bool
+    oversubscribe: bool = False
+
+
+def _parser() -> LineParser:
+    parser = LineParser("%%distribute", _USAGE)
+    parser.add_argument("word", nargs="?", default="")
+    parser.add_argument("-n", dest="replicas", action=parse_count, default=None)
+    parser.add_argument("--devices", default=None)
+    parser.add_argument("--gradients", choices=("sum", "mean"), default=None)
+    parser.add_argument("--oversubscribe", action="store_true")
+    return parser
+
+
+def read_request(line: str, user_ns: Mapping[str, Any]) -> Request:
+    """Read the line of a `%%distribute` cell.
+
+    Args:
+        line: What follows the magic's name.
+        user_ns: Where names of strategy objects are looked up.
+
+    Raises:
+        OptionError: It makes no sense, or names an option that the strategy cannot honour.
+    """
+    found = _parser().read(line)
+    word: str = found.word
+    if not word:
+        raise OptionError(
+            f"%%distribute needs a strategy: {', '.join(WORDS)}, or the name of a strategy object. Usage: {_USAGE}"
+        )
+    devices = (
+        tuple(str(parse_device(name)) for name in found.devices.split(",") if name.strip()) if found.devices else ()
+    )
+    given = [
+        option
+        for option, value in (
+            ("-n", found.replicas),
+            ("--devices", devices),
+            ("--gradients", found.gradients),
+            ("--oversubscribe", found.oversubscribe),
+        )
+        if value
+    ]
+    if word in WORDS:
+        return _from_word(word, found.replicas, devices, found.gradients, found.oversubscribe, given)
+    return _from_object(word, user_ns, given)
+
+
+def _from_word(
+    word: str,
+    replicas: int | None,
+    devices: tuple[str, ...],
+    gradients: str | None,
+    oversubscribe: bool,
+    given: list[str],
+) -> Request:
+    if word in LOCAL:
+        allowed = ["--devices"] if word == "one_device" else []
+        _refuse(word, [option for option in given if option not in allowed], "it runs in the notebook's own process")
+        if word == "default":
+            return Request(word, StrategySpec("default", num_replicas=1), local=True)
+        if len(devices) > 1:
+            raise OptionError(
+                f"%%distribute one_device takes one device and got {len(devices)}: {', '.join(devices)}. Use mirrored for several."
+            )
+        return Request(word, StrategySpec("one_device", devices or (_best_device(),), 1), local=True)
+    if replicas is not None and devices and replicas != len(devices):
+        raise OptionError(
+            f"%%distribute {word}: -n {replicas} and {len(devices)} devices ({', '.join(devices)}) contradict each other. Give one of the two."
+        )
+    if len(set(devices)) < len(devices) and not oversubscribe:
+        raise OptionError(
+            f"%%distribute {word}: a device is named twice in {', '.join(devices)}. If replicas are to share it, add --oversubscribe."
+        )
+    options = {"gradient_reduction": gradients, "oversubscribe": oversubscribe}
+    kept = tuple(sorted((name, value) for name, value in options.items() if value and value != "sum"))
+    return Request(
+        word, StrategySpec(word, devices, replicas or len(devices), kept), local=False, oversubscribe=oversubscribe
+    )
+
+
+def _from_object(word: str, user_ns: Mapping[str, Any], given: list[str]) -> Request:
+    if word in _PLANNED:
+        raise OptionError(f"%%distribute {word}: this strategy is not in this version. There are {', '.join(WORDS)}.")
+    if word not in user_ns:
+        known = [*WORDS, *(name for name in user_ns if not name.startswith("_"))]
+        raise OptionError(
+            f"%%distribute {word}: {word!r} is neither a strategy ({', '.join(WORDS)}) nor the name of a strategy "
+            f"object in this notebook{closest(word, known)}."
+        )
+    # The value can only be a strategy if the module of its class is loaded.
+    base = sys.modules.get("distnb.strategies.base")
+    value = user_ns[word]
+    if base is None or not isinstance(value, base.Strategy):
+        raise OptionError(
+            f"%%distribute {word}: {word!r} is a {type(value).__name__}, and a strategy is needed. Give one of "
+            f"{', '.join(WORDS)}, or the name of a strategy object such as distnb.MirroredStrategy()."
+        )
+    _refuse(word, given, "it is an object that has its options already; give them where it is made")
+    spec: StrategySpec = value.spec
+    return Request(word, spec, local=spec.kind in LOCAL)
+
+
+def _refuse(word: str, options: list[str], reason: str) -> None:
+    if options:
+        raise OptionError(f"%%distribute {word} cannot honour {options[0]}: {reason}. Leave it out.")
+
+
+def _best_device() -> str:
+    import torch
+
+    return "cuda:0" if torch.cuda.is_available() else "cpu:0"

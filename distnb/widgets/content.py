@@ -1,0 +1,118 @@
+"""The words and cells of the live view: one text for widgets, saved pictures and terminals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from distnb.session.html_table import html_table, human_bytes
+from distnb.session.live_model import Line, LiveModel
+from distnb.widgets.picture import as_image, picture, short_number
+
+__all__ = ["Table", "head_text", "plain_summary", "replica_table", "static_html"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Titles, cells, and which columns hold numbers."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numeric: tuple[int, ...]
+
+
+def head_text(model: LiveModel, now: float) -> str:
+    """The status line: `mirrored · 2 replicas · running · 12.3 s · step 120 · 5,230 examples/s`."""
+    parts = [model.title] if model.title else []
+    if model.rows:
+        parts.append("1 replica" if len(model.rows) == 1 else f"{len(model.rows)} replicas")
+    parts += [model.state, _duration(model.seconds(now))]
+    if model.steps:
+        parts.append(f"step {model.steps:,}")
+    steps, examples = model.rates()
+    if model.state == "running" and examples:
+        parts.append(f"{examples:,.0f} examples/s")
+    elif model.state == "running" and steps:
+        parts.append(f"{steps:,.1f} steps/s")
+    return " · ".join(parts)
+
+
+def replica_table(model: LiveModel) -> Table:
+    """One row for each replica; columns that nobody has anything for are left out."""
+    rows = [model.rows[replica] for replica in sorted(model.rows)]
+    own = [name for name, curve in model.curves.items() if curve.differs]
+    columns: list[tuple[str, bool, list[str]]] = [
+        ("replica", True, [str(row.replica) for row in rows]),
+        ("device", False, [row.device for row in rows]),
+        ("state", False, [row.state if row.state != model.state else "" for row in rows]),
+        ("step", True, [f"{row.steps:,}" if row.steps else "" for row in rows]),
+        ("examples/s", True, [_rate(row.per_second()[1]) if row.state == "running" else "" for row in rows]),
+        ("memory", True, [human_bytes(row.rss_nbytes) for row in rows]),
+        ("on device", True, [human_bytes(row.device_nbytes) for row in rows]),
+        *((name, True, [short_number(row.values.get(name)) for row in rows]) for name in own[:4]),
+        ("at", False, [row.where if row.state in ("running", "stopping", "died", "failed") else "" for row in rows]),
+    ]
+    kept = [column for column in columns if any(column[2])]
+    return Table(
+        tuple(column[0] for column in kept),
+        tuple(zip(*(column[2] for column in kept), strict=True)),
+        tuple(i for i, column in enumerate(kept) if column[1]),
+    )
+
+
+def plain_summary(model: LiveModel, now: float) -> str:
+    """The view in plain text."""
+    lines = [head_text(model, now)]
+    for curve in model.curves.values():
+        shown = curve.shown(max(1, len(model.rows)))
+        values = ", ".join(_first_and_last(line) for line in shown.values() if line.points)
+        lines.append(f"{curve.name}: {values}")
+    return "\n".join(lines)
+
+
+def static_html(model: LiveModel, now: float) -> str:
+    """What stays when the cell has ended: picture, replicas, and where its variables live.
+
+    Nothing in it needs a kernel, a script or trust.
+    """
+    color = {"failed": "#ef4444", "died": "#ef4444", "stopping": "#ca8a04"}.get(model.state, "#808080")
+    parts = [
+        f'<div style="font-size:13px"><span style="color:{color}">●</span> {_escaped(head_text(model, now))}</div>'
+    ]
+    svg = picture(model)
+    if svg:
+        parts.append(as_image(svg, plain_summary(model, now)))
+    if model.curves or model.steps or model.state in ("failed", "died"):
+        table = replica_table(model)
+        if table.rows:
+            parts.append(html_table(table.header, table.rows, numeric=table.numeric))
+        if model.variables:
+            parts.append(_variables(model))
+    return f'<div class="distnb-live">{"".join(parts)}</div>'
+
+
+def _variables(model: LiveModel) -> str:
+    header = ("variable", "kind", "type", "shape", "dtype", "lives on", "size")
+    rows = [(v.name, v.kind, v.type_name, v.shape, v.dtype, v.devices, human_bytes(v.nbytes)) for v in model.variables]
+    count = "1 variable" if len(rows) == 1 else f"{len(rows)} variables"
+    return f'<details><summary style="color:#808080">{count} on the replicas</summary>{html_table(header, rows, numeric=(6,))}</details>'
+
+
+def _first_and_last(line: Line) -> str:
+    first = f"{short_number(line.points[0][1])} → " if len(line.points) > 1 else ""
+    return f"{first}{short_number(line.last)}"
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None or not math.isfinite(value) else f"{value:,.0f}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")

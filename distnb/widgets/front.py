@@ -1,0 +1,223 @@
+"""The front end of one IPython shell: leads every event to the cell that it belongs to, and draws.
+
+One thread publishes everything, ten to twenty times a second at most, however many replicas write: the Jupyter
+server drops messages of a flood, the cell's own among them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+from distnb.session.live_model import LiveModel, VariableRow
+from distnb.strategies import live
+from distnb.widgets.base import LiveView
+from distnb.widgets.cell_view import VIEW_EVENTS, CellView
+from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
+from distnb.widgets.views import NoView, PictureView, TextView
+from distnb.wire.messages import Died
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from distnb.session.session import Session
+
+__all__ = ["Front", "Mode"]
+
+Mode = Literal["auto", "widget", "picture", "text", "off"]
+
+_TICK_S = 0.05
+_MOST_PROGRAMS = 5_000
+
+
+class Front:
+    """Between the session's events and the notebook's cells.
+
+    Args:
+        shell: IPython's.
+        clock: Gives seconds, steadily.
+
+    Attributes:
+        mode: How the live view is drawn: "auto" picks widgets in a notebook and text in a terminal.
+        variables: Asked at a cell's end where its variables live; set by whoever knows the namespace.
+    """
+
+    def __init__(self, shell: InteractiveShell, clock: Callable[[], float] = time.monotonic) -> None:
+        self._shell = shell
+        self._clock = clock
+        self.mode: Mode = "auto"
+        self.variables: Callable[[], Iterable[VariableRow]] = tuple
+        self._queue: deque[tuple[CellView | None, Any]] = deque()
+        self._lock = threading.RLock()
+        self._current: CellView | None = None
+        self._of_program: OrderedDict[int, CellView] = OrderedDict()
+        self._latest: CellView | None = None  # with output of replicas: `%distnb output` shows it
+        self._retired: deque[CellView] = deque()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._session: Session | None = None
+        self._unsubscribe: Callable[[], None] = lambda: None
+        self._replicas = 1
+        self._closed = False
+        self._complained = False
+
+    # -- the session -----------------------------------------------------------------------------------------------
+
+    def attach(self, session: Session | None) -> None:
+        """Listen to this session's events from now on."""
+        if session is self._session:
+            return
+        self._unsubscribe()
+        self._session, self._unsubscribe = session, lambda: None
+        if session is not None:
+            self._unsubscribe = session.events.subscribe(self.take)
+            self._replicas = len(session.status())
+
+    def take(self, event: Any) -> None:
+        """An event of the session; on the supervisor's thread, so it is only queued."""
+        if isinstance(event, VIEW_EVENTS):
+            self._queue.append((None, event))
+            self._wake_up()
+
+    def live(self, point: live.Point) -> None:
+        """A call of `distnb.live` in this process."""
+        view = self._current
+        if view is not None:
+            self._queue.append((view, point))
+            self._wake_up()
+
+    # -- cells -----------------------------------------------------------------------------------------------------
+
+    def begin_cell(self) -> None:
+        """A cell begins: what happens now is its."""
+        with self._lock:
+            self._drain()
+            previous, self._current = self._current, None
+            if previous is not None:
+                self._retire(previous)
+            publisher = publisher_for(self._shell, "distnb")
+            self._current = CellView(publisher, self._make_view, self._replicas)
+
+    def _retire(self, view: CellView) -> None:
+        """Its cell is over: what still comes for it is sent to it by name."""
+        if isinstance(view.publisher, NotebookPublisher):
+            view.publisher.current = False
+        self._retired.append(view)
+        while len(self._retired) > 2:
+            # A widget is kept for a while: closing it at once would blank what a slow browser still shows.
+            self._retired.popleft().close()
+
+    def name_cell(self, title: str) -> None:
+        """Say which strategy the cell runs."""
+        if self._current is not None:
+            self._current.model.title = title
+
+    def flush(self) -> None:
+        """Show all that has come so far for the running cell. Called before its error is raised, and at its end."""
+        with self._lock:
+            self._drain()
+            if self._current is not None:
+                self._guarded(lambda view: view.flush(self._clock()), self._current)
+
+    def end_cell(self, *, failed: bool) -> None:
+        """The cell ended."""
+        with self._lock:
+            self._drain()
+            view = self._current
+            if view is not None:
+                self._guarded(lambda view: view.finish(self._clock(), failed=failed, variables=self.variables()), view)
+
+    def written(self) -> dict[int, str]:
+        """What each replica wrote in the latest cell that ran on replicas."""
+        return self._latest.written() if self._latest is not None else {}
+
+    def close(self) -> None:
+        """Listen and draw no more."""
+        self.attach(None)
+        self._closed = True
+        self._wake.set()
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _wake_up(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._serve, name="distnb-front", daemon=True)
+            self._thread.start()
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def _serve(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            self._wake.clear()
+            while not self._closed:
+                with self._lock:
+                    self._drain()
+                    views = self._views()
+                    for view in views:
+                        self._guarded(self._tick, view)
+                    if not self._queue and all(view.idle for view in views):
+                        break
+                time.sleep(_TICK_S)
+
+    def _tick(self, view: CellView) -> None:
+        if isinstance(view.publisher, NotebookPublisher):
+            view.publisher.adopt_thread()
+        view.tick(self._clock())
+
+    def _views(self) -> list[CellView]:
+        views = [*self._retired]
+        if self._current is not None:
+            views.append(self._current)
+        return views
+
+    def _drain(self) -> None:
+        now = self._clock()
+        while self._queue:
+            view, event = self._queue.popleft()
+            if view is not None:
+                self._guarded(lambda view: view.feed_here(event, now), view)  # noqa: B023  (called at once)
+                continue
+            for each in self._views_of(event):
+                self._guarded(lambda view: view.feed(event, now), each)  # noqa: B023
+
+    def _views_of(self, event: Any) -> list[CellView]:
+        if isinstance(event, Died):
+            return [self._current] if self._current is not None else []
+        view = self._of_program.get(event.program)
+        if view is None:
+            if self._current is None:
+                return []
+            view = self._of_program[event.program] = self._current
+            self._latest = view
+            if len(self._of_program) > _MOST_PROGRAMS:
+                self._of_program.popitem(last=False)
+        return [view]
+
+    def _guarded(self, action: Callable[[CellView], object], view: CellView) -> None:
+        try:
+            action(view)
+        except Exception:
+            # A view that cannot be drawn must not end a training; it is told once.
+            if not self._complained:
+                self._complained = True
+                traceback.print_exc(file=sys.__stderr__)
+
+    def _make_view(self, model: LiveModel, publisher: Publisher, name: str) -> LiveView:
+        mode = self.mode
+        if mode == "auto":
+            mode = "widget" if isinstance(publisher, NotebookPublisher) else "text"
+        if mode == "widget":
+            try:
+                from distnb.widgets.widget_view import WidgetView
+            except ImportError:
+                mode = "picture"  # no anywidget in this environment: displays do as well, at some cost
+            else:
+                return WidgetView(model, publisher, name)
+        kinds: dict[str, type[LiveView]] = {"picture": PictureView, "text": TextView, "off": NoView}
+        return kinds[mode](model, publisher, name)

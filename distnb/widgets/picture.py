@@ -1,0 +1,154 @@
+"""Curves as an SVG picture: what stays in the saved notebook, and what is shown where widgets do not work."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+from collections.abc import Iterable, Sequence
+
+from distnb.session.figures import mark
+from distnb.session.live_model import Curve, LiveModel, Point
+
+__all__ = ["COLORS", "as_image", "nice_ticks", "picture", "short_number"]
+
+COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04", "#06b6d4", "#ec4899")
+_GREY = "#808080"  # an image cannot follow the theme: mid-grey shows on light and dark
+_WIDTH, _HEIGHT = 280, 180
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 26, 22
+_PER_ROW = 3
+
+
+def picture(model: LiveModel) -> str:
+    """Draw every curve of a model, side by side.
+
+    Args:
+        model: The cell's.
+
+    Returns:
+        An SVG document; empty when there is no curve.
+    """
+    curves = [curve for curve in model.curves.values() if curve.lines]
+    if not curves:
+        return ""
+    columns = min(_PER_ROW, len(curves))
+    width, height = columns * _WIDTH, -(-len(curves) // columns) * _HEIGHT
+    charts = "".join(
+        f'<g transform="translate({i % columns * _WIDTH},{i // columns * _HEIGHT})">{_chart(curve, max(1, len(model.rows)))}</g>'
+        for i, curve in enumerate(curves)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'font-family="system-ui,sans-serif" font-size="11">{charts}</svg>'
+    )
+
+
+def as_image(svg: str, alt: str) -> str:
+    """The one form of a picture that survives reopening, missing trust and every export."""
+    encoded = base64.b64encode(svg.encode()).decode()
+    return (
+        f'<img src="data:image/svg+xml;base64,{encoded}" alt="{html.escape(alt, quote=True)}" style="max-width:100%">'
+    )
+
+
+def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Round numbers within a range.
+
+    Args:
+        low, high: The range.
+        about: How many.
+    """
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+        return [low] if math.isfinite(low) else []
+    raw = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999) * power
+    first = math.ceil(low / step - 1e-9)
+    count = int((high - first * step) / step + 1e-9) + 1
+    return [round((first + i) * step, 12) + 0.0 for i in range(min(count, 3 * about))]
+
+
+def short_number(value: float | None) -> str:
+    """A number in little room."""
+    if value is None:
+        return ""
+    if value and math.isfinite(value) and abs(value) >= 100_000:
+        return f"{value:.3g}"
+    return f"{value:.4g}"
+
+
+def _chart(curve: Curve, total: int) -> str:
+    lines = curve.shown(total)
+    points = [point for line in lines.values() for point in line.points]
+    x_low, x_high = _span([point[0] for point in points])
+    y_low, y_high = _span([value for point in points for value in point[2:]])
+    pad = (y_high - y_low) * 0.05
+    y_low, y_high = y_low - pad, y_high + pad
+
+    def x(step: float) -> float:
+        return _LEFT + (step - x_low) / (x_high - x_low) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(value: float) -> float:
+        return _HEIGHT - _BOTTOM - (value - y_low) / (y_high - y_low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = [_title(curve, [(replicas, line.last) for replicas, line in lines.items()], total)]
+    for tick in nice_ticks(y_low, y_high):
+        parts.append(f'<path d="M{_LEFT} {y(tick):.1f}H{_WIDTH - _RIGHT}" stroke="{_GREY}" stroke-opacity=".22"/>')
+        parts.append(
+            f'<text x="{_LEFT - 5}" y="{y(tick) + 3.5:.1f}" text-anchor="end" fill="{_GREY}">{short_number(tick)}</text>'
+        )
+    for tick in nice_ticks(x_low, x_high):
+        parts.append(
+            f'<text x="{x(tick):.1f}" y="{_HEIGHT - 6}" text-anchor="middle" fill="{_GREY}">{short_number(tick)}</text>'
+        )
+    for replicas, line in lines.items():
+        color = COLORS[replicas[0] % len(COLORS)]
+        thick = len(replicas) > 1 or total == 1
+        screen = [
+            (x(step), y(value), y(low), y(high)) for step, value, low, high in line.points if math.isfinite(value)
+        ]
+        parts.append(_band(screen, color))
+        parts.append(_stroke(screen, color, 2.6 if thick else 1.3))
+    return "".join(parts)
+
+
+def _title(curve: Curve, last: Sequence[tuple[tuple[int, ...], float | None]], total: int) -> str:
+    spans = [f'<tspan font-weight="600">{html.escape(curve.name)}</tspan>']
+    for replicas, value in last[:8]:
+        # With many lines the title says which is which; the table has their values.
+        words = [short_number(value)] if len(last) <= 2 else []
+        words += [mark(replicas)] if total > 1 else []
+        color = COLORS[replicas[0] % len(COLORS)]
+        spans.append(f'<tspan dx="6" fill="{color}">{" ".join(words)}</tspan>')
+    return f'<text x="{_LEFT}" y="16" fill="{_GREY}">{"".join(spans)}</text>'
+
+
+def _span(values: Iterable[float]) -> tuple[float, float]:
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return 0.0, 1.0
+    low, high = min(finite), max(finite)
+    if high > low:
+        return low, high
+    half = abs(low) * 0.05 or 0.5
+    return low - half, high + half
+
+
+def _stroke(screen: Sequence[Point], color: str, width: float) -> str:
+    if len(screen) == 1:
+        return f'<circle cx="{screen[0][0]:.1f}" cy="{screen[0][1]:.1f}" r="2.5" fill="{color}"/>'
+    path = "L".join(f"{px:.1f} {py:.1f}" for px, py, _, _ in screen)
+    return (
+        f'<path class="line" d="M{path}" fill="none" stroke="{color}" stroke-width="{width}" stroke-linejoin="round"/>'
+        if path
+        else ""
+    )
+
+
+def _band(screen: Sequence[Point], color: str) -> str:
+    """Where points stand for many steps: from the least to the greatest value."""
+    if all(low == high for _, _, low, high in screen):
+        return ""
+    up = "L".join(f"{px:.1f} {high:.1f}" for px, _, _, high in screen)
+    down = "L".join(f"{px:.1f} {low:.1f}" for px, _, low, _ in reversed(screen))
+    return f'<path class="band" d="M{up}L{down}Z" fill="{color}" fill-opacity=".18"/>'

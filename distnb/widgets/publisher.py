@@ -1,0 +1,160 @@
+"""Carrying out output instructions: in a notebook's cell, or in a terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from distnb.session.output import Area, Change, Clear, Instruction, Show, Write
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["NotebookPublisher", "Publisher", "TerminalPublisher", "publisher_for"]
+
+
+class Publisher(ABC):
+    """Puts text and displays where a cell's output goes; from any thread, one at a time."""
+
+    on_clear: Callable[[], None] | None = None
+    """Called after the cell's output was cleared, for whoever must appear again."""
+
+    def apply(self, instructions: list[Instruction]) -> None:
+        """Carry out instructions in order."""
+        for each in instructions:
+            if isinstance(each, Write):
+                self.write(each.stream, each.text)
+            elif isinstance(each, Show):
+                self.display(each.name, each.bundle.data, each.bundle.metadata)
+            elif isinstance(each, Change):
+                self.display(each.name, each.bundle.data, each.bundle.metadata, update=True)
+            elif isinstance(each, Area):
+                self.area(each.lines)
+            elif isinstance(each, Clear):
+                self.clear(each.wait)
+                if self.on_clear is not None:
+                    self.on_clear()
+
+    @abstractmethod
+    def write(self, stream: str, text: str) -> None:
+        """Print on stdout or stderr."""
+
+    @abstractmethod
+    def display(self, name: str, data: Mapping[str, Any], metadata: Mapping[str, Any], *, update: bool = False) -> None:
+        """Show a rich display under a name, or change the one of that name."""
+
+    @abstractmethod
+    def area(self, lines: tuple[str, ...]) -> None:
+        """Draw the unfinished lines."""
+
+    @abstractmethod
+    def clear(self, wait: bool) -> None:
+        """Remove the cell's output."""
+
+
+def publisher_for(shell: InteractiveShell, name: str) -> Publisher:
+    """The publisher for the front end that a shell has.
+
+    Args:
+        shell: IPython's.
+        name: Prefix of display ids, unique in the notebook.
+    """
+    return NotebookPublisher(shell, name) if hasattr(shell, "kernel") else TerminalPublisher(shell)
+
+
+class NotebookPublisher(Publisher):
+    """Publishes into the cell that was running when it was made, also after that cell has ended.
+
+    Attributes:
+        current: Whether that cell is still the latest. While it is, everything goes the ordinary way, and can be
+            captured by `%%capture`; afterwards messages are addressed to the cell.
+    """
+
+    def __init__(self, shell: Any, name: str) -> None:
+        self.current = True
+        self._shell = shell
+        self._parent: dict[str, Any] = shell.get_parent()
+        self._area_name = f"{name}-area"
+        self._areas = 0
+        self._area_shown = False
+
+    def adopt_thread(self) -> None:
+        """Let what the calling thread prints go to this cell."""
+        if self.current:
+            self._shell.set_parent(self._parent)
+
+    def write(self, stream: str, text: str) -> None:
+        if self.current:
+            target = sys.stderr if stream == "stderr" else sys.stdout
+            target.write(text)
+            target.flush()
+        else:
+            self._send("stream", {"name": stream, "text": text}, f"stream.{stream}")
+
+    def display(self, name: str, data: Mapping[str, Any], metadata: Mapping[str, Any], *, update: bool = False) -> None:
+        transient = {"display_id": name}
+        if self.current:
+            sys.stdout.flush()
+            self._shell.display_pub.publish(dict(data), dict(metadata), transient=transient, update=update)
+        else:
+            content = {"data": dict(data), "metadata": dict(metadata), "transient": transient}
+            self._send("update_display_data" if update else "display_data", content, "display_data")
+
+    def area(self, lines: tuple[str, ...]) -> None:
+        if not lines and not self._area_shown:
+            return
+        if not self._area_shown:
+            self._areas += 1
+        self.display(f"{self._area_name}{self._areas}", {"text/plain": "\n".join(lines)}, {}, update=self._area_shown)
+        self._area_shown = True
+
+    def clear(self, wait: bool) -> None:
+        self._area_shown = False
+        if self.current:
+            self._shell.display_pub.clear_output(wait=wait)
+        else:
+            self._send("clear_output", {"wait": wait}, "display_data")
+
+    def _send(self, kind: str, content: dict[str, Any], topic: str) -> None:
+        kernel = self._shell.kernel
+        kernel.session.send(kernel.iopub_socket, kind, content, parent=self._parent, ident=kernel.topic(topic))
+
+
+class TerminalPublisher(Publisher):
+    """Publishes into a terminal: displays as their plain text, unfinished lines as one that is rewritten."""
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._width = 0
+
+    def write(self, stream: str, text: str) -> None:
+        self._wipe()
+        target = sys.stderr if stream == "stderr" else sys.stdout
+        target.write(text)
+        target.flush()
+
+    def display(self, name: str, data: Mapping[str, Any], metadata: Mapping[str, Any], *, update: bool = False) -> None:
+        text = str(data.get("text/plain", ""))
+        if text:
+            self.write("stdout", text + "\n")
+
+    def area(self, lines: tuple[str, ...]) -> None:
+        if not sys.stderr.isatty():
+            return
+        self._wipe()
+        room = shutil.get_terminal_size().columns - 1
+        line = "  ".join(lines)[:room]
+        sys.stderr.write(line)
+        sys.stderr.flush()
+        self._width = len(line)
+
+    def clear(self, wait: bool) -> None:
+        self._wipe()
+
+    def _wipe(self) -> None:
+        if self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            self._width = 0

@@ -1,0 +1,192 @@
+"""JupyterLab or Notebook 7 in a headless Chromium, driven as a user drives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+_SETTINGS = {
+    "@jupyterlab/apputils-extension/notification.jupyterlab-settings": {"fetchNews": "false", "checkForUpdates": False},
+    "@jupyterlab/notebook-extension/tracker.jupyterlab-settings": {"windowingMode": "none"},
+}
+
+
+def chromium() -> str | None:
+    """Where the system's Chromium is."""
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Server:
+    """A Jupyter server of our own, with a private home: so its notebooks are untrusted, and its settings ours.
+
+    Args:
+        home: An empty folder.
+        app: "lab" or "notebook".
+    """
+
+    def __init__(self, home: Path, app: str = "lab") -> None:
+        self.app = app
+        self.notebooks = home / "notebooks"
+        self.notebooks.mkdir(parents=True)
+        for name, values in _SETTINGS.items():
+            path = home / ".jupyter/lab/user-settings" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(values))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        expose = "LabApp" if app == "lab" else "JupyterNotebookApp"
+        command = [
+            *(sys.executable, "-m", "jupyter", app, "--no-browser", f"--port={self.port}", "--ip=127.0.0.1"),
+            *("--IdentityProvider.token=", "--ServerApp.password=", "--allow-root", f"--notebook-dir={self.notebooks}"),
+            f"--{expose}.expose_app_in_browser=True",
+        ]
+        env = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(home / ".jupyter")}
+        self._log = (home / "server.log").open("w")
+        self._process = subprocess.Popen(command, cwd=self.notebooks, env=env, stdout=self._log, stderr=self._log)
+        self._wait()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                urllib.request.urlopen(f"{self.url}/api", timeout=2).close()
+                return
+            except OSError:
+                time.sleep(0.1)
+        raise AssertionError(f"no Jupyter server on {self.url}; see {self._log.name}")
+
+    def write(self, name: str, cells: Sequence[str]) -> Path:
+        """Put a notebook there."""
+        path = self.notebooks / name
+        notebook = {
+            "cells": [
+                {"cell_type": "code", "id": f"cell{i}", "metadata": {}, "source": source, "outputs": [], "execution_count": None}
+                for i, source in enumerate(cells)
+            ],
+            "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+            "nbformat": 4,
+            "nbformat_minor": 5,
+        }
+        path.write_text(json.dumps(notebook))
+        return path
+
+    def close(self) -> None:
+        """End it, with its kernels."""
+        self._process.terminate()
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+
+class OpenNotebook:
+    """A notebook in a browser page.
+
+    Args:
+        browser: Playwright's.
+        server: Where it lies.
+        name: Its file.
+        dark: Use JupyterLab's dark theme.
+    """
+
+    def __init__(self, browser: Any, server: Server, name: str, *, dark: bool = False) -> None:
+        self.server = server
+        self.path = server.notebooks / name
+        self.page = browser.new_page(viewport={"width": 1250, "height": 950})
+        where = "lab/tree" if server.app == "lab" else "notebooks"
+        self.page.goto(f"{server.url}/{where}/{name}?reset")
+        self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+        self._wait_for_kernel()
+        if dark:
+            self.command("apputils:change-theme", {"theme": "JupyterLab Dark"})
+            self.page.wait_for_timeout(500)
+
+    def __enter__(self) -> OpenNotebook:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.page.close()
+
+    def _wait_for_kernel(self) -> None:
+        self.page.wait_for_function("() => window.jupyterapp", timeout=30_000)
+        self.page.wait_for_function(
+            """() => {
+                const panel = window.jupyterapp.shell.currentWidget;
+                return panel?.sessionContext?.session?.kernel?.status === "idle";
+            }""",
+            timeout=60_000,
+        )
+
+    def command(self, name: str, arguments: dict[str, Any] | None = None) -> None:
+        """One of the front end's commands."""
+        self.page.evaluate("([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, arguments or {}])
+
+    def start(self, index: int) -> None:
+        """Begin to run a cell, and do not wait."""
+        self.page.evaluate(
+            """index => {
+                const panel = window.jupyterapp.shell.currentWidget;
+                panel.content.activeCellIndex = index;
+                panel.content.deselectAll();
+            }""",
+            index,
+        )
+        self.page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-cell'); }")
+        self.page.wait_for_timeout(50)
+
+    def wait(self, index: int, timeout_s: float = 60.0) -> None:
+        """Wait until a cell has ended."""
+        self.page.wait_for_function(
+            """index => {
+                const model = window.jupyterapp.shell.currentWidget.content.widgets[index].model;
+                return model.executionState ? model.executionState === "idle" : model.executionCount !== null;
+            }""",
+            arg=index,
+            timeout=timeout_s * 1000,
+        )
+        self.page.wait_for_timeout(200)
+
+    def run(self, index: int, timeout_s: float = 60.0) -> None:
+        """Run a cell to its end."""
+        self.start(index)
+        self.wait(index, timeout_s)
+
+    def output(self, index: int) -> Any:
+        """The output area of a cell."""
+        return self.page.locator(".jp-Notebook .jp-Cell").nth(index).locator(".jp-Cell-outputArea")
+
+    def saved(self) -> dict[str, Any]:
+        """Save, and read the file."""
+        before = self.path.stat().st_mtime_ns
+        self.command("docmanager:save")
+        deadline = time.monotonic() + 15
+        while self.path.stat().st_mtime_ns == before and time.monotonic() < deadline:
+            self.page.wait_for_timeout(100)
+        return dict(json.loads(self.path.read_text()))

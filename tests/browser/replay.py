@@ -1,0 +1,153 @@
+"""A stand-in for the session: replays what replicas would send, without engines and without torch.
+
+In a kernel, `replay.install(replicas=2)` makes `%%distribute mirrored` cells run in a function of this module that
+plays a training. So the front end can be looked at, and tested, alone and fast.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from distnb import session as sessions
+from distnb.session.events import EventHub
+from distnb.topology import Device, Team
+from distnb.wire.messages import Display, Live, Output, ProgramEnded, Status, TelemetrySample
+
+
+class ReplaySession:
+    """Has of `Session` what the magics use."""
+
+    def __init__(self, replicas: int) -> None:
+        self.events = EventHub()
+        self.replicas = replicas
+        self._programs = 0
+        self.cells: list[tuple[str, Any, dict[str, Any]]] = []
+        self.namespace = SimpleNamespace()
+
+    def status(self) -> tuple[Any, ...]:
+        return tuple(SimpleNamespace(engine=i, device=f"cpu:{i}", state="idle", pid=0, host="") for i in range(self.replicas))
+
+    def interrupt(self) -> bool:
+        return False
+
+    def stop(self) -> None:
+        return
+
+    def run_cell(self, source: str, spec: Any, **keywords: Any) -> None:
+        """Play the cell: a comment `# replay: NAME` in it says what."""
+        self.cells.append((source, spec, keywords))
+        self._programs += 1
+        team = Team(tuple(range(self.replicas)), tuple(Device("cpu", i) for i in range(self.replicas)), 1, "", 0)
+        name = source.partition("# replay:")[2].split("\n", 1)[0].strip() or "nothing"
+        arguments = name.split()
+        self.events.publish(Status(self._programs, "started", team, tuple(map(str, team.devices))))
+        error: list[BaseException] = []
+
+        def play() -> None:
+            try:
+                for event in getattr(Player(self._programs, self.replicas), arguments[0])(*map(float, arguments[1:])):
+                    self.events.publish(event)
+            except BaseException as raised:
+                error.append(raised)
+            for engine in range(self.replicas):
+                self.events.publish(ProgramEnded(engine, self._programs, "error" if error else "ok", str(*error)))
+
+        thread = threading.Thread(target=play)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.05)
+        self.events.publish(Status(self._programs, "ended", team, text="failed" if error else ""))
+        if error:
+            error[0]._render_traceback_ = lambda: ["Replica 0 of 2 (cpu:0) raised:", f"ValueError: {error[0]}"]  # type: ignore[attr-defined]
+            raise error[0]
+
+
+class Player:
+    """Each method yields a cell's events, as time goes by."""
+
+    def __init__(self, program: int, replicas: int) -> None:
+        self.program = program
+        self.replicas = replicas
+
+    def nothing(self) -> Iterator[Any]:
+        return iter(())
+
+    def lines(self) -> Iterator[Any]:
+        for replica in range(self.replicas):
+            yield self.text(replica, "hello\n")
+            yield self.text(replica, f"I am {replica}\n")
+
+    def train(self, seconds: float = 3.0, fail: float = 0.0) -> Iterator[Any]:
+        """A training of about 200 steps a second."""
+        steps = int(seconds * 50)
+        for step in range(1, steps + 1):
+            for replica in range(self.replicas):
+                loss = 2.3 * math.exp(-4 * step / steps) + 0.05 * math.sin(step * 1.7)
+                local = loss + 0.08 * math.sin(step * 2.3 + 2 * replica)
+                yield Live(replica, self.program, replica, ((step * 0.02, step, {"loss": loss, "local loss": local, "accuracy": 1 - loss / 2.4}),))
+                if step % 10 == 0:
+                    yield TelemetrySample(
+                        replica, self.program, replica, step * 0.02, step * 4, step * 4 * 16, 412_000_000 + step * 10_000, None, f"cell 3, line {12 + step % 4}"
+                    )
+                if step % 50 == 0:
+                    yield self.text(replica, f"epoch {step // 50}\n")
+                    yield self.text(replica, f"local loss {local:.4f}\n")
+            time.sleep(0.02)
+        if fail:
+            raise ValueError("wrong shape")
+
+    def progress(self, seconds: float = 2.0) -> Iterator[Any]:
+        for percent in range(0, 101, 2):
+            for replica in range(self.replicas):
+                bar = "#" * (percent // 10)
+                yield self.text(replica, f"\r{percent:3d}%|{bar:10}| {percent}/100 [{replica}it/s]", "stderr")
+            time.sleep(seconds / 50)
+        for replica in range(self.replicas):
+            yield self.text(replica, "\n", "stderr")
+
+    def figures(self, equal: float = 0.0) -> Iterator[Any]:
+        for replica in range(self.replicas):
+            color = (37, 99, 235) if equal or replica % 2 == 0 else (234, 88, 12)
+            yield Display(replica, self.program, replica, {"image/png": png(*color), "text/plain": "<Figure size 120x80>"})
+
+    def flood(self, seconds: float = 2.0) -> Iterator[Any]:
+        end, line = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            for replica in range(self.replicas):
+                yield self.text(replica, "".join(f"line {line + i}\n" for i in range(2_000)))
+            line += 2_000
+            time.sleep(0.05)
+        for replica in range(self.replicas):
+            yield self.text(replica, "the end\n")
+
+    def text(self, replica: int, text: str, stream: Any = "stdout") -> Output:
+        return Output(replica, self.program, replica, stream, text)
+
+
+def png(red: int, green: int, blue: int, width: int = 120, height: int = 80) -> str:
+    """A picture of one colour."""
+    rows = (b"\0" + bytes((red, green, blue)) * width) * height
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return base64.b64encode(data).decode()
+
+
+def install(replicas: int = 2) -> ReplaySession:
+    """Make it the running session."""
+    session = ReplaySession(replicas)
+    sessions._current = session  # type: ignore[assignment]
+    for tell in sessions.on_change:
+        tell(session)  # type: ignore[arg-type]
+    return session

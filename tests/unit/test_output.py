@@ -1,0 +1,325 @@
+"""Merging what replicas write and show: events in, instructions out."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from distnb.session.output import HOLD_S, Area, Change, Clear, OutputMerger, Show, Write
+from distnb.wire.messages import Display, Output
+
+
+def out(replica: int, text: str, stream: Any = "stdout") -> Output:
+    return Output(replica, 1, replica, stream, text)
+
+
+def png(replica: int, content: str, **keywords: Any) -> Display:
+    return Display(replica, 1, replica, {"image/png": content, "text/plain": "<Figure>"}, **keywords)
+
+
+def text_of(instructions: list[Any], stream: str = "stdout") -> str:
+    return "".join(each.text for each in instructions if isinstance(each, Write) and each.stream == stream)
+
+
+def test_equal_lines_are_shown_once_and_marked() -> None:
+    merger = OutputMerger(4, "m")
+    for replica in range(4):
+        merger.feed(out(replica, "epoch 1\n"), 0.01 * replica)
+    assert merger.collect(0.03) == [Write("stdout", "[0-3] epoch 1\n")]
+    assert merger.idle
+
+
+def test_a_line_waits_for_its_doubles_but_not_long() -> None:
+    merger = OutputMerger(2, "m")
+    merger.feed(out(0, "hello\n"), 0.0)
+    assert merger.collect(HOLD_S - 0.01) == []
+    assert merger.collect(HOLD_S) == [Write("stdout", "[0] hello\n")]
+    merger.feed(out(1, "hello\n"), HOLD_S + 0.01)
+    assert text_of(merger.collect(1.0)) == "[1] hello\n"
+
+
+def test_a_double_within_the_hold_is_folded() -> None:
+    merger = OutputMerger(2, "m")
+    merger.feed(out(0, "hello\n"), 0.0)
+    merger.collect(0.05)
+    merger.feed(out(1, "hello\n"), HOLD_S - 0.01)
+    assert text_of(merger.collect(HOLD_S - 0.01)) == "[0-1] hello\n"
+
+
+def test_different_lines_do_not_wait() -> None:
+    merger = OutputMerger(2, "m")
+    merger.feed(out(0, "loss 0.1\n"), 0.0)
+    merger.feed(out(1, "loss 0.2\n"), 0.001)
+    # Replica 1 is past the first line: nobody can join it any more. The second may still be said by replica 0.
+    assert text_of(merger.collect(0.002)) == "[0] loss 0.1\n"
+    assert text_of(merger.collect(HOLD_S + 0.002)) == "[1] loss 0.2\n"
+
+
+def test_each_replicas_order_is_kept() -> None:
+    merger = OutputMerger(2, "m")
+    merger.feed(out(0, "a\nb\n"), 0.0)
+    merger.feed(out(1, "b\na\n"), 0.0)
+    assert text_of(merger.collect(1.0)) == "[0] a\n[0-1] b\n[1] a\n"
+
+
+def test_repeated_lines_pair_in_order() -> None:
+    merger = OutputMerger(2, "m")
+    merger.feed(out(0, "x\nx\nx\n"), 0.0)
+    merger.feed(out(1, "x\nx\n"), 0.0)
+    assert text_of(merger.collect(1.0)) == "[0-1] x\n[0-1] x\n[0] x\n"
+
+
+def test_marks_name_the_replicas() -> None:
+    merger = OutputMerger(5, "m")
+    for replica in (0, 1, 3):
+        merger.feed(out(replica, "x\n"), 0.0)
+    assert text_of(merger.collect(1.0)) == "[0-1,3] x\n"
+
+
+def test_one_replica_is_not_marked_and_never_waits() -> None:
+    merger = OutputMerger(1, "m")
+    merger.feed(out(0, "x\n"), 0.0)
+    assert text_of(merger.collect(0.0)) == "x\n"
+
+
+def test_an_ended_replica_is_not_waited_for() -> None:
+    merger = OutputMerger(2, "m")
+    merger.feed(out(1, "unfinished"), 0.0)
+    merger.ended(1, 0.0)
+    merger.feed(out(0, "hello\n"), 0.0)
+    assert text_of(merger.collect(0.0)) == "[1] unfinished\n[0] hello\n"
+
+
+def test_streams_stay_apart_and_in_order() -> None:
+    merger = OutputMerger(2, "m")
+    for replica in range(2):
+        merger.feed(out(replica, "a\n"), 0.0)
+        merger.feed(out(replica, "careful\n", "stderr"), 0.0)
+        merger.feed(out(replica, "b\n"), 0.0)
+    assert merger.collect(0.0) == [
+        Write("stdout", "[0-1] a\n"),
+        Write("stderr", "[0-1] careful\n"),
+        Write("stdout", "[0-1] b\n"),
+    ]
+
+
+def test_partial_lines_show_in_the_area_and_end_as_lines() -> None:
+    merger = OutputMerger(2, "m")
+    merger.feed(out(0, "..."), 0.0)
+    assert merger.collect(0.05) == []
+    assert merger.collect(0.2) == [Area(("[0] ...",))]
+    merger.feed(out(0, "done\n"), 0.3)
+    final = merger.collect(0.6)
+    assert final == [Write("stdout", "[0] ...done\n"), Area(())]
+
+
+def test_progress_bars_one_line_per_replica() -> None:
+    merger = OutputMerger(2, "m")
+    for replica in range(2):
+        merger.feed(out(replica, "\r 10%|#", "stderr"), 0.0)
+        merger.feed(out(replica, f"\r {20 + replica}%|##", "stderr"), 0.02)
+    assert merger.collect(0.5) == [Area(("[0]  20%|##", "[1]  21%|##"))]
+    for replica in range(2):
+        merger.feed(out(replica, "\r100%|##########\n", "stderr"), 1.0)
+    merger.collect(1.0)
+    assert text_of(merger.collect(1.3), "stderr") == "[0-1] 100%|##########\n"
+    assert merger.collect(1.6) == [] or merger.collect(1.6) == [Area(())]
+
+
+def test_equal_progress_is_folded() -> None:
+    merger = OutputMerger(2, "m")
+    for replica in range(2):
+        merger.feed(out(replica, "\r 10%\r 20%", "stderr"), 0.0)
+    assert merger.collect(0.5) == [Area(("[0-1]  20%",))]
+
+
+def test_final_holds_nothing_back() -> None:
+    merger = OutputMerger(2, "m")
+    merger.feed(out(0, "a\nunfinished"), 0.0)
+    assert text_of(merger.collect(0.0, final=True)) == "[0] a\n[0] unfinished\n"
+
+
+def test_plain_values_are_lines() -> None:
+    merger = OutputMerger(2, "m")
+    for replica in range(2):
+        merger.feed(Display(replica, 1, replica, {"text/plain": "first\nsecond"}), 0.0)
+    assert text_of(merger.collect(0.0)) == "[0-1] first\n      second\n"
+
+
+def test_a_flood_is_cut_and_told() -> None:
+    merger = OutputMerger(2, "m")
+    shown = []
+    for tick in range(100):
+        now = tick * 0.05
+        for replica in range(2):
+            text = "".join(f"line {tick * 5_000 + i}\n" for i in range(5_000))
+            merger.feed(out(replica, text), now)
+        shown += merger.collect(now)
+    shown += merger.collect(6.0, final=True)
+    text = text_of(shown)
+    assert text.count("\n") < 3_000
+    assert "lines left out" in text
+    assert "%distnb output" in text
+    assert "line 499999" in text  # the last one is there
+
+
+def test_the_number_left_out_is_honest() -> None:
+    merger = OutputMerger(1, "m")
+    merger.feed(out(0, "".join(f"{i}\n" for i in range(4_000))), 0.0)
+    text = text_of(merger.collect(0.0, final=True))
+    left_out = int(text.partition("… ")[2].partition(" lines")[0].replace(",", ""))
+    assert text.count("\n") - 1 + left_out == 4_000
+
+
+def test_a_very_long_line_is_cut() -> None:
+    merger = OutputMerger(1, "m")
+    merger.feed(out(0, "x" * 100_000 + "\n"), 0.0)
+    text = text_of(merger.collect(1.0, final=True))
+    assert len(text) < 21_000
+    assert "80,000 more characters" in text
+
+
+def test_equal_figures_once() -> None:
+    merger = OutputMerger(2, "m")
+    for replica in range(2):
+        merger.feed(png(replica, "AAAA"), 0.0)
+    (shown,) = merger.collect(0.0)
+    assert isinstance(shown, Show)
+    assert shown.bundle.data == {"image/png": "AAAA", "text/plain": "<Figure>"}
+
+
+def test_different_figures_side_by_side() -> None:
+    merger = OutputMerger(2, "m")
+    merger.feed(png(0, "AAAA"), 0.0)
+    merger.feed(png(1, "BBBB"), 0.05)
+    (shown,) = merger.collect(0.1)
+    html = shown.bundle.data["text/html"]
+    assert html.index("[0]") < html.index("AAAA") < html.index("[1]") < html.index("BBBB")
+
+
+def test_a_late_figure_changes_what_is_shown() -> None:
+    merger = OutputMerger(2, "m")
+    merger.feed(png(0, "AAAA"), 0.0)
+    (first,) = merger.collect(0.2)
+    assert "[0]" in first.bundle.data["text/html"]
+    merger.feed(png(1, "AAAA"), 5.0)
+    (change,) = merger.collect(5.0)
+    assert isinstance(change, Change)
+    assert change.name == first.name
+    assert change.bundle.data["image/png"] == "AAAA"
+
+
+def test_the_chiefs_own_figure_shifts_nothing() -> None:
+    merger = OutputMerger(2, "m")
+    merger.feed(png(1, "BBBB"), 0.0)
+    merger.feed(png(0, "only the chief's"), 0.1)
+    merger.feed(png(0, "BBBB"), 0.2)
+    shown = merger.collect(1.0)
+    assert [each for each in shown if isinstance(each, Show)][1].bundle.data.get("image/png") == "BBBB"
+    assert "[0]" in [each for each in shown if isinstance(each, Show)][0].bundle.data["text/html"]
+
+
+def test_display_ids_are_updated() -> None:
+    merger = OutputMerger(2, "m")
+    for replica in range(2):
+        merger.feed(Display(replica, 1, replica, {"text/html": "<b>0</b>"}, transient={"display_id": f"r{replica}"}), 0.0)
+    (shown,) = merger.collect(0.0)
+    assert shown.bundle.data["text/html"] == "<b>0</b>"
+    for replica in range(2):
+        merger.feed(
+            Display(replica, 1, replica, {"text/html": f"<b>{replica}</b>"}, transient={"display_id": f"r{replica}"}, update=True),
+            1.0,
+        )
+    (change,) = merger.collect(1.0)
+    assert isinstance(change, Change)
+    assert "<b>1</b>" in change.bundle.data["text/html"]
+
+
+def test_clear_output_of_all_clears_the_cell() -> None:
+    merger = OutputMerger(2, "m")
+    for replica in range(2):
+        merger.feed(out(replica, "old\n"), 0.0)
+        merger.feed(Display(replica, 1, replica, {}, clear="wait"), 0.0)
+        merger.feed(png(replica, "new"), 0.0)
+    instructions = merger.collect(0.0)
+    assert instructions[0] == Clear(True)
+    assert isinstance(instructions[1], Show)
+    assert text_of(instructions) == ""
+
+
+def test_clear_output_of_one_removes_its_displays_only() -> None:
+    merger = OutputMerger(2, "m")
+    merger.feed(png(0, "AAAA"), 0.0)
+    merger.feed(png(1, "BBBB"), 0.0)
+    merger.collect(0.0)
+    merger.feed(Display(0, 1, 0, {}, clear="now"), 1.0)
+    (change,) = merger.collect(1.5)
+    assert isinstance(change, Change)
+    assert "AAAA" not in change.bundle.data["text/html"]
+    assert "BBBB" in change.bundle.data["text/html"]
+
+
+def test_a_loop_that_clears_and_draws_shows_the_last() -> None:
+    merger = OutputMerger(2, "m")
+    shown: dict[str, str] = {}
+    for step in range(50):
+        now = step * 0.1
+        for replica in range(2):
+            merger.feed(Display(replica, 1, replica, {}, clear="wait"), now)
+            merger.feed(png(replica, f"figure {step}"), now)
+        for each in merger.collect(now):
+            if isinstance(each, Clear):
+                shown.clear()
+            elif isinstance(each, Show | Change):
+                shown[each.name] = str(each.bundle.data.get("image/png"))
+    assert list(shown.values()) == ["figure 49"]
+
+
+def test_widgets_of_engines_show_their_text() -> None:
+    merger = OutputMerger(1, "m")
+    data = {"application/vnd.jupyter.widget-view+json": {"model_id": "x"}, "text/plain": "IntSlider(value=0)"}
+    merger.feed(Display(0, 1, 0, data), 0.0)
+    assert text_of(merger.collect(0.0)) == "IntSlider(value=0)\n"
+
+
+def test_other_rich_displays_once_or_marked() -> None:
+    merger = OutputMerger(2, "m")
+    for replica in range(2):
+        merger.feed(Display(replica, 1, replica, {"text/latex": "$x$", "text/plain": "x"}), 0.0)
+    merger.feed(Display(1, 1, 1, {"text/latex": "$y$", "text/plain": "y"}), 0.0)
+    instructions = merger.collect(1.0)
+    assert [type(each) for each in instructions] == [Show, Write, Show]
+    assert instructions[1] == Write("stdout", "[1]\n")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_is_lost_and_orders_are_kept(seed: int) -> None:
+    chance = random.Random(seed)
+    replicas = chance.randint(1, 4)
+    said = {r: [f"line {chance.randint(0, 5)}" for _ in range(chance.randint(0, 30))] for r in range(replicas)}
+    rest = {r: "".join(line + "\n" for line in lines) for r, lines in said.items()}
+    merger, now, text = OutputMerger(replicas, "m"), 0.0, ""
+    while any(rest.values()):
+        replica = chance.choice([r for r in rest if rest[r]])
+        cut = chance.randint(1, 40)
+        merger.feed(out(replica, rest[replica][:cut]), now)
+        rest[replica] = rest[replica][cut:]
+        now += chance.random() * 0.1
+        text += text_of(merger.collect(now))
+    text += text_of(merger.collect(now, final=True))
+    heard: dict[int, list[str]] = {r: [] for r in range(replicas)}
+    for line in text.splitlines():
+        for replica in range(replicas):
+            if replicas == 1 or replica in _marked(line):
+                heard[replica].append(line if replicas == 1 else line.partition("] ")[2])
+    assert heard == said
+
+
+def _marked(line: str) -> set[int]:
+    found: set[int] = set()
+    for part in line[1 : line.index("]")].split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found

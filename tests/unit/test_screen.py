@@ -1,0 +1,78 @@
+"""One stream of one replica: lines, carriage returns, nested bars."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from distnb.session.screen import SETTLE_S, Screen
+
+
+def feed(screen: Screen, *pieces: str, now: float = 0.0) -> list[str]:
+    return [line for piece in pieces for line in screen.feed(piece, now)]
+
+
+def test_lines_are_finished_by_newlines() -> None:
+    screen = Screen()
+    assert feed(screen, "one", " line\ntwo\nthr") == ["one line", "two"]
+    assert screen.rows == ["thr"]
+    assert screen.finish() == ["thr"]
+    assert not screen.open
+
+
+def test_empty_lines_stay() -> None:
+    assert feed(Screen(), "\n\na\n") == ["", "", "a"]
+
+
+def test_windows_newlines_draw_nothing() -> None:
+    screen = Screen()
+    assert feed(screen, "a\r\nb\r\n") == ["a", "b"]
+    assert not screen.drawn
+
+
+def test_carriage_return_rewrites_the_line() -> None:
+    screen = Screen()
+    assert feed(screen, "\r 10%", "\r 20%", "\r 30%") == []
+    assert screen.rows == [" 30%"]
+    assert screen.drawn
+
+
+def test_shorter_text_keeps_the_rest_as_a_terminal_does() -> None:
+    screen = Screen()
+    feed(screen, "abcdef\rxy")
+    assert screen.rows == ["xycdef"]
+
+
+def test_a_finished_bar_settles_after_a_while() -> None:
+    screen = Screen()
+    assert feed(screen, "\r 10%\r100%\n", now=1.0) == []
+    assert screen.settle(1.0 + SETTLE_S / 2) == []
+    assert screen.settle(1.1 + SETTLE_S) == ["100%"]
+    assert not screen.open
+
+
+def test_erasing_and_moving() -> None:
+    screen = Screen()
+    feed(screen, "hello\x1b[2D\x1b[K!")
+    assert screen.rows == ["hel!"]
+    feed(screen, "\x08?")
+    assert screen.rows == ["hel?"]
+
+
+@pytest.mark.parametrize("leave", [True, False])
+@pytest.mark.parametrize("chunk", [1, 7, 10_000])
+def test_nested_tqdm_bars_end_as_in_a_terminal(chunk: int, leave: bool) -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    written = io.StringIO()
+    for _ in tqdm(range(3), desc="epoch", file=written, ncols=60, mininterval=0):
+        for _ in tqdm(range(4), desc="batch", file=written, ncols=60, mininterval=0, leave=leave):
+            pass
+    text = written.getvalue()
+    screen, lines = Screen(), []
+    for at in range(0, len(text), chunk):
+        lines += screen.feed(text[at : at + chunk], 0.0)
+    assert lines == []
+    final = screen.finish()
+    assert [line.partition("|")[0] for line in final] == (["batch: 100%"] * 3 if leave else []) + ["epoch: 100%"]
+    assert not any("\r" in line or "\x1b" in line for line in final)
