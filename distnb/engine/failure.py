@@ -7,19 +7,22 @@ import pickle
 import types
 
 import cloudpickle
+import torch.distributed
 from IPython.core.ultratb import AutoFormattedTB, SyntaxTB
 
 import distnb
+from distnb.errors import DistnbError
 from distnb.wire.messages import ErrorReport
 
 __all__ = ["report"]
 
+_TORCH_DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
 _OWN = os.path.dirname(os.path.abspath(distnb.__file__)) + os.sep
 
 
 def report(error: BaseException) -> ErrorReport:
     """Describe an exception: itself where it can be pickled, and its traceback as IPython draws it."""
-    traceback = _users_part(error.__traceback__)
+    traceback = _users_part(error)
     kind = type(error)
     return ErrorReport(
         pickled=_pickle(error),
@@ -41,18 +44,22 @@ def _pickle(error: BaseException) -> bytes | None:
         return None  # an exception may hold anything, and fail in any way; its text and traceback still travel
 
 
-def _users_part(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without frames of distnb, except where nothing else would be left."""
+def _users_part(error: BaseException) -> types.TracebackType | None:
+    """The traceback without frames of distnb, except where nothing else would be left.
+
+    An error of ours is about the user's line, so torch's way from there to us is left out too.
+    """
     frames = []
-    each = traceback
+    each = error.__traceback__
     while each is not None:
         frames.append(each)
         each = each.tb_next
-    kept = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith(_OWN)]
+    hidden = (_OWN, _TORCH_DISTRIBUTED) if isinstance(error, DistnbError) else (_OWN,)
+    kept = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith(hidden)]
     rebuilt: types.TracebackType | None = None
     for frame in reversed(kept):
         rebuilt = types.TracebackType(rebuilt, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return rebuilt if rebuilt is not None else traceback
+    return rebuilt if rebuilt is not None else error.__traceback__
 
 
 def _draw(error: BaseException, traceback: types.TracebackType | None, theme: str) -> tuple[str, ...]:
