@@ -72,7 +72,7 @@ with tempfile.TemporaryDirectory() as folder:
     with open(path, "w") as file:
         file.write(script)
     began = time.perf_counter()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node={n}", "--master-port=0", path]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node={n}", "--standalone", path]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert run.stdout.readline().split() == ["TOTAL", str(10.0 * {n})]
     print("SECONDS", time.perf_counter() - began)

@@ -21,7 +21,7 @@ from distnb.collectives import membership, world
 from distnb.collectives.group import Group, Pending
 from distnb.collectives.membership import Member
 from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted
-from distnb.topology import Device, Team
+from distnb.topology import Device, Team, parse_device
 
 __all__ = ["Group", "Pending", "abort", "current", "join", "join_from_env", "leave", "program_began", "program_ended"]
 
@@ -115,6 +115,8 @@ def join_from_env() -> Group:
         store, rank, size = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
     local = int(os.environ.get("LOCAL_RANK", rank))
     device = Device("cuda", local) if torch.cuda.is_available() and local < torch.cuda.device_count() else Device("cpu", 0)
+    if "DISTNB_DEVICE" in os.environ:  # `distnb run --devices …`: several replicas may share one
+        device = parse_device(os.environ["DISTNB_DEVICE"])
     team = Team(tuple(range(size)), (device,) * size, 0, os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0)))
     prefixed = dist.PrefixStore("distnb", store)
     group = _join((_SCRIPT, *team.engines), team, rank, device, lambda: prefixed, None)

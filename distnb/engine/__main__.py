@@ -38,7 +38,7 @@ def main() -> None:
     die_with(connection.notebook_pid, first=lambda: remove_run_directory(path.parent))
     keep_temporary_sockets_in(path.parent)
     log = os.fdopen(os.dup(2), "w")
-    loading = _Loading()
+    loading = _Loading(os.environ.get(AGENT_VARIABLE, "distnb.engine.agent"))
     # ipykernel and IPython load beside torch: reading files and linking libraries leave time for each other.
     from distnb.engine.app import EngineApp
 
@@ -47,9 +47,8 @@ def main() -> None:
     app.replaces = REPLACES_VARIABLE in os.environ
 
     def prepare(shell: Any) -> None:
-        loading.finish()
+        agent = loading.finish()
         _choose_device(device)
-        agent = importlib.import_module(os.environ.get(AGENT_VARIABLE, "distnb.engine.agent"))
         agent.install(shell, connection, engine, device)
         report(path.parent, engine)
 
@@ -66,9 +65,10 @@ def main() -> None:
 
 
 class _Loading:
-    """torch, imported by a thread of its own."""
+    """torch, and the agent that needs it, imported by a thread of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, agent: str) -> None:
+        self._agent: Any = agent
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._load, name="distnb-import-torch", daemon=True)
         self._thread.start()
@@ -78,15 +78,17 @@ class _Loading:
             import torch
             import torch.distributed
 
+            self._agent = importlib.import_module(self._agent)
             torch.set_num_threads(int(os.environ.get(THREADS_VARIABLE, "1")))
         except BaseException as error:  # noqa: BLE001  # raised in the main thread
             self._error = error
 
-    def finish(self) -> None:
-        """Wait until it is there. Raises what its import raised."""
+    def finish(self) -> Any:
+        """Wait until they are there, and return the agent's module. Raises what an import raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
+        return self._agent
 
 
 def _choose_device(device: Device) -> None:
