@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,16 @@ class Agreement:
 
     def __init__(self) -> None:
         self._seen: dict[Any, set[Any]] = {}
+        self._left_to_caller = False
+
+    @contextmanager
+    def left_to_caller(self) -> Iterator[None]:
+        """Compare nothing meanwhile: whoever calls gets every replica's result, and compares them itself."""
+        before, self._left_to_caller = self._left_to_caller, True
+        try:
+            yield
+        finally:
+            self._left_to_caller = before
 
     def forget(self) -> None:
         """A new program begins. What an earlier one agreed on may have been interrupted half-way."""
@@ -50,19 +61,23 @@ class Agreement:
         leaves, shape = flatten(result)
         kinds = tuple([_kind(leaf) for leaf in leaves])
         spec: Spec = shape.spec
+        if self._left_to_caller:
+            equal: Sequence[bool] = [kind != "tensor" for kind in kinds]
+            return self._wrap(group, shape, leaves, equal)
         signature: Any = (spec, kinds)
         plain = [place for place, kind in enumerate(kinds) if kind == "plain"]
         if signature in seen and not plain:
-            equal: Sequence[bool] = [leaf is None for leaf in leaves]
+            equal = [leaf is None for leaf in leaves]
         else:
             equal = _compare(group, spec, kinds, leaves)
             seen.add(signature)
             if spec.kind == "leaf":
                 seen.add(kinds[0])
-        regrouped = [
-            leaf if same else PerReplica.own(group.rank, leaf, group.size) for leaf, same in zip(leaves, equal, strict=True)
-        ]
-        return unflatten(shape, regrouped)
+        return self._wrap(group, shape, leaves, equal)
+
+    def _wrap(self, group: Group, shape: Any, leaves: Sequence[Any], equal: Sequence[bool]) -> Any:
+        pairs = zip(leaves, equal, strict=True)
+        return unflatten(shape, [leaf if same else PerReplica.own(group.rank, leaf, group.size) for leaf, same in pairs])
 
 
 def _code_of(fn: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from distnb.topology import Device, Team
 from distnb.values.distributed import DistributedValues, PerReplica
 from distnb.values.structure import flatten, map_structure, select, unflatten
 
-__all__ = ["Spmd", "SpmdProcess", "current", "enter", "join_from_env", "leave"]
+__all__ = ["Spmd", "SpmdProcess", "current", "enter", "join_from_env", "leave", "results_left_to_caller"]
 
 
 class SpmdProcess:
@@ -99,6 +99,14 @@ def leave() -> None:
     """Be no replica any more: the process is an ordinary one again."""
     global _current
     _current = None
+
+
+def results_left_to_caller() -> AbstractContextManager[None]:
+    """A context in which `run` compares no results between the replicas: the notebook, which gets them all, does.
+
+    Plain Python values stay as this replica returned them, everything else becomes a PerReplica.
+    """
+    return nullcontext() if _current is None else _current.agreement.left_to_caller()
 
 
 def join_from_env() -> SpmdProcess:
@@ -302,4 +310,5 @@ class Spmd:
             batch_size=batch_size,
             options=options,
             shared_randomness=streams.shared,
+            agree=process.group.all_gather_object if process.size > 1 else None,
         )

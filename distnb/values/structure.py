@@ -69,7 +69,7 @@ def _children(kind: _Kind, tree: Any) -> list[tuple[Any, Any]]:
         return list(tree.items())
     if kind == "data":
         return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
-    return list(enumerate(tree))
+    return list(zip(tree._fields, tree, strict=True)) if kind == "named" else list(enumerate(tree))
 
 
 def _rebuild(kind: _Kind, model: Any, children: Sequence[Any]) -> Any:
@@ -201,7 +201,7 @@ def paths(tree: Any) -> list[str]:
             found.append(path)
             return
         for key, child in _ordered(kind, node):
-            walk(child, f"{path}.{key}" if kind in ("data",) else f"{path}[{key!r}]")
+            walk(child, f"{path}.{key}" if kind in ("data", "named") else f"{path}[{key!r}]")
 
     walk(tree, "")
     return found
