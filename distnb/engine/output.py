@@ -1,7 +1,8 @@
 """What a replica writes and shows, caught where it arises and sent as events.
 
 `sys.stdout` and `sys.stderr` are replaced by streams of ours; file descriptors 1 and 2 are pipes, so that C code,
-subprocesses and forked DataLoader workers are heard too. Outside a program everything goes to the engine's log.
+subprocesses and forked DataLoader workers are heard too. Outside a program everything goes to the engine's log, and
+to ipyparallel's clients, whose cells (`%px`) may be what runs.
 """
 
 from __future__ import annotations
@@ -25,19 +26,29 @@ Running = Callable[[], tuple[int, int] | None]
 
 
 class ReplicaStream(io.TextIOBase):
-    """A text stream whose lines become `Output` events of the running program."""
+    """A text stream whose lines become `Output` events of the running program.
+
+    Outside a program they go to the log and to the stream that was there before.
+    """
 
     encoding = "utf-8"  # type: ignore[assignment]  # libraries ask for it
     errors = "replace"  # type: ignore[assignment]
 
     def __init__(
-        self, engine: int, name: Literal["stdout", "stderr"], control: Control, log_fd: int, descriptor: int
+        self,
+        engine: int,
+        name: Literal["stdout", "stderr"],
+        control: Control,
+        log_fd: int,
+        descriptor: int,
+        before: Any = None,
     ) -> None:
         self._engine = engine
         self._stream = name
         self._control = control
         self._log_fd = log_fd
         self._descriptor = descriptor
+        self._before = before
         self._owner = os.getpid()
 
     @property
@@ -64,12 +75,21 @@ class ReplicaStream(io.TextIOBase):
         running = self._control.running
         if running is None:
             os.write(self._log_fd, text.encode(errors="replace"))
+            if self._before is not None:
+                self._before.write(text)
         elif text:
             self._control.emit(Output(self._engine, running[0], running[1], self._stream, text))
         return len(text)
 
     def flush(self) -> None:
         """Nothing is held back here: events leave 20 times a second."""
+        if self._before is not None and self._control.running is None and os.getpid() == self._owner:
+            self._before.flush()
+
+    def set_parent(self, parent: Any) -> None:
+        """The kernel's word on which request output belongs to; for ipyparallel's clients."""
+        if hasattr(self._before, "set_parent"):
+            self._before.set_parent(parent)
 
 
 def pipe_descriptor(
@@ -103,10 +123,14 @@ def pipe_descriptor(
 
 
 class ReplicaDisplayPublisher(DisplayPublisher):
-    """IPython's display publisher of an engine: rich displays become `Display` events."""
+    """IPython's display publisher of an engine: rich displays become `Display` events.
 
-    def __init__(self, engine: int, control: Control, **kwargs: Any) -> None:
+    Outside a program they go to the publisher that was there before.
+    """
+
+    def __init__(self, engine: int, control: Control, before: Any = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self._before = before
         self._engine = engine
         self._control = control
 
@@ -128,9 +152,18 @@ class ReplicaDisplayPublisher(DisplayPublisher):
                     self._engine, *running, data=data, metadata=metadata or {}, transient=transient or {}, update=update
                 )
             )
+        elif self._before is not None:
+            self._before.publish(data, metadata, transient=transient, update=update)
 
     def clear_output(self, wait: bool = False) -> None:
         """Clear this replica's displays in the cell."""
         running = self._control.running
         if running is not None:
             self._control.emit(Display(self._engine, *running, data={}, clear="wait" if wait else "now"))
+        elif self._before is not None:
+            self._before.clear_output(wait)
+
+    def set_parent(self, parent: Any) -> None:
+        """The kernel's word on which request displays belong to; for ipyparallel's clients."""
+        if hasattr(self._before, "set_parent"):
+            self._before.set_parent(parent)
