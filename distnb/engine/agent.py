@@ -18,7 +18,7 @@ from zmq.eventloop.zmqstream import ZMQStream
 
 from distnb import strategies
 from distnb.collectives import groups
-from distnb.engine import failure, telemetry
+from distnb.engine import failure, progress_bars, telemetry
 from distnb.engine.control import Control
 from distnb.engine.executor import Executor
 from distnb.engine.guard import Guard
@@ -28,6 +28,7 @@ from distnb.engine.output import ReplicaDisplayPublisher, ReplicaStream, pipe_de
 from distnb.runtime import spmd
 from distnb.strategies import live, progress
 from distnb.topology import Device, Team
+from distnb.values.structure import select
 from distnb.wire import codec
 from distnb.wire.channel import Link
 from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell
@@ -168,8 +169,7 @@ class Agent:
             self._guard.call(program, body)
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
             failed = error
-        finally:
-            groups.program_ended()
+        groups.program_ended(failed is not None)
         # An unfinished scope binds nothing: its variables were never made equal.
         effects = None
         if mark is not None and not (failed and message.in_scope):
@@ -181,13 +181,22 @@ class Agent:
             self._join(message.team, replica)
             args, kwargs = self._namespace.open_call(message.payload, message.delivery, replica)
             groups.program_began(message.program)
-            result = getattr(strategies.resolve(message.strategy), message.method)(*args, **kwargs)
+            strategy = strategies.resolve(message.strategy)
+            with spmd.results_left_to_caller():
+                if message.method:
+                    result = getattr(strategy, message.method)(*args, **kwargs)
+                else:
+                    function, *rest = select(args, replica)
+                    result = function(*rest)
             return self._namespace.close_call(message.program, result)
 
         try:
-            return Reply(message.program, "ok", value=self._guard.call(message.program, body))
-        finally:
-            groups.program_ended()
+            value = self._guard.call(message.program, body)
+        except BaseException:
+            groups.program_ended(True)
+            raise
+        groups.program_ended(False)
+        return Reply(message.program, "ok", value=value)
 
     def _apply(self, message: Apply, replica: int) -> Reply:
         return Reply(
@@ -198,9 +207,11 @@ class Agent:
 
     def _adapt_shell(self, logs: dict[str, int]) -> None:
         """Turn everything that a cell writes, shows or asks towards the notebook."""
-        sys.stdout = ReplicaStream(self._engine, "stdout", self._control, logs["stdout"], 1)  # type: ignore[assignment]
-        sys.stderr = ReplicaStream(self._engine, "stderr", self._control, logs["stderr"], 2)  # type: ignore[assignment]
-        self._shell.display_pub = ReplicaDisplayPublisher(self._engine, self._control, parent=self._shell)
+        progress_bars.install()
+        engine, control = self._engine, self._control
+        sys.stdout = ReplicaStream(engine, "stdout", control, logs["stdout"], 1, sys.stdout)  # type: ignore[assignment]
+        sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)  # type: ignore[assignment]
+        self._shell.display_pub = ReplicaDisplayPublisher(engine, control, self._shell.display_pub, parent=self._shell)
         self._shell.user_ns["exit"] = self._shell.user_ns["quit"] = _end_cell
         builtins.input = _no_input
 

@@ -6,12 +6,14 @@ import pickle
 from types import MethodType
 from typing import Any
 
-from distnb.errors import EngineDied, ProgramError, RemoteError
+from distnb.errors import CollectiveMismatchError, EngineDied, ProgramError, RemoteError
 from distnb.session.dispatch import Outcome
 from distnb.topology import Team
 from distnb.wire.messages import ErrorReport, Reply
 
 __all__ = ["raise_failure"]
+
+_MISMATCH = f"{CollectiveMismatchError.__module__}.{CollectiveMismatchError.__qualname__}"
 
 
 class ReplicaTraceback(Exception):
@@ -36,7 +38,9 @@ def raise_failure(outcome: Outcome, team: Team) -> None:
         raise _Interrupted(_others(outcome, team, None) or "every replica ended its part")
     failed = [engine for engine, reply in outcome.replies.items() if reply.status == "error"]
     if failed:
-        # In order of arrival: the first is the cause, later ones may be its consequences.
+        # In order of arrival: the first is the cause, later ones may be its consequences. That replicas do not match
+        # any more is mostly a consequence too: of what another one raised.
+        failed.sort(key=lambda engine: _report(outcome.replies[engine]).type_name == _MISMATCH)
         first = _report(outcome.replies[failed[0]])
         same = [engine for engine in failed if _report(outcome.replies[engine]).type_name == first.type_name]
         engine = min(same, key=team.rank_of)

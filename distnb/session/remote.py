@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
 from distnb.options import InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime.base import Owner
+from distnb.session.remote_dataset import RemoteDataset
 
 if TYPE_CHECKING:
     from distnb.session.session import Session
@@ -76,7 +78,11 @@ class Remote:
     ) -> Any:
         """A dataset that every replica reads its slices of."""
         keywords = {"batch_size": batch_size, "options": options}
-        return self._session().call(strategy.spec, "distribute_dataset", (dataset,), keywords)
+        handle = self._session().call(strategy.spec, "distribute_dataset", (dataset,), keywords)
+        return RemoteDataset(handle, partial(self._call, strategy))
+
+    def _call(self, strategy: Owner, function: Callable[..., Any], *args: Any) -> Any:
+        return self._session().call(strategy.spec, "", (function, *args), {})
 
     def no_sync(self, strategy: Owner) -> AbstractContextManager[None]:
         """Gradients belong to a function that `run` calls, or to a distributed cell, and so does this."""

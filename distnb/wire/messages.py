@@ -21,6 +21,8 @@ __all__ = [
     "Display",
     "DumpStacks",
     "ErrorReport",
+    "Flush",
+    "Flushed",
     "Hello",
     "Live",
     "Output",
@@ -69,6 +71,7 @@ class CallFunction:
     """Call `strategy.<method>(...)` on this replica; the arguments refer to the engine's objects by id.
 
     Attributes:
+        method: The method's name; "" calls the first argument with the others, in cross-replica context.
         payload: Pickled `(args, kwargs)`, made by session.travel; opened by engine.travel.
         free: Ids of objects whose last handle is gone.
     """
@@ -139,6 +142,13 @@ class Abort:
 @dataclass(frozen=True)
 class DumpStacks:
     """Send back the stacks of every thread."""
+
+
+@dataclass(frozen=True)
+class Flush:
+    """Send every event that waits, and then `Flushed` with the same number."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -233,6 +243,14 @@ class Stacks:
 
     engine: int
     text: str
+
+
+@dataclass(frozen=True)
+class Flushed:
+    """The answer to `Flush`: all that the engine had to tell until then has been sent before it."""
+
+    engine: int
+    number: int
 
 
 # -- made on the notebook side, for those who listen ----------------------------------------------------------------
