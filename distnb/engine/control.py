@@ -8,6 +8,7 @@ main thread.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import tempfile
 import threading
@@ -21,7 +22,7 @@ import zmq
 from distnb.engine.guard import Guard
 from distnb.strategies import live
 from distnb.wire.channel import Link
-from distnb.wire.messages import Abort, DumpStacks, Live, Output, ProgramEnded, Shutdown, Stacks, TelemetrySample
+from distnb.wire.messages import Abort, DumpStacks, Flush, Flushed, Live, Output, ProgramEnded, Shutdown, Stacks, TelemetrySample
 
 __all__ = ["Control"]
 
@@ -147,6 +148,8 @@ class Control:
                 self._free_collectives(order.reason)
         elif isinstance(order, DumpStacks):
             self.emit(Stacks(self._engine, _all_stacks()))
+        elif isinstance(order, Flush):
+            self.emit(Flushed(self._engine, order.number))
         elif isinstance(order, Shutdown):
             self._on_shutdown()
 
@@ -157,7 +160,7 @@ class Control:
             self._events.append(self._sample(self._engine, *running))
 
     def _flush(self) -> None:
-        self._events.extendleft(self._read_points())
+        self._events.extendleft(reversed(self._read_points()))
         if not self._events:
             return
         batch = [self._events.popleft() for _ in range(len(self._events))]
@@ -175,17 +178,18 @@ class Control:
 def _join_outputs(events: list[Any]) -> list[Any]:
     """Neighbouring pieces of text of one stream become one event."""
     joined: list[Any] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        if (
-            isinstance(event, Output)
-            and isinstance(last, Output)
-            and (event.program, event.stream) == (last.program, last.stream)
-        ):
-            joined[-1] = Output(event.engine, event.program, event.replica, event.stream, last.text + event.text)
-        else:
-            joined.append(event)
+    for key, group in itertools.groupby(events, _stream_of):
+        pieces = list(group)
+        if key is not None and len(pieces) > 1:
+            first = pieces[0]
+            text = "".join([piece.text for piece in pieces])
+            pieces = [Output(first.engine, first.program, first.replica, first.stream, text)]
+        joined += pieces
     return joined
+
+
+def _stream_of(event: Any) -> tuple[int, str] | None:
+    return (event.program, event.stream) if isinstance(event, Output) else None
 
 
 def _all_stacks() -> str:

@@ -12,18 +12,19 @@ from distnb.errors import OptionError
 __all__ = ["check_no_nested_magic", "insert_after_future_imports", "padded"]
 
 
-def padded(raw_cell: str, body: str) -> str:
-    """The body with empty lines before it, so that its line numbers are those of the notebook's cell.
+def padded(raw_cell: str, line: str, body: str) -> str:
+    """The body with as many lines before it as in the notebook's cell, so that line numbers agree.
 
     Args:
         raw_cell: The whole cell as the user wrote it.
+        line: The magic's line; it stays, as a comment, for tracebacks to show.
         body: What follows the `%%distribute` line.
     """
     whole, part = raw_cell.rstrip().split("\n"), body.rstrip().split("\n")
     at = len(whole) - len(part)
     # IPython strips indentation and prompts, so a text that does not match is taken to follow one line of magic.
     before = at if at > 0 and [line.strip() for line in whole[at:]] == [line.strip() for line in part] else 1
-    return "\n" * before + body
+    return "\n" * (before - 1) + f"# %%distribute {line}\n" + body
 
 
 def check_no_nested_magic(body: str, first_line: int) -> None:

@@ -169,7 +169,7 @@ class ClusterMagic:
     def variables(self, line: str) -> None:
         """`%distnb variables`."""
         self._no_arguments("variables", line)
-        rows = list(self._front.variables())
+        rows = list(self._front.variables(0))
         if not rows:
             print("No variable of the notebook lives on the engines.")
             return

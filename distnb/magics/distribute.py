@@ -58,9 +58,8 @@ class CellRunner:
         """
         with presented():
             request = read_request(line, self._shell.user_ns)
-            source = padded(self._raw_cell, cell)
-            first_line = len(source) - len(source.lstrip("\n")) + 1 if source.startswith("\n") else 1
-            check_no_nested_magic(cell, min(first_line, source.count("\n") - cell.count("\n") + 1))
+            source = padded(self._raw_cell, line, cell)
+            check_no_nested_magic(cell, source.count("\n") - cell.count("\n") + 1)
             if not cell.strip():
                 raise OptionError(f"%%distribute {request.word}: the cell is empty below its first line.")
         if request.local:

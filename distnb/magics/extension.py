@@ -8,13 +8,19 @@ from distnb import session as sessions
 from distnb.magics.cluster import ClusterMagic
 from distnb.magics.completion import Completion, warm_up
 from distnb.magics.distribute import CellRunner
+from distnb.magics.presenting import presented
 from distnb.magics.local_cell import LocalCells, StrategyName
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
+from distnb.runtime import choice
+from distnb.session.live_model import VariableRow
+from distnb.session.remote import Remote
 from distnb.strategies import live
 from distnb.widgets.front import Front
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
+
+    from distnb.session.session import Session
 
 __all__ = ["Extension"]
 
@@ -53,8 +59,9 @@ class Extension:
         shell.events.register("pre_run_cell", self._before)
         shell.events.register("post_run_cell", self._after)
         live.sink = self.front.live
-        sessions.on_change.append(self.front.attach)
-        self.front.attach(sessions.current())
+        self.front.variables = self._variables
+        sessions.on_change.append(self._follow)
+        self._follow(sessions.current())
         # The cell that loads the extension may go on to use it.
         self._depth = 1
         self.front.begin_cell()
@@ -71,8 +78,35 @@ class Extension:
         for kind, name in (("line", "distnb"), ("cell", "distribute")):
             shell.magics_manager.magics[kind].pop(name, None)
         live.sink = None
-        sessions.on_change.remove(self.front.attach)
+        sessions.on_change.remove(self._follow)
+        if sessions.current() is None:
+            choice.register_remote(None)
         self.front.close()
+
+    def _follow(self, session: Session | None) -> None:
+        """A session began, or ended. Strategies of several replicas start a cluster when there is none."""
+        self.front.attach(session)
+        choice.register_remote(lambda strategy: Remote(lambda: self._cluster.ensure(None)))
+
+    def _variables(self, since_program: int) -> list[VariableRow]:
+        session = sessions.current()
+        if session is None:
+            return []
+        from distnb.session.variables import variables
+
+        return variables(self._shell.user_ns, {row.engine: row.device for row in session.status()}, since_program)
+
+    def _settle(self, result: ExecutionResult) -> None:
+        """Wait for calls that were sent with `wait=False`; what one of them raised is this cell's error."""
+        session = sessions.current()
+        if session is None:
+            return
+        try:
+            with presented():
+                session.settle()
+        except BaseException as error:  # noqa: BLE001  (whatever a replica raised, and the user's interrupt)
+            result.error_in_exec = error
+            self._shell.showtraceback()
 
     def _before(self, info: ExecutionInfo) -> None:
         # %%capture and others run a cell within a cell; what it shows is the outer one's.
@@ -85,4 +119,6 @@ class Extension:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
             self._name.restore()
+            if getattr(result, "success", False):
+                self._settle(result)
             self.front.end_cell(failed=getattr(result, "success", True) is False)

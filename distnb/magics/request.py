@@ -95,12 +95,12 @@ def _from_word(
         allowed = ["--devices"] if word == "one_device" else []
         _refuse(word, [option for option in given if option not in allowed], "it runs in the notebook's own process")
         if word == "default":
-            return Request(word, StrategySpec("default", num_replicas=1), local=True)
+            return Request(word, StrategySpec("default"), local=True)
         if len(devices) > 1:
             raise OptionError(
                 f"%%distribute one_device takes one device and got {len(devices)}: {', '.join(devices)}. Use mirrored for several."
             )
-        return Request(word, StrategySpec("one_device", devices or (_best_device(),), 1), local=True)
+        return Request(word, StrategySpec("one_device", devices or (_best_device(),)), local=True)
     if replicas is not None and devices and replicas != len(devices):
         raise OptionError(
             f"%%distribute {word}: -n {replicas} and {len(devices)} devices ({', '.join(devices)}) contradict each other. Give one of the two."
@@ -111,9 +111,9 @@ def _from_word(
         )
     options = {"gradient_reduction": gradients, "oversubscribe": oversubscribe}
     kept = tuple(sorted((name, value) for name, value in options.items() if value and value != "sum"))
-    return Request(
-        word, StrategySpec(word, devices, replicas or len(devices), kept), local=False, oversubscribe=oversubscribe
-    )
+    # Spelt as the strategy's own class does it: equal arguments name the same strategy object. Devices count themselves.
+    spec = StrategySpec(word, devices, 0 if devices else replicas or 0, kept)
+    return Request(word, spec, local=False, oversubscribe=oversubscribe)
 
 
 def _from_object(word: str, user_ns: Mapping[str, Any], given: list[str]) -> Request:

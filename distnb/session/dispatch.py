@@ -64,6 +64,7 @@ class Dispatch:
         self._socket = socket
         self._supervisor = supervisor
         self._numbers = itertools.count(1)
+        self.latest = 0
         self._turn = threading.RLock()
         self._pending: dict[int, Outcome] = {}
         self._poller = zmq.Poller()
@@ -81,7 +82,8 @@ class Dispatch:
 
     def number(self) -> int:
         """The serial number of the next program."""
-        return next(self._numbers)
+        self.latest = next(self._numbers)
+        return self.latest
 
     def send(self, program: int, messages: dict[int, Any], *, quiet: bool = True) -> Outcome:
         """Send a program to its engines, one message each, and do not wait.

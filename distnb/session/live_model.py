@@ -253,6 +253,8 @@ class LiveModel:
             self.text = event.summary
 
     def _begin_program(self, replica: int, engine: int, program: int) -> ReplicaRow:
+        if self.state == "starting":
+            self.state = "running"
         row = self.rows.get(replica)
         if row is None:
             row = self.rows[replica] = ReplicaRow(replica, engine)

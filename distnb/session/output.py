@@ -9,6 +9,7 @@ their own until they end.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ HOLD_S = 0.15
 """A line waits at most this long for its doubles."""
 
 _AREA_S = 0.1  # the unfinished lines are drawn anew at most ten times a second
+_PARTIAL_S = 0.4  # a line without an end is shown after so long
 _CHANGE_S = 0.2  # and a display five times
 _LONGEST_LINE = 20_000
 _OPEN_FIGURES = 20  # so many of the latest figures may still be paired anew
@@ -111,8 +113,8 @@ class OutputMerger:
         self._hold = hold_s if total > 1 else 0.0
         self._active = set(range(total))
         self._screens: dict[tuple[int, _Stream], Screen] = {}
-        self._entries: deque[_Entry] = deque()
-        self._base = 0  # entries that have left the front: position of entry i is base + i
+        self._entries: dict[int, _Entry] = {}  # by position, which grows
+        self._positions = itertools.count()
         self._places: dict[tuple[str, str], list[int]] = {}
         self._last = dict.fromkeys(range(total), -1)
         self._slots: list[_Slot] = []  # of figures not yet complete on every replica
@@ -242,13 +244,13 @@ class OutputMerger:
             at = bisect.bisect_right(places, self._last[replica])
             if at < len(places):
                 self._last[replica] = places[at]
-                self._entries[places[at] - self._base].replicas.add(replica)
+                self._entries[places[at]].replicas.add(replica)
                 return
         self._append(_Entry(key, now, {replica}, text=text, bundle=bundle))
 
     def _append(self, entry: _Entry) -> None:
-        position = self._base + len(self._entries)
-        self._entries.append(entry)
+        position = next(self._positions)
+        self._entries[position] = entry
         self._places.setdefault(entry.key, []).append(position)
         self._last[next(iter(entry.replicas))] = position
 
@@ -278,10 +280,12 @@ class OutputMerger:
             for replica in range(self._total):
                 self.ended(replica, now)
         out: list[Instruction] = []
-        while self._entries and (final or self._ready(self._entries[0], self._base, now)):
-            entry = self._entries.popleft()
-            self._forget(entry)
-            self._base += 1
+        for position in self._in_order():
+            entry = self._entries[position]
+            if not final and not self._ready(entry, position, now):
+                break
+            del self._entries[position]
+            self._forget(entry, position)
             self._release(entry, out, now)
         if final:
             self._show_tail(out)
@@ -291,6 +295,21 @@ class OutputMerger:
         self._draw_area(out, now, final=final)
         return _joined(out)
 
+    def _in_order(self) -> list[int]:
+        """The entries in an order that does not depend on which replica was faster.
+
+        Each replica's n-th own step after a common one comes with the others' n-th ones, the lowest replica first.
+        """
+        levels = dict.fromkeys(range(self._total), 0)
+        keyed = []
+        for position, entry in self._entries.items():
+            # A figure's place is fixed: whose it is may still change.
+            who = entry.replicas if entry.slot is None else levels.keys()
+            level = 1 + max(levels[replica] for replica in who)
+            levels.update(dict.fromkeys(who, level))
+            keyed.append((level, min(entry.replicas), position))
+        return [position for _, _, position in sorted(keyed)]
+
     def _ready(self, entry: _Entry, position: int, now: float) -> bool:
         if now - entry.since >= self._hold:
             return True
@@ -298,9 +317,9 @@ class OutputMerger:
             return self._active <= entry.slot.group.keys()
         return all(replica in entry.replicas or self._last[replica] > position for replica in self._active)
 
-    def _forget(self, entry: _Entry) -> None:
+    def _forget(self, entry: _Entry, position: int) -> None:
         places = self._places[entry.key]
-        places.pop(0)
+        places.remove(position)
         if not places:
             del self._places[entry.key]
 
@@ -392,7 +411,7 @@ class OutputMerger:
             self._forget_displays(lambda replica: replica in entry.replicas)
 
     def _forget_displays(self, whose: Callable[[int], bool]) -> None:
-        pending = {entry.slot.name for entry in self._entries if entry.slot is not None}
+        pending = {entry.slot.name for entry in self._entries.values() if entry.slot is not None}
         for slot in self._all_slots:
             # What follows the clearing waits in the sequence, and stays.
             if slot.name not in pending and slot.group:
@@ -414,7 +433,7 @@ class OutputMerger:
             return
         by_text: dict[str, list[int]] = {}
         for (replica, _), screen in sorted(self._screens.items()):
-            if not final and screen.open and (screen.drawn or now - screen.since >= HOLD_S):
+            if not final and screen.open and (screen.drawn or now - screen.since >= _PARTIAL_S):
                 for row in filter(None, (row.rstrip() for row in screen.rows)):
                     by_text.setdefault(row[-500:], []).append(replica)
         lines = tuple(f"{mark(who)} {row}" if self._total > 1 else row for row, who in by_text.items())

@@ -27,12 +27,17 @@ class Screen:
     """
 
     def __init__(self) -> None:
-        self.rows: list[str] = [""]
+        self._reset()
         self.since = 0.0
+
+    def _reset(self) -> None:
+        self.rows: list[str] = [""]
+        self._touched = [0.0]  # when the cursor was last in each row
         self._row = self._column = 0
         self._drawn = False  # a bar was drawn in one of the rows
-        self._moved = 0.0
+        self._fresh = False  # the cursor has just come into a new line
         self._held = ""
+        self._done: list[str] = []
 
     @property
     def drawn(self) -> bool:
@@ -63,30 +68,47 @@ class Screen:
         if not self._drawn and not _REWRITES.search(text):
             # Only the last row is open, and the cursor stands at its end.
             *done, rest = (self.rows[0] + text).split("\n")
-            self.rows, self._row, self._column = [rest], 0, len(rest)
+            self.rows, self._column, self._fresh = [rest], len(rest), not rest
             if done:
                 self.since = now
             return done
         for piece in _CONTROLS.split(text):
             if piece:
                 self._put(piece, now)
-        return self._settled(now)
+        return self.settle(now)
 
     def settle(self, now: float) -> list[str]:
-        """The lines that are finished because nothing came back to them for a while."""
-        return self._settled(now)
+        """The lines that are finished by now: the cursor is below, and did not come back for a while."""
+        count = 0
+        while count < self._row and (not self._drawn or now - self._touched[count] >= SETTLE_S):
+            count += 1
+        self._cut_off(count, now)
+        done, self._done = self._done, []
+        return done
 
     def finish(self) -> list[str]:
         """The stream ends: every row is finished."""
-        rows = [row.rstrip() if self._drawn else row for row in self.rows]
+        rows = [*self._done, *(row.rstrip() if self._drawn else row for row in self.rows)]
         while rows and not rows[-1]:
             rows.pop()
-        self.rows, self._row, self._column, self._drawn, self._held = [""], 0, 0, False, ""
+        self._reset()
         return rows
 
+    def _cut_off(self, count: int, now: float) -> None:
+        """The first so many rows are done."""
+        if count:
+            self._done += [row.rstrip() if self._drawn else row for row in self.rows[:count]]
+            del self.rows[:count], self._touched[:count]
+            self._row -= count
+            self.since = now
+            self._drawn = self._drawn and any(self.rows)
+
     def _put(self, piece: str, now: float) -> None:
+        self._touched[self._row] = now
+        fresh, self._fresh = self._fresh, piece == "\n"
         if piece == "\n":
-            self._go(self._row + 1, 0, now)
+            self._go(self._row + 1, now)
+            self._column = 0
         elif piece == "\r":
             self._column, self._drawn = 0, True
         elif piece == "\x08":
@@ -94,19 +116,23 @@ class Screen:
         elif piece.startswith("\x1b["):
             self._escape(piece[-1], int(piece[2:-1] or 1), now)
         else:
-            row = self.rows[self._row]
-            if self._column < len(row):
-                self._drawn = True
-            row = row[: self._column].ljust(self._column) + piece + row[self._column + len(piece) :]
-            self.rows[self._row] = row
-            self._column += len(piece)
+            if fresh and self.rows[self._row :] == [""]:
+                # Plain text in a new line: were this a bar below others, it would begin with a carriage return.
+                self._cut_off(self._row, now)
+            self._type(piece)
+
+    def _type(self, text: str) -> None:
+        row = self.rows[self._row]
+        self._drawn = self._drawn or self._column < len(row)
+        self.rows[self._row] = row[: self._column].ljust(self._column) + text + row[self._column + len(text) :]
+        self._column += len(text)
 
     def _escape(self, command: str, count: int, now: float) -> None:
         if command == "A":
             self._drawn = True
-            self._go(max(0, self._row - count), self._column, now)
+            self._go(max(0, self._row - count), now)
         elif command == "B":
-            self._go(self._row + count, self._column, now)
+            self._go(self._row + count, now)
         elif command == "C":
             self._column += count
         elif command in "DG":
@@ -116,17 +142,9 @@ class Screen:
         else:
             self._column = 0
 
-    def _go(self, row: int, column: int, now: float) -> None:
+    def _go(self, row: int, now: float) -> None:
         while len(self.rows) <= row:
             self.rows.append("")
-        self._row, self._column, self._moved = row, column, now
-
-    def _settled(self, now: float) -> list[str]:
-        if self._row == 0 or (self._drawn and now - self._moved < SETTLE_S):
-            return []
-        done, self.rows = self.rows[: self._row], self.rows[self._row :]
-        self._row, self.since = 0, now
-        if self._drawn:
-            done = [line.rstrip() for line in done]
-            self._drawn = any(self.rows)
-        return done
+            self._touched.append(now)
+        self._row = row
+        self._touched[row] = now

@@ -16,6 +16,7 @@ from distnb.options import StrategySpec
 from distnb.session.dispatch import Dispatch, Outcome
 from distnb.session.events import EventHub
 from distnb.session.failures import raise_failure
+from distnb.session.flushing import await_flush
 from distnb.session.namespace import NotebookNamespace
 from distnb.session.pending import Pending, resolve
 from distnb.session.supervisor import Supervisor
@@ -345,6 +346,18 @@ class Session:
         unsettled, self._unsettled = self._unsettled, []
         for pending in unsettled:
             resolve(pending)
+
+    @property
+    def latest_program(self) -> int:
+        """The number of the latest program; 0 before the first."""
+        return self._dispatch.latest
+
+    def flush_events(self, timeout_s: float = 0.3) -> bool:
+        """Wait until all that the engines have told so far has been published, output before all.
+
+        Calls from ordinary cells end without waiting for it. False when an engine was too busy to answer in time.
+        """
+        return await_flush(self._supervisor, self.events, tuple(self._require_cluster().engines), timeout_s)
 
     def _renew_group(self, team: Team) -> None:
         """Whatever was under way on a team's process group is lost; the next program meets in a new one."""

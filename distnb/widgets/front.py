@@ -44,18 +44,20 @@ class Front:
 
     Attributes:
         mode: How the live view is drawn: "auto" picks widgets in a notebook and text in a terminal.
-        variables: Asked at a cell's end where its variables live; set by whoever knows the namespace.
+        variables: Asked at a cell's end for the variables that were made by a program of this number or a later one.
     """
 
     def __init__(self, shell: InteractiveShell, clock: Callable[[], float] = time.monotonic) -> None:
         self._shell = shell
         self._clock = clock
         self.mode: Mode = "auto"
-        self.variables: Callable[[], Iterable[VariableRow]] = tuple
+        self.variables: Callable[[int], Iterable[VariableRow]] = lambda since_program: ()
         self._queue: deque[tuple[CellView | None, Any]] = deque()
         self._lock = threading.RLock()
         self._current: CellView | None = None
         self._of_program: OrderedDict[int, CellView] = OrderedDict()
+        self._previous: CellView | None = None
+        self._boundary = 0  # programs up to this number are of earlier cells
         self._latest: CellView | None = None  # with output of replicas: `%distnb output` shows it
         self._retired: deque[CellView] = deque()
         self._wake = threading.Event()
@@ -97,7 +99,10 @@ class Front:
         """A cell begins: what happens now is its."""
         with self._lock:
             self._drain()
+            self._of_program = OrderedDict(list(self._of_program.items())[-_MOST_PROGRAMS:])
             previous, self._current = self._current, None
+            self._previous = previous
+            self._boundary = self._session.latest_program if self._session is not None else 0
             if previous is not None:
                 self._retire(previous)
             publisher = publisher_for(self._shell, "distnb")
@@ -126,11 +131,20 @@ class Front:
 
     def end_cell(self, *, failed: bool) -> None:
         """The cell ended."""
+        session = self._session
+        if session is not None and session.latest_program > self._boundary:
+            # Calls end without waiting for what the replicas wrote meanwhile.
+            session.flush_events()
         with self._lock:
             self._drain()
             view = self._current
             if view is not None:
-                self._guarded(lambda view: view.finish(self._clock(), failed=failed, variables=self.variables()), view)
+                self._guarded(lambda view: self._finish(view, failed), view)
+
+    def _finish(self, view: CellView, failed: bool) -> None:
+        first = min((program for program, each in self._of_program.items() if each is view), default=None)
+        rows = self.variables(first) if first is not None else ()
+        view.finish(self._clock(), failed=failed, variables=rows)
 
     def written(self) -> dict[int, str]:
         """What each replica wrote in the latest cell that ran on replicas."""
@@ -191,12 +205,11 @@ class Front:
             return [self._current] if self._current is not None else []
         view = self._of_program.get(event.program)
         if view is None:
-            if self._current is None:
+            owner = self._current if event.program > self._boundary else self._previous
+            if owner is None:
                 return []
-            view = self._of_program[event.program] = self._current
+            view = self._of_program[event.program] = owner
             self._latest = view
-            if len(self._of_program) > _MOST_PROGRAMS:
-                self._of_program.popitem(last=False)
         return [view]
 
     def _guarded(self, action: Callable[[CellView], object], view: CellView) -> None:

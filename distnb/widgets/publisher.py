@@ -92,7 +92,7 @@ class NotebookPublisher(Publisher):
             target.write(text)
             target.flush()
         else:
-            self._send("stream", {"name": stream, "text": text}, f"stream.{stream}")
+            self._send("stream", {"name": stream, "text": text}, f"stream.{stream}".encode())
 
     def display(self, name: str, data: Mapping[str, Any], metadata: Mapping[str, Any], *, update: bool = False) -> None:
         transient = {"display_id": name}
@@ -101,7 +101,7 @@ class NotebookPublisher(Publisher):
             self._shell.display_pub.publish(dict(data), dict(metadata), transient=transient, update=update)
         else:
             content = {"data": dict(data), "metadata": dict(metadata), "transient": transient}
-            self._send("update_display_data" if update else "display_data", content, "display_data")
+            self._send("update_display_data" if update else "display_data", content, b"display_data")
 
     def area(self, lines: tuple[str, ...]) -> None:
         if not lines and not self._area_shown:
@@ -116,11 +116,11 @@ class NotebookPublisher(Publisher):
         if self.current:
             self._shell.display_pub.clear_output(wait=wait)
         else:
-            self._send("clear_output", {"wait": wait}, "display_data")
+            self._send("clear_output", {"wait": wait}, b"display_data")
 
-    def _send(self, kind: str, content: dict[str, Any], topic: str) -> None:
+    def _send(self, kind: str, content: dict[str, Any], topic: bytes) -> None:
         kernel = self._shell.kernel
-        kernel.session.send(kernel.iopub_socket, kind, content, parent=self._parent, ident=kernel.topic(topic))
+        kernel.session.send(kernel.iopub_socket, kind, content, parent=self._parent, ident=topic)
 
 
 class TerminalPublisher(Publisher):

@@ -35,6 +35,14 @@ class ReplaySession:
     def status(self) -> tuple[Any, ...]:
         return tuple(SimpleNamespace(engine=i, device=f"cpu:{i}", state="idle", pid=0, host="") for i in range(self.replicas))
 
+    latest_program = property(lambda self: self._programs)
+
+    def flush_events(self) -> bool:
+        return True
+
+    def settle(self) -> None:
+        return
+
     def interrupt(self) -> bool:
         return False
 

@@ -64,6 +64,14 @@ def test_each_replicas_order_is_kept() -> None:
     assert text_of(merger.collect(1.0)) == "[0] a\n[0-1] b\n[1] a\n"
 
 
+def test_the_order_does_not_depend_on_who_was_faster() -> None:
+    merger = OutputMerger(3, "m")
+    for replica, now in ((2, 0.0), (0, 0.02), (1, 0.04)):
+        merger.feed(out(replica, f"start\nI am {replica}\n"), now)
+        assert "I am" not in text_of(merger.collect(now))
+    assert text_of(merger.collect(0.3)) == "[0] I am 0\n[1] I am 1\n[2] I am 2\n"
+
+
 def test_repeated_lines_pair_in_order() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(out(0, "x\nx\nx\n"), 0.0)
@@ -89,7 +97,7 @@ def test_an_ended_replica_is_not_waited_for() -> None:
     merger.feed(out(1, "unfinished"), 0.0)
     merger.ended(1, 0.0)
     merger.feed(out(0, "hello\n"), 0.0)
-    assert text_of(merger.collect(0.0)) == "[1] unfinished\n[0] hello\n"
+    assert text_of(merger.collect(0.0)) == "[0] hello\n[1] unfinished\n"
 
 
 def test_streams_stay_apart_and_in_order() -> None:
@@ -109,9 +117,9 @@ def test_partial_lines_show_in_the_area_and_end_as_lines() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(out(0, "..."), 0.0)
     assert merger.collect(0.05) == []
-    assert merger.collect(0.2) == [Area(("[0] ...",))]
-    merger.feed(out(0, "done\n"), 0.3)
-    final = merger.collect(0.6)
+    assert merger.collect(0.5) == [Area(("[0] ...",))]
+    merger.feed(out(0, "done\n"), 0.6)
+    final = merger.collect(0.9)
     assert final == [Write("stdout", "[0] ...done\n"), Area(())]
 
 

@@ -76,3 +76,23 @@ def test_nested_tqdm_bars_end_as_in_a_terminal(chunk: int, leave: bool) -> None:
     final = screen.finish()
     assert [line.partition("|")[0] for line in final] == (["batch: 100%"] * 3 if leave else []) + ["epoch: 100%"]
     assert not any("\r" in line or "\x1b" in line for line in final)
+
+
+def test_what_is_printed_after_a_bar_does_not_wait() -> None:
+    screen = Screen()
+    assert feed(screen, "\r 10%\r100%\n", now=0.0) == []
+    assert feed(screen, "a warning\n", now=0.01) == ["100%", "a warning"]
+    assert not screen.drawn
+
+
+def test_lines_written_above_a_bar_settle_while_it_goes_on() -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    written = io.StringIO()
+    screen, lines, at = Screen(), [], 0
+    for step in tqdm(range(30), file=written, ncols=60, mininterval=0):
+        if step % 10 == 0:
+            tqdm.write(f"step {step}", file=written)
+        lines += screen.feed(written.getvalue()[at:], step * 0.1)
+        at = len(written.getvalue())
+    assert [line.strip() for line in lines] == ["step 0", "step 10", "step 20"]
+    assert len(screen.rows) == 1

@@ -1,0 +1,278 @@
+"""Values to draw: `distnb.live`, the model behind the live view, and its pictures."""
+
+from __future__ import annotations
+
+import io
+import math
+import xml.etree.ElementTree as ET
+from typing import Any
+
+import pytest
+
+from distnb.errors import OptionError
+from distnb.session.live_model import MOST_POINTS, Curve, Line, LiveModel, VariableRow
+from distnb.strategies import live as live_module
+from distnb.strategies.live import TextProgress, live
+from distnb.topology import Device, Team
+from distnb.values import PerReplica
+from distnb.widgets.content import head_text, plain_summary, replica_table, static_html
+from distnb.widgets.picture import nice_ticks, picture, short_number
+from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
+
+TEAM = Team((0, 1), (Device("cpu", 0), Device("cpu", 1)), 1, "", 0)
+
+
+@pytest.fixture
+def points(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    taken: list[dict[str, Any]] = []
+    monkeypatch.setattr(live_module, "sink", taken.append)
+    return taken
+
+
+def started(replicas: int = 2) -> LiveModel:
+    model = LiveModel("mirrored")
+    team = Team(tuple(range(replicas)), tuple(Device("cpu", i) for i in range(replicas)), 1, "", 0)
+    model.feed(Status(1, "started", team), 0.0)
+    return model
+
+
+# -- distnb.live -----------------------------------------------------------------------------------------------------
+
+
+def test_numbers_reach_the_sink(points: list[dict[str, Any]]) -> None:
+    live(loss=0.5, step=3, flag=True)
+    live()
+    assert points == [{"loss": 0.5, "step": 3.0, "flag": 1.0}]
+
+
+def test_tensors_and_arrays_are_read_at_once_on_the_cpu(points: list[dict[str, Any]]) -> None:
+    torch = pytest.importorskip("torch")
+    loss = torch.tensor(2.0, requires_grad=True)
+    live(loss=loss, one=torch.ones(1, 1), array=torch.tensor(3).numpy())
+    with torch.no_grad():
+        loss.add_(1)
+    assert points == [{"loss": 2.0, "one": 1.0, "array": 3.0}]
+
+
+def test_a_replica_gives_its_own_component_and_the_notebook_all(points: list[dict[str, Any]]) -> None:
+    live(loss=PerReplica.own(1, 0.5, 2))
+    live(loss=PerReplica([0.5, 0.7]))
+    assert points == [{"loss": 0.5}, {"loss": {0: 0.5, 1: 0.7}}]
+
+
+@pytest.mark.parametrize("value", ["text", [1, 2], None, {"a": 1}, 1j])
+def test_what_is_no_scalar_is_refused(points: list[dict[str, Any]], value: Any) -> None:
+    with pytest.raises(OptionError, match="draws single numbers"):
+        live(loss=value)
+    assert points == []
+
+
+def test_a_tensor_of_several_elements_names_the_cure(points: list[dict[str, Any]]) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(OptionError, match=r"shape \[2, 3\].*mean"):
+        live(loss=torch.zeros(2, 3))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_one_line_that_is_rewritten() -> None:
+    now = [0.0]
+    stream = Terminal()
+    progress = TextProgress(stream, lambda: now[0])
+    for step in range(100):
+        now[0] = step * 0.02
+        progress({"loss": 1 / (step + 1)})
+    progress.finish()
+    text = stream.getvalue()
+    assert text.count("\n") == 1
+    assert 10 < text.count("\r") < 30
+    assert "step 100" in text
+    assert "loss 0.01" in text
+
+
+def test_a_file_gets_a_line_now_and_then() -> None:
+    now = [0.0]
+    stream = io.StringIO()
+    progress = TextProgress(stream, lambda: now[0])
+    for step in range(100):
+        now[0] = step * 0.25
+        progress({"loss": 0.5})
+    progress.finish()
+    assert stream.getvalue().count("\n") == 3
+    assert "\r" not in stream.getvalue()
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_stays_bounded_and_keeps_its_extremes() -> None:
+    line = Line()
+    for step in range(100_000):
+        line.add(step, 1e6 if step == 777 else math.sin(step))
+    assert len(line.points) <= MOST_POINTS
+    assert max(point[3] for point in line.points) == 1e6
+    assert line.last == math.sin(99_999)
+    steps = [point[0] for point in line.points]
+    assert steps == sorted(steps)
+
+
+def test_nan_does_not_hide_extremes() -> None:
+    line = Line(most=2)
+    for value in (1.0, math.nan, 3.0, math.nan):
+        line.add(0, value)
+    assert min(p[2] for p in line.points) == 1.0
+    assert max(p[3] for p in line.points) == 3.0
+
+
+def test_equal_values_make_one_line_and_different_ones_two() -> None:
+    curve = Curve("loss")
+    for step in range(3):
+        for replica in (0, 1):
+            curve.add(replica, step, 0.5 * step, 2)
+    assert list(curve.shown(2)) == [(0, 1)]
+    curve.add(0, 3, 1.0, 2)
+    assert list(curve.shown(2)) == [(0, 1)]  # replica 1 has not told step 3 yet
+    curve.add(1, 3, 2.0, 2)
+    assert list(curve.shown(2)) == [(0,), (1,)]
+
+
+def test_nan_on_all_replicas_is_equal() -> None:
+    curve = Curve("loss")
+    for replica in (0, 1):
+        curve.add(replica, 1, math.nan, 2)
+    assert not curve.differs
+
+
+def test_live_events_become_curves_and_rows() -> None:
+    model = started()
+    for replica in (0, 1):
+        model.feed(Live(replica, 1, replica, ((0.1, 1, {"loss": 2.0}), (0.2, 2, {"loss": 1.0}))), 0.3)
+    assert [point[:2] for point in model.curves["loss"].lines[0].points] == [(1, 2.0), (2, 1.0)]
+    assert model.rows[1].values == {"loss": 1.0}
+    fresh = model.take_fresh()
+    assert fresh["loss"][0] == [(1, 2.0, 2.0, 2.0), (2, 1.0, 1.0, 1.0)]
+    assert model.take_fresh() == {}
+
+
+def test_fresh_points_of_a_fast_loop_are_joined() -> None:
+    model = started(1)
+    model.feed(Live(0, 1, 0, tuple((0.0, step, {"loss": float(step)}) for step in range(1, 1001))), 0.1)
+    fresh = model.take_fresh(most=50)["loss"][0]
+    assert len(fresh) == 50
+    assert fresh[0] == (20.0, 20.0, 1.0, 20.0)
+
+
+def test_steps_go_on_over_the_programs_of_a_cell() -> None:
+    model = started(1)
+    for program in range(1, 4):
+        model.feed(Live(0, program, 0, ((0.0, 1, {"loss": 1.0}),)), 0.0)
+        model.feed(TelemetrySample(0, program, 0, 0.1, 1, 16, 10), 0.0)
+    assert [point[0] for point in model.curves["loss"].lines[0].points] == [1, 2, 3]
+    assert (model.rows[0].steps, model.rows[0].examples) == (3, 48)
+
+
+def test_rates_come_from_what_was_counted() -> None:
+    model = started()
+    for tick in range(11):
+        for replica in (0, 1):
+            model.feed(TelemetrySample(replica, 1, replica, tick * 0.2, tick * 10, tick * 160, 1_000_000), tick * 0.2)
+    steps, examples = model.rates()
+    assert steps == pytest.approx(50)
+    assert examples == pytest.approx(1600)
+    assert head_text(model, 2.0) == "mirrored · 2 replicas · running · 2.0 s · step 100 · 1,600 examples/s"
+
+
+def test_nothing_is_invented() -> None:
+    model = started()
+    model.feed(TelemetrySample(0, 1, 0, 0.2, 0, 0, 1_000_000), 0.2)
+    assert model.rates() == (None, None)
+    assert replica_table(model).header == ("replica", "device", "memory")
+
+
+def test_states() -> None:
+    model = started()
+    assert model.state == "running"
+    model.feed(ProgramEnded(0, 1, "error", "ValueError: no"), 1.0)
+    model.feed(Died(1, 4711, "was killed by SIGKILL"), 1.0)
+    assert (model.rows[0].state, model.rows[1].state) == ("failed", "died")
+    model.feed(Status(1, "ended", TEAM, text="failed"), 1.1)
+    model.end(1.1, failed=True)
+    assert model.state == "failed"
+    assert model.seconds(99.0) == pytest.approx(1.1)
+
+
+def test_the_notebooks_own_points() -> None:
+    model = LiveModel("default")
+    model.feed_here({"loss": 1.0}, 0.0)
+    model.feed_here({"loss": {0: 1.0, 1: 2.0}}, 0.1)
+    assert set(model.curves["loss"].lines) == {0, 1}
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def trained(replicas: int = 2) -> LiveModel:
+    model = started(replicas)
+    for replica in range(replicas):
+        points = tuple((0.0, s, {"loss": 1 / s, "own <loss>": 1 / s + 0.1 * replica}) for s in range(1, 50))
+        model.feed(Live(replica, 1, replica, points), 0.1)
+    return model
+
+
+def test_a_picture_is_well_formed_and_thick_where_reduced() -> None:
+    root = ET.fromstring(picture(trained()))
+    widths = [path.get("stroke-width") for path in root.iter() if path.get("class") == "line"]
+    assert widths == ["2.6", "1.3", "1.3"]
+    assert "loss" in "".join(root.itertext())
+    assert "[0-1]" in "".join(root.itertext())
+
+
+@pytest.mark.parametrize("values", [[0.0], [1.0, 1.0], [math.nan], [math.inf, 1.0], [1e-30, 2e-30], [-5.0, 1e12]])
+def test_odd_values_are_drawn(values: list[float]) -> None:
+    model = started(1)
+    model.feed(Live(0, 1, 0, tuple((0.0, i, {"x": value}) for i, value in enumerate(values))), 0.0)
+    text = picture(model)
+    ET.fromstring(text)
+    assert "nan" not in text.replace(">nan", "")  # only the title says nan
+
+
+def test_no_curve_no_picture() -> None:
+    assert picture(started()) == ""
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.1, 0.123), (-3, 1000), (1e-9, 3e-9), (5, 5), (math.nan, 1)])
+def test_ticks_are_few_and_inside(low: float, high: float) -> None:
+    ticks = nice_ticks(low, high)
+    assert len(ticks) <= 8
+    if high > low:
+        assert len(ticks) >= 2
+        assert all(low - 1e-12 <= tick <= high * (1 + 1e-9) for tick in ticks)
+
+
+def test_short_numbers() -> None:
+    assert [short_number(v) for v in (None, 0.123456, 1234567.0, math.nan)] == ["", "0.1235", "1.23e+06", "nan"]
+
+
+def test_what_stays_needs_nothing() -> None:
+    model = trained()
+    model.end(2.0, failed=False)
+    model.variables = [VariableRow("model", "mirrored", "Linear", "", "", "cpu:0, cpu:1", None)]
+    html = static_html(model, 2.0)
+    assert '<img src="data:image/svg+xml;base64,' in html
+    assert "<script" not in html
+    assert "own &lt;loss&gt;" in html
+    assert "1 variable on the replicas" in html
+    text = plain_summary(model, 2.0)
+    assert text.splitlines()[0] == "mirrored · 2 replicas · ended · 2.0 s"
+    assert "loss: 1 → 0.02041" in text
+
+
+def test_a_cell_that_drew_nothing_leaves_one_line() -> None:
+    model = started()
+    model.end(3.0, failed=False)
+    html = static_html(model, 3.0)
+    assert "<img" not in html
+    assert "<table" not in html
