@@ -1,0 +1,75 @@
+"""A real kernel with a cluster, ended in each of the ways in which kernels end: all that it started goes with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import processes
+from tests.conftest import needs
+from tests.kernel import Notebook
+
+pytestmark = pytest.mark.timeout(150)
+
+_WITHIN_S = 10.0
+_WORKERS = """\
+%%distribute mirrored
+from torch.utils.data import DataLoader
+batches = iter(DataLoader(list(range(1000)), num_workers=2))
+first = next(batches)
+"""
+
+
+def kill(notebook: Notebook) -> None:
+    os.kill(notebook.pid, signal.SIGKILL)
+
+
+def close(notebook: Notebook) -> None:
+    notebook.close()
+
+
+def restart(notebook: Notebook) -> None:
+    notebook._manager.restart_kernel(now=False)
+
+
+def restart_now(notebook: Notebook) -> None:
+    notebook._manager.restart_kernel(now=True)
+
+
+@pytest.mark.parametrize("end", [kill, close, restart, restart_now])
+@pytest.mark.parametrize("busy", [False, True])
+def test_nothing_outlives_a_kernel(end: Callable[[Notebook], None], busy: bool) -> None:
+    notebook = Notebook(engines=2).__enter__()
+    try:
+        notebook.run(_WORKERS)
+        if busy:
+            message = notebook.start("%%distribute mirrored\nprint('busy', flush=True)\nwhile True: pass")
+            notebook.wait_for_output(message, "busy")
+        started = set(processes.children_of_this_run()) - {notebook.pid}
+        directories = [path for path in Path(os.environ["TMPDIR"]).iterdir() if path.name.startswith("distnb-")]
+        assert len(started) >= 2 + 4 + 1  # engines, workers, controller
+        assert len(directories) == 1
+        end(notebook)
+        processes.wait_until(
+            lambda: not started & set(processes.children_of_this_run()), _WITHIN_S, "processes are left"
+        )
+        processes.wait_until(lambda: not directories[0].exists(), _WITHIN_S, f"{directories[0]} is left")
+    finally:
+        if end is not close:
+            notebook.close()
+
+
+def test_a_session_listens_on_loopback_only() -> None:
+    with Notebook(engines=2) as notebook:
+        notebook.run("%%distribute mirrored\nimport torch, torch.distributed as dist\ndist.all_reduce(torch.ones(3))")
+        notebook.run("import distnb")
+        ours = {*processes.children_of_this_run()}
+        listed = subprocess.run([needs("ss"), "-ltnpH"], capture_output=True, text=True, check=True).stdout
+        lines = [line for line in listed.splitlines() if any(f"pid={pid}," in line for pid in ours)]
+        assert len(lines) >= 5, "two channels, the store, and a Gloo listener per engine"
+        assert [line for line in lines if not line.split()[3].startswith("127.0.0.1:")] == []
