@@ -12,22 +12,28 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Literal
 
-__all__ = ["RING", "TEXT_NBYTES", "Board", "Phase", "Record"]
+__all__ = ["RING", "TEXT_NBYTES", "Board", "Phase", "Record", "Wait", "create_memory", "open_memory"]
 
 RING: Final = 2048
 """How many collectives a replica remembers; it never gets further ahead of the others than that."""
 
 _HEADER = struct.Struct("<QQQ")  # program, phase, last number
 _NUMBER = struct.Struct("<Q")
-_HEADER_NBYTES: Final = 64
+_WAIT_AT: Final = 24
+_WAIT_NBYTES: Final = 512
+_VERDICT_AT: Final = _WAIT_AT + 8 + _WAIT_NBYTES
+_VERDICT_NBYTES: Final = 1024
+_HEADER_NBYTES: Final = _VERDICT_AT + 8 + _VERDICT_NBYTES
 _SLOT_NBYTES: Final = 256
-# A slot: number, signature, site, program, length of text (each 8 bytes), text.
-_KEY_NBYTES: Final = 24
-_FIXED_NBYTES: Final = 40
+# A slot: number, signature, line, chain of lines, program, length of text (each 8 bytes), text.
+_KEY_END: Final = 32
+_FIXED_NBYTES: Final = 48
 TEXT_NBYTES: Final = _SLOT_NBYTES - _FIXED_NBYTES
 _TAIL = struct.Struct("<QQ")
+_LENGTH = struct.Struct("<Q")
 _PART_NBYTES: Final = _HEADER_NBYTES + RING * _SLOT_NBYTES
 
 Phase = Literal["idle", "running", "ended", "failed"]
@@ -35,16 +41,37 @@ _PHASES: Final[tuple[Phase, ...]] = ("idle", "running", "ended", "failed")
 
 
 @dataclass(frozen=True)
+class Wait:
+    """What a replica waits in.
+
+    Attributes:
+        where: Names group and collective.
+        absent: The replicas that it waits for.
+        text: What it does, for people.
+    """
+
+    where: str
+    absent: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
 class Record:
     """One collective as one replica called it.
 
     Attributes:
-        key: Digests of signature and call site, 8 bytes each.
+        key: Digests, 8 bytes each: of the signature, the line, and the chain of lines that led there.
         text: Operation and place for people, with a NUL between.
     """
 
     key: bytes
     text: str
+
+    @cached_property
+    def stored(self) -> bytes:
+        """The text as it is written to the board, its length first."""
+        text = self.text.encode()[:TEXT_NBYTES]
+        return _LENGTH.pack(len(text)) + text
 
     @property
     def signature(self) -> bytes:
@@ -52,9 +79,14 @@ class Record:
         return self.key[:8]
 
     @property
-    def site(self) -> bytes:
-        """Where it was called."""
-        return self.key[8:]
+    def line(self) -> bytes:
+        """What was called, at which line."""
+        return self.key[:16]
+
+    @property
+    def chain(self) -> bytes:
+        """What was called, at which line, from which lines."""
+        return self.key
 
     @property
     def operation(self) -> str:
@@ -80,6 +112,7 @@ class Board:
         self.memory = memory
         self.me = me
         self.size = size
+        self._mine = me * _PART_NBYTES + _HEADER_NBYTES
 
     @staticmethod
     def nbytes(size: int) -> int:
@@ -93,11 +126,11 @@ class Board:
 
     def write(self, number: int, record: Record, program: int) -> None:
         """Post this replica's collective of that number (numbers begin with 1)."""
-        text = record.text.encode()
-        at = self._slot(self.me, number)
+        at = self._mine + number % RING * _SLOT_NBYTES
+        content = record.key + _NUMBER.pack(program) + record.stored
         memory = self.memory
         # The number goes last: it says that the rest is valid.
-        memory[at + 8 : at + _FIXED_NBYTES + len(text)] = record.key + _TAIL.pack(program, len(text)) + text
+        memory[at + 8 : at + 8 + len(content)] = content
         memory[at : at + 8] = _NUMBER.pack(number)
 
     def read(self, replica: int, number: int) -> tuple[Record, int] | None:
@@ -106,14 +139,14 @@ class Board:
         slot = bytes(self.memory[at : at + _SLOT_NBYTES])
         if _NUMBER.unpack_from(slot)[0] != number:
             return None
-        program, length = _TAIL.unpack_from(slot, _KEY_NBYTES)
+        program, length = _TAIL.unpack_from(slot, _KEY_END)
         text = slot[_FIXED_NBYTES : _FIXED_NBYTES + length].decode(errors="replace")
-        return Record(slot[8:_KEY_NBYTES], text), program
+        return Record(slot[8:_KEY_END], text), program
 
     def same(self, replica: int, number: int) -> bool:
         """Whether another replica posted the very same under that number: signature, place and program."""
         mine, other = self._slot(self.me, number), self._slot(replica, number)
-        end = _KEY_NBYTES + 8
+        end = _KEY_END + _NUMBER.size
         return bool(self.memory[mine : mine + end] == self.memory[other : other + end])
 
     def last(self, replica: int) -> int:
@@ -134,6 +167,38 @@ class Board:
         """Where a replica stands: program, phase, number of its newest collective."""
         program, phase, last = _HEADER.unpack_from(self.memory, replica * _PART_NBYTES)
         return program, _PHASES[phase], last
+
+    def set_verdict(self, text: str) -> None:
+        """Tell the others what this replica found wrong."""
+        content = text.encode()[:_VERDICT_NBYTES]
+        at = self.me * _PART_NBYTES + _VERDICT_AT
+        self.memory[at + _NUMBER.size : at + _NUMBER.size + len(content)] = content
+        _NUMBER.pack_into(self.memory, at, len(content))
+
+    def verdict_of(self, replica: int) -> str:
+        """What a replica found wrong; empty if nothing."""
+        at = replica * _PART_NBYTES + _VERDICT_AT
+        length = _NUMBER.unpack_from(self.memory, at)[0]
+        return bytes(self.memory[at + _NUMBER.size : at + _NUMBER.size + length]).decode(errors="replace") if length else ""
+
+    def set_wait(self, wait: Wait | None) -> None:
+        """Say what this replica waits in, or that it does not wait."""
+        content = b""
+        if wait is not None:
+            content = "\0".join([wait.where, ",".join(map(str, wait.absent)), wait.text]).encode()
+        at = self.me * _PART_NBYTES + _WAIT_AT
+        content = content[:_WAIT_NBYTES]
+        self.memory[at : at + _NUMBER.size + len(content)] = _NUMBER.pack(len(content)) + content
+
+    def wait_of(self, replica: int) -> Wait | None:
+        """What a replica says that it waits in."""
+        at = replica * _PART_NBYTES + _WAIT_AT
+        length = _NUMBER.unpack_from(self.memory, at)[0]
+        if not length:
+            return None
+        content = bytes(self.memory[at + _NUMBER.size : at + _NUMBER.size + length]).decode(errors="replace")
+        where, absent, text = (content.split("\0") + ["", ""])[:3]
+        return Wait(where, tuple(int(rank) for rank in absent.split(",") if rank.isdigit()), text)
 
     def _slot(self, replica: int, number: int) -> int:
         return replica * _PART_NBYTES + _HEADER_NBYTES + number % RING * _SLOT_NBYTES

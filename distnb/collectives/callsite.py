@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import sysconfig
-import zlib
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Final
@@ -38,15 +38,16 @@ class CallSite:
     """A line of the user's program, with the lines that called it.
 
     Attributes:
-        identity: A number that is equal on two replicas if all these lines are.
+        identity: 16 bytes, of which the first half is equal on two replicas if the innermost line is, and the second
+            half if the lines that called it are too.
         text: The innermost line, for people: `train.py, line 12`.
     """
 
-    identity: int
+    identity: bytes
     text: str
 
 
-NOWHERE = CallSite(0, "a place without Python code")
+NOWHERE = CallSite(bytes(16), "a place without Python code")
 _kinds: dict[int, tuple[int, CodeType]] = {}
 _sites: dict[tuple[int, ...], CallSite] = {}
 
@@ -96,9 +97,10 @@ def _describe(key: tuple[int, ...]) -> CallSite:
         lines.append((code.co_filename, _line(code, instruction)))
     name, number = lines[0]
     # Replicas of one script can be started from different folders, but run the same files.
-    chain = "|".join(f"{os.path.basename(file)}:{line}" for file, line in lines)
+    chain = [f"{os.path.basename(file)}:{line}" for file, line in lines]
     short = os.path.basename(name) if os.path.sep in name and not name.startswith("<") else name
-    site = CallSite(zlib.crc32(chain.encode()) or 1, f"{short}, line {number}")
+    identity = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in (chain[0], "|".join(chain)))
+    site = CallSite(identity, f"{short}, line {number}")
     _sites[key] = site
     return site
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from distnb.collectives import membership, world
+from distnb.collectives import membership, transport, world
 from distnb.collectives.group import Group, Pending
 from distnb.collectives.membership import Member
 from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted
@@ -188,6 +188,8 @@ def _at_exit() -> None:
             member.end(failed=getattr(sys, "last_value", None) is not None)
         except CollectiveMismatchError as error:
             print(f"distnb: {error}", file=sys.stderr)
+    membership.stop_tending()
+    transport.stop_releasing()
     for each in list(_members.values()):
         each.keep_for_ever()
 

@@ -68,6 +68,13 @@ class Ledger:
         for rank in self._peers:
             if self._compared[rank] < self.number:
                 self._catch_up(rank)
+            found = self._board.verdict_of(rank)
+            if found:
+                raise CollectiveMismatchError(found)
+
+    def tell(self, error: CollectiveMismatchError) -> None:
+        """Tell the others what was found here; they raise it too."""
+        self._board.set_verdict(str(error))
 
     def room(self) -> bool:
         """Whether the next collective can be posted without overwriting what another replica has yet to compare."""
@@ -77,13 +84,18 @@ class Ledger:
         """The ranks that have not called the collective of that number yet."""
         return [rank for rank in self._peers if self._board.last(rank) < number]
 
+    def told(self, number: int) -> str:
+        """What this replica called under that number, for people."""
+        posted = self._board.read(self._board.me, number)
+        return f"{posted[0].operation} at {posted[0].place}" if posted else "a collective"
+
     def retract(self, number: int, error: BaseException) -> None:
         """Say that this replica did not enter the collective after all, since its arguments were refused."""
         posted = self._board.read(self._board.me, number)
         if posted is not None:
             record, program = posted
             reason = f"{record.operation}, which failed with {type(error).__name__}"
-            self._board.write(number, Record(bytes(16), f"{reason[:120]}\0{record.place}"), program)
+            self._board.write(number, Record(bytes(24), f"{reason[:120]}\0{record.place}"), program)
 
     # -- programs --------------------------------------------------------------------------------------------------
 
@@ -131,19 +143,26 @@ class Ledger:
                 self._raise_missing(self._board.me, rank, number)
         return failed
 
-    def check_present(self, ranks: Sequence[int]) -> None:
+    def check_present(self, ranks: Sequence[int]) -> list[int]:
         """Look for replicas that cannot come to where this one waits for them, which is no collective of this group.
+
+        Returns:
+            Those whose program ended with an error.
 
         Raises:
             CollectiveMismatchError: One ended its program.
         """
+        failed = []
         for rank in self._peers:
             program, phase, _ = self._board.phase(rank)
+            if rank in ranks and program == self.program and phase == "failed":
+                failed.append(rank)
             if rank in ranks and ((program == self.program and phase == "ended") or program > self.program):
                 raise CollectiveMismatchError(
                     f"{self._name(self._board.me).capitalize()} waits to connect a process group of replicas {list(ranks)}, but "
                     f"{self._name(rank)} finished its program without using that group. {_ADVICE}"
                 )
+        return failed
 
     # -- comparison ------------------------------------------------------------------------------------------------
 
@@ -173,10 +192,12 @@ class Ledger:
             self._raise(number, rank, mine[0], other[0], "The replicas called different collectives")
         if mine[1] != other[1]:
             self._raise(number, rank, mine[0], other[0], "The replicas are in different cells, one of them late")
-        if mine[0].site != other[0].site:
-            self._compare_order(number, mine[0], rank, other[0])
+        if mine[0].line != other[0].line:
+            self._compare_order(number, mine[0], rank, other[0], lambda record: record.line)
+        elif mine[0].chain != other[0].chain:
+            self._compare_order(number, mine[0], rank, other[0], lambda record: record.chain)
 
-    def _compare_order(self, number: int, mine: Record, rank: int, other: Record) -> None:
+    def _compare_order(self, number: int, mine: Record, rank: int, other: Record, place: Callable[[Record], bytes]) -> None:
         """Two replicas are at different places with equal collectives.
 
         That is fine if each place belongs to one of them (`if rank == 0: … else: …`). A place that both visit, but
@@ -187,11 +208,11 @@ class Ledger:
         me = self._board.me
         for record, here, there in ((mine, me, rank), (other, rank, me)):
             # `here` is at this place now; has `there` been at it before, while `here` was elsewhere?
-            earlier = self._visits.get((rank, there, record.key))
+            earlier = self._visits.get((rank, there, place(record)))
             if earlier is not None:
                 self._raise_swapped(here, number, there, earlier, record)
-        self._visits.setdefault((rank, me, mine.key), number)
-        self._visits.setdefault((rank, rank, other.key), number)
+        self._visits.setdefault((rank, me, place(mine)), number)
+        self._visits.setdefault((rank, rank, place(other)), number)
 
     # -- errors ----------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,14 @@ import torch.distributed as dist
 
 from distnb.collectives import board, rendezvous, transport
 from distnb.collectives.operations import GuardedProcessGroup
+from distnb.collectives.process_group import GroupCore
 from distnb.collectives.rendezvous import Card
 from distnb.collectives.transport import Transport
 from distnb.collectives.world import World
 from distnb.errors import CollectiveError, ProgramAborted
 from distnb.topology import Device, Team
 
-__all__ = ["Attempt", "Member", "store_of", "tend_all"]
+__all__ = ["Attempt", "Member", "stop_tending", "store_of", "tend_all"]
 
 _PERIOD_S = 0.1
 
@@ -72,6 +74,7 @@ class Member:
         self.generation = -1
         self.group = self._group(rank, range(self.size), "world", None)
         self.world = World(self.group, dist.HashStore(), self._backend_name, self._backend_config)
+        self._names: Counter[str] = Counter()
         self._subgroups: weakref.WeakSet[GuardedProcessGroup] = weakref.WeakSet()
         self._store: Callable[[], dist.Store] | None = None
         self._prefix = ""
@@ -106,8 +109,9 @@ class Member:
         return GuardedProcessGroup(
             rank,
             len(replicas),
+            label=name,
             replicas=replicas,
-            form=lambda group: self._form(group, name),
+            form=self._form,
             backend_name=self._backend_name,
             device_types=["cpu", "cuda"] if on_gpu else ["cpu"],
             parent=parent,
@@ -117,7 +121,9 @@ class Member:
     def _make_subgroup(self, parent: GuardedProcessGroup, ranks: list[int], name: str) -> GuardedProcessGroup | None:
         if self.rank not in ranks:
             return None
-        made = self._group(ranks.index(self.rank), ranks, f"sub/{name}", parent)
+        # Unlike torch's, a name is never used twice in a store: not after a destroyed group, nor in a later generation.
+        self._names[name] += 1
+        made = self._group(ranks.index(self.rank), ranks, f"part/{self.generation}/{name}/{self._names[name]}", parent)
         self._subgroups.add(made)
         return made
 
@@ -136,22 +142,26 @@ class Member:
         self.world.set_store(dist.PrefixStore(f"{team.prefix}/user", rendezvous.fresh(store())))
         self._attempt = None
 
-    def _form(self, group: GuardedProcessGroup, name: str) -> _Parts:
+    def _form(self, group: GroupCore) -> _Parts:
         assert self._store is not None
-        store = dist.PrefixStore(f"{self._prefix}/{name}", self._store())
+        store = dist.PrefixStore(f"{self._prefix}/{group.label}", self._store())
         rank, size = group.rank(), group.size()
+        slowly = 0.0
 
-        def check() -> None:
+        def check(absent: Callable[[], list[int]] = list) -> None:
+            nonlocal slowly
             if self._attempt is not None:
                 self._attempt.check()
-            group.check_alive()
+            if time.monotonic() > slowly:
+                slowly = time.monotonic() + _PERIOD_S
+                group.check_forming(absent)
 
         host, memory, descriptor = rendezvous.host(), None, -1
         if rank == 0:
             memory, descriptor = board.create_memory(size)
         mine = Card(host, os.getpid(), descriptor, str(self.device))
         try:
-            cards = rendezvous.meet(store, rank, size, mine, check, timeout_s=self._timeout_s, what=f"the process group {name!r}")
+            cards = rendezvous.meet(store, rank, size, mine, check, timeout_s=self._timeout_s, what=f"the process group of replicas {list(group.replicas)}")
             local = len({card.host for card in cards}) == 1
             if local and memory is None:
                 memory = board.open_memory(cards[0].pid, cards[0].board, size)
@@ -165,6 +175,7 @@ class Member:
                 check=check,
             )
         finally:
+            group.waited()
             if descriptor >= 0:
                 os.close(descriptor)  # connected: everyone has opened it by now
         return _Parts(made, board.Board(memory or bytearray(board.Board.nbytes(size)), rank, size))
@@ -178,6 +189,7 @@ class Member:
     def suspend(self) -> None:
         """Drop the connections. Never blocks."""
         self.generation = -1
+        self._names.clear()
         for group in self.groups():
             group.reset()
 
@@ -226,6 +238,7 @@ class Member:
 # -- the thread that looks after waits in C++ ------------------------------------------------------------------------
 
 _tending = threading.Lock()
+_stop = threading.Event()
 _thread: threading.Thread | None = None
 
 
@@ -238,9 +251,15 @@ def tend_all(members: Mapping[Any, Member]) -> None:
             _thread.start()
 
 
+def stop_tending() -> None:
+    """Before the interpreter ends: no thread shall be inside torch then."""
+    _stop.set()
+    if _thread is not None:
+        _thread.join(1.0)
+
+
 def _tend(members: Mapping[Any, Member]) -> None:
-    while True:
-        time.sleep(_PERIOD_S)
+    while not _stop.wait(_PERIOD_S):
         for member in list(members.values()):
             for group in member.groups():
                 group.tend()

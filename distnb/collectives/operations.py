@@ -28,11 +28,10 @@ def _op(opts: Any) -> int:
 
 
 def _reduce_options(opts: Any) -> Any:
-    """torch's old interface takes a bare reduce op."""
-    if opts is None or hasattr(opts, "reduceOp"):
-        return AllreduceOptions() if opts is None else opts
+    """torch's old interface takes a bare reduce op, or nothing."""
     made = AllreduceOptions()
-    made.reduceOp = opts
+    if opts is not None:
+        made.reduceOp = opts
     return made
 
 
@@ -45,7 +44,8 @@ class GuardedProcessGroup(GroupCore):
     # -- reductions and broadcasts ---------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        opts = _reduce_options(opts)
+        if not isinstance(opts, AllreduceOptions):
+            opts = _reduce_options(opts)
         return self._run(of_tensors("all_reduce", _op(opts), None, tensors), "allreduce", (tensors,), (True,), opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work:
@@ -162,10 +162,12 @@ class GuardedProcessGroup(GroupCore):
         group_desc: str | None = None,
     ) -> GuardedProcessGroup | None:
         """A part of this group; None on replicas outside it. It connects when it is first used."""
-        if str(group_name).isdigit():
-            # A name from torch's counter: every replica must make its groups in the same order.
-            self._note(("new_group", None, None, "cpu", tuple(ranks), "ranks"))
-        made: GuardedProcessGroup | None = self._make_subgroup(self, list(ranks), str(group_name))
+        name = str(group_name)
+        if name.isdigit():
+            # A name from torch's counter: every replica makes its groups in the same order. The counters themselves may
+            # differ since an earlier failure, so the group gets its number in the ledger.
+            name = str(self._note(("new_group", None, None, "cpu", tuple(ranks), "ranks")))
+        made: GuardedProcessGroup | None = self._make_subgroup(self, list(ranks), name)
         if made is not None:
             made._set_group_name(group_name)
             made._set_group_desc(group_desc or "undefined")

@@ -20,6 +20,7 @@ from distnb.collectives.board import Board
 from distnb.collectives.ledger import Ledger
 from distnb.collectives.staging import Staging
 from distnb.collectives.transport import Transport
+from distnb.collectives.waiting import Waits
 from distnb.collectives.work import CollectiveWork, DeviceWork, MessageWork
 from distnb.errors import CollectiveError, CollectiveMismatchError
 
@@ -27,6 +28,7 @@ __all__ = ["Formed", "GroupCore"]
 
 _ABORT_GRACE_S = 0.5
 _FAILED_GRACE_S = 3.0
+_EXIT_GRACE_S = 1.0
 
 
 class Formed(Protocol):
@@ -41,6 +43,7 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
 
     Args:
         rank, size: Who is who.
+        label: Names the group among those of the team, the same on every replica.
         replicas: The replica id of each rank.
         form: Connects with the other ranks; called again after a reset, by the first operation.
         backend_name: What torch's `get_backend` says.
@@ -54,6 +57,7 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         rank: int,
         size: int,
         *,
+        label: str,
         replicas: Sequence[int],
         form: Callable[[GroupCore], Formed],
         backend_name: str,
@@ -66,6 +70,9 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         self.failure: BaseException | None = None
         self.replicas = tuple(replicas)
         self.program = parent.program if parent is not None else 0
+        self.label = label
+        self._group_name = label
+        self._group_desc = "undefined"
         self._size = size
         self._form = form
         self._make_subgroup = make_subgroup
@@ -74,6 +81,7 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         self._parent = parent
         self._transport: Transport | None = None
         self._ledger: Ledger | None = None
+        self._own_waits: Waits | None = None
         self._issuing = threading.RLock()
         self._forming = threading.Lock()
         self._open: dict[int, Any] = {}
@@ -102,6 +110,29 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         """What C++ is told. No name that it knows: it would take the group for one of its own classes."""
         return "distnb"
 
+    # C++ keeps the names in its backends, of which it knows none here.
+    @property
+    def group_name(self) -> str:
+        return self._group_name
+
+    @property
+    def group_desc(self) -> str:
+        return self._group_desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, text: str) -> None:
+        self._group_desc = text
+
+    def getGroupName(self) -> str:
+        """What C++ asks for the name."""
+        return self._group_name
+
+    def getGroupDesc(self) -> str:
+        """What C++ asks for the description."""
+        return self._group_desc
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Accepted and not applied: a replica that is slow is never an error, one that is lost is found at once."""
 
@@ -127,6 +158,10 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         if self.failure is not None:
             return
         self.failure = error
+        if isinstance(error, CollectiveMismatchError):
+            for ledger in (self._ledger, self._parent._ledger if self._parent is not None else None):
+                if ledger is not None:
+                    ledger.tell(error)
         if self._transport is not None:
             self._transport.abort()
         for work in list(self._watched):
@@ -149,9 +184,16 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         return self._transport.connections if self._transport is not None else None
 
     def keep_for_ever(self) -> None:
-        """Before the interpreter ends: see to it that no destructor waits for anything."""
-        if self._transport is not None:
-            self._transport.keep_for_ever()
+        """Before the interpreter ends: see to it that no destructor waits, and no thread comes back from C++ later."""
+        transport = self._transport
+        if transport is None:
+            return
+        transport.keep_for_ever()
+        if _under_way(self._open, self._watched):
+            transport.abort()
+            until = time.monotonic() + _EXIT_GRACE_S
+            while _under_way(self._open, self._watched) and time.monotonic() < until:
+                time.sleep(0.01)
 
     def _ready(self) -> Transport:
         if self.failure is not None:
@@ -162,6 +204,7 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
                     formed = self._form(self)
                     ledger = Ledger(formed.board, self.replicas)
                     ledger.begin(self.program)
+                    self._own_waits = Waits(formed.board)
                     self._ledger, self._transport = ledger, formed.transport
             if self.failure is not None:
                 self._transport.abort()
@@ -175,6 +218,8 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         self.program = program
         if self._ledger is not None:
             self._ledger.begin(program)
+        if self._own_waits is not None:
+            self._own_waits.begin_program()
 
     def end(self, failed: bool) -> None:
         """The program ended on this replica. Raises CollectiveMismatchError if others ended it with other counts."""
@@ -191,17 +236,43 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         assert failure is not None
         raise type(failure)(*failure.args) from None  # anew: one object would collect the traceback of every raise
 
-    def check_alive(self) -> None:
-        """Raise if the group, or the one that it is part of, has failed or can no longer form."""
+    @property
+    def _waits(self) -> Waits | None:
+        """Where this replica tells for whom it waits: on the board of the whole team."""
+        return self._own_waits if self._parent is None else self._parent._waits
+
+    def check_forming(self, absent: Callable[[], list[int]]) -> None:
+        """Look, while connecting, for reasons not to wait any longer.
+
+        Args:
+            absent: Gives the ranks that have not come yet.
+
+        Raises:
+            BaseException: The one that ended this group or the whole one, or CollectiveMismatchError if a replica
+                cannot come any more.
+        """
+        parent = self._parent
         if self.failure is not None:
             self.raise_failure()
-        if self._parent is not None:
-            self._parent.check_alive()
-            if self._parent._ledger is not None:
-                self._parent._ledger.check_present(self.replicas)
+        if parent is None:
+            return
+        parent.examine(parent.epoch, None)
+        try:
+            if parent._ledger is not None:
+                parent._mourn(parent._ledger.check_present(self.replicas))
+            if self._waits is not None:
+                names = [self.replicas[rank] for rank in absent()]
+                self._waits.on(self.label, 0, names, f"the first collective of the process group of replicas {list(self.replicas)}")
+        except CollectiveMismatchError as error:
+            parent.fail(error)
+            raise
 
-    def examine(self, epoch: int, number: int | None) -> None:
+    def examine(self, epoch: int, number: int | None, waiting: bool = True) -> None:
         """Look, while waiting, for reasons not to wait any longer.
+
+        Args:
+            epoch, number: Which operation; no number for messages.
+            waiting: Whether this replica does nothing else meanwhile.
 
         Raises:
             BaseException: The one that ended the group, or CollectiveMismatchError if the ledger finds one now.
@@ -217,9 +288,22 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
             with self._issuing:
                 ledger.check()
                 failed = ledger.check_departed(number) if number is not None else []
+            if waiting and number is not None and self._waits is not None:
+                absent = [self.replicas[rank] for rank in ledger.absent(number)]
+                self._waits.on(self.label, number, absent, ledger.told(number))
         except CollectiveMismatchError as error:
             self.fail(error)
             raise
+        if self._parent is not None:
+            try:
+                self._parent.examine(self._parent.epoch, None)
+            except Exception as error:
+                self.fail(error)
+                raise
+        self._mourn(failed)
+
+    def _mourn(self, failed: list[int]) -> None:
+        """Raise if replicas ended their program with an error, some time after they did."""
         if not failed:
             self._failed_since = None
         elif self._failed_since is None:
@@ -258,8 +342,13 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
 
     def finished(self, work: Any) -> None:
         """Forget a work that ended."""
-        self._open.pop(getattr(work, "_number", 0), None)
+        self._open.pop(work.number, None)
         self._watched.discard(work)
+
+    def waited(self) -> None:
+        """A wait that was long enough to be told of is over."""
+        if self._waits is not None:
+            self._waits.over()
 
     def tend(self) -> None:
         """Called ten times a second on a thread of its own: for waits in C++, and for works that nobody waits for."""
@@ -269,17 +358,23 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         numbers = list(self._open)
         if numbers and self.failure is None:
             try:
-                self.examine(self.epoch, min(numbers))
+                self.examine(self.epoch, min(numbers), waiting=False)
             except Exception:  # noqa: BLE001  (it is the group's failure now, and raised where somebody waits)
                 pass
 
-    def _note(self, key: signature.Key) -> None:
+    def _note(self, key: signature.Key) -> int:
         """Record something that every replica must do alike, though nothing is communicated in it."""
         self._ready()
         record = signature.record(key)
+        ledger = self._ledger
+        if ledger is None:
+            self.raise_failure()
         with self._issuing:
-            if self._ledger is not None:
-                self._ledger.post(record)
+            try:
+                return ledger.post(record)
+            except CollectiveMismatchError as error:
+                self.fail(error)
+                raise
 
     def _run(
         self,
@@ -317,6 +412,9 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         if ledger is None:
             self.raise_failure()
         with self._issuing:
+            waits = self._own_waits if self._parent is None else self._waits
+            if waits is not None:
+                waits.issued()
             if not ledger.room():
                 self._wait_for_room(ledger)
             try:

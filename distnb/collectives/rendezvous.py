@@ -73,7 +73,7 @@ def meet(
     rank: int,
     size: int,
     card: Card,
-    check: Callable[[], None],
+    check: Callable[[Callable[[], list[int]]], None],
     *,
     timeout_s: float | None = None,
     what: str = "the process group",
@@ -84,7 +84,8 @@ def meet(
         store: Under a prefix that nobody used before.
         rank, size: Who is who.
         card: This replica's.
-        check: Called while waiting; raises when there is no point any more.
+        check: Called while waiting, with a function that gives the ranks that have not come; raises when there is
+            no point any more.
         timeout_s: How long to wait; None for as long as `check` lets it.
         what: What is being formed, for the error.
 
@@ -96,11 +97,15 @@ def meet(
     """
     store.set(f"card/{rank}", json.dumps(asdict(card)))
     keys = [f"card/{other}" for other in range(size)]
+
+    def absent() -> list[int]:
+        return [other for other, key in enumerate(keys) if not store.check([key])]
+
     began, pause = time.monotonic(), 0.0002
     while not store.check(keys):
-        check()
+        check(absent)
         if timeout_s is not None and time.monotonic() - began > timeout_s:
-            missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
+            missing = ", ".join(map(str, absent()))
             raise CollectiveError(f"Rank {rank} waited {timeout_s:g} s for {what}; these of {size} ranks did not come: {missing}.")
         time.sleep(pause)
         pause = min(2 * pause, 0.01)

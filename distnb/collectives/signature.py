@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ Key = tuple[Any, ...]
 
 _OPS = {0: "sum", 1: "avg", 2: "product", 3: "min", 4: "max", 5: "band", 6: "bor", 7: "bxor", 8: "premul_sum"}
 _FIRST = 4
-_records: dict[tuple[Key, int], Record] = {}
+_records: dict[tuple[Key, bytes], Record] = {}
 _MANY = 10_000
 _SHOWN = 3
 
@@ -45,15 +44,14 @@ def record(key: Key) -> Record:
     if len(_records) > _MANY:  # shapes that never repeat
         _records.clear()
     text = f"{describe(key)}\0{site.text}".encode()[:TEXT_NBYTES].decode(errors="ignore")
-    made = Record(struct.pack("<QQ", _digest(key), site.identity), text)
+    made = Record(_digest(key) + site.identity, text)
     _records[key, site.identity] = made
     return made
 
 
-def _digest(key: Key) -> int:
+def _digest(key: Key) -> bytes:
     """Equal on every replica for the same signature, which `hash` is not."""
-    text = repr(key).encode()
-    return zlib.crc32(text) << 32 | zlib.adler32(text)
+    return hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
 
 
 def describe(key: Key) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distnb.collectives.sockets import Connections, pollers
 from distnb.errors import CollectiveError
 
-__all__ = ["FOREVER", "Transport", "form"]
+__all__ = ["FOREVER", "Transport", "form", "stop_releasing"]
 
 FOREVER = timedelta(days=3650)
 """The time limit that the inner backends get. A replica that computes for an hour is slow, not lost."""
@@ -26,6 +26,8 @@ _DRAIN_S = 5.0
 _HOPELESS_S = 60.0
 
 _device_making = threading.Lock()
+_exiting = threading.Event()
+_releasing: set[threading.Thread] = set()
 
 
 @dataclass
@@ -77,15 +79,25 @@ class Transport:
         def drain() -> None:
             nonlocal keep
             until = time.monotonic() + _DRAIN_S
-            while not idle() and time.monotonic() < until:
-                time.sleep(0.05)
-            if not idle():
+            while not idle() and time.monotonic() < until and not _exiting.wait(0.05):
+                pass
+            if _exiting.is_set() or not idle():
                 leak(*keep)
             self.connections.close()
             keep = []
+            _releasing.discard(threading.current_thread())
 
         self.backends, self.plain = {}, None  # type: ignore[assignment]
-        threading.Thread(target=drain, name="distnb-release", daemon=True).start()
+        thread = threading.Thread(target=drain, name="distnb-release", daemon=True)
+        _releasing.add(thread)
+        thread.start()
+
+
+def stop_releasing() -> None:
+    """Before the interpreter ends: a thread that came back from C++ afterwards would end the process badly."""
+    _exiting.set()
+    for thread in list(_releasing):
+        thread.join(1.0)
 
 
 def leak(*objects: Any) -> None:

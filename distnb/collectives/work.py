@@ -20,6 +20,15 @@ _SLICE = timedelta(milliseconds=100)
 # A wait of Gloo's that times out leaves the work as it is: it can be waited for again, or left alone.
 
 
+def _ended(inner: Any) -> RuntimeError | None:
+    """Wait a while for one of Gloo's works. None when it ended well; else its error, or that time is over."""
+    try:
+        inner.wait(_SLICE)
+    except RuntimeError as error:
+        return error.with_traceback(None)
+    return None
+
+
 def _seconds(timeout: timedelta | None) -> float | None:
     """A time limit that a caller gave; torch passes "none given" as zero or as a negative number."""
     if timeout is None:
@@ -50,7 +59,7 @@ class CollectiveWork(dist.Work):  # type: ignore[misc]
         super().__init__()
         self._group = group
         self._inner = inner
-        self._number = number
+        self.number = number
         self._staging = staging
         self._limit = _seconds(timeout)
         self._epoch = group.epoch
@@ -58,37 +67,28 @@ class CollectiveWork(dist.Work):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end. Raises what ended the group, if something did."""
-        group, inner = self._group, self._inner
-        if group.failure is None or group.epoch != self._epoch:
-            try:
-                inner.wait(_SLICE)
-            except RuntimeError as error:
-                self._wait_longer(error, _seconds(timeout) or self._limit)
-        else:
+        group = self._group
+        if group.failure is not None and group.epoch == self._epoch:
             group.raise_failure()
+        if _ended(self._inner) is not None:
+            try:
+                self._wait_longer(_seconds(timeout) or self._limit)
+            finally:
+                group.waited()
         group.finished(self)
         if self._staging is not None:
             self._staging.copy_back()
         return True
 
-    def _wait_longer(self, error: RuntimeError, limit: float | None) -> None:
+    def _wait_longer(self, limit: float | None) -> None:
         group, inner, began = self._group, self._inner, time.monotonic()
-        while True:
-            if inner.is_completed():
-                # Either it ended between the time-out and this line, or it failed: asking again tells.
-                try:
-                    inner.wait(_SLICE)
-                    return
-                except RuntimeError as failed:
-                    group.explain(self._epoch, self._number, failed)
-            group.examine(self._epoch, self._number)
+        while (error := _ended(inner)) is not None:
+            # What timed out while it ended shows no error when asked again.
+            if inner.is_completed() and (error := _ended(inner)) is not None:
+                group.explain(self._epoch, self.number, error)
+            group.examine(self._epoch, self.number)
             if limit is not None and time.monotonic() - began > limit:
-                group.ran_out_of_time(self._epoch, self._number, limit)
-            try:
-                inner.wait(_SLICE)
-                return
-            except RuntimeError as failed:
-                error = failed
+                group.ran_out_of_time(self._epoch, self.number, limit)
 
     def is_completed(self) -> bool:
         return self._gave_up() or self._inner.is_completed()
@@ -106,7 +106,7 @@ class CollectiveWork(dist.Work):  # type: ignore[misc]
         self.wait()
 
     def source_rank(self) -> int:
-        return int(self._inner.source_rank())
+        return int(self._inner._source_rank())
 
     _source_rank = source_rank
 
@@ -185,7 +185,7 @@ class DeviceWork(dist.Work):  # type: ignore[misc]
         self._inner.block_current_stream()
 
     def source_rank(self) -> int:
-        return int(self._inner.source_rank())
+        return int(self._inner._source_rank())
 
     _source_rank = source_rank
 
@@ -208,6 +208,8 @@ class MessageWork(dist.Work):  # type: ignore[misc]
         inner: Gloo's own work.
         staging: Where tensors of a device go through host memory: what to copy back.
     """
+
+    number = -1  # messages have none
 
     def __init__(self, group: GroupCore, inner: Any, staging: Staging | None = None) -> None:
         super().__init__()
@@ -270,7 +272,7 @@ class MessageWork(dist.Work):  # type: ignore[misc]
         self.wait()
 
     def source_rank(self) -> int:
-        return int(self._inner.source_rank())
+        return int(self._inner._source_rank())
 
     _source_rank = source_rank
 
