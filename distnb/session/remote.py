@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distnb.errors import ContextError
 from distnb.options import InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime.base import Owner
+from distnb.runtime.in_process import local_components
 from distnb.session.remote_dataset import RemoteDataset
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Remote:
 
     def local_results(self, strategy: Owner, value: Any) -> tuple[Any, ...]:
         """Every replica's component, fetched: in the notebook they are all equally far."""
-        return self._session().namespace.components(value, self._session().team(strategy.spec))
+        return local_components(value)
 
     def distribute_values_from_function(self, strategy: Owner, fn: Callable[[ValueContext], Any]) -> Any:
         """A distributed value made by a function, which each replica calls for itself."""
