@@ -44,7 +44,9 @@ class _Proposal:
     values: dict[Identity, tuple[int, ...]]
 
 
-def agree(group: ReducingGroup, families: Sequence[Family], touched: Sequence[Family], place: str) -> tuple[Family, ...]:
+def agree(
+    group: ReducingGroup, families: Sequence[Family], touched: Sequence[Family], place: str
+) -> tuple[Family, ...]:
     """Find the families that this kind of pass reduces, the same on every replica.
 
     Args:
@@ -132,9 +134,10 @@ def _compare(proposals: Sequence[_Proposal], names: Sequence[Identity], family: 
     first = cast("Signature", layouts[0])
     for rank, layout in enumerate(layouts):
         if layout != first:
+            unlike = _difference(first, cast("Signature", layout), rank)
             raise GradientError(
-                f"The gradients of {label} do not look alike on all replicas: {_difference(first, cast('Signature', layout), rank)}. "
-                f"{_where(proposals)} Give the model the same shapes and dtypes, and freeze the same parameters, on every replica."
+                f"The gradients of {label} do not look alike on all replicas: {unlike}. {_where(proposals)} Give the "
+                "model the same shapes and dtypes, and freeze the same parameters, on every replica."
             )
     _compare_values(proposals, names, label)
 
@@ -146,17 +149,20 @@ def _compare_values(proposals: Sequence[_Proposal], names: Sequence[Identity], l
         if values != known[0][1]:
             index = next(i for i, pair in enumerate(zip(known[0][1], values, strict=True)) if pair[0] != pair[1])
             raise GradientError(
-                f"Parameter {index} of {label} has other values on replica {rank} than on replica {known[0][0]}, so training would "
-                f"drift apart. {_where(proposals)} It was changed on some replicas only, or an interrupted cell left a step half done, "
-                "or a lazy module was initialised inside run. Load the same state on every replica (model.load_state_dict in a "
-                "distributed cell), or make the model anew in the scope; give a lazy module one batch in the scope."
+                f"Parameter {index} of {label} has other values on replica {rank} than on replica {known[0][0]}, so "
+                f"training would drift apart. {_where(proposals)} It was changed on some replicas only. Load the same "
+                "state on every replica (model.load_state_dict in a distributed cell), or make the model anew in the "
+                "scope."
             )
 
 
 def _difference(first: Signature, other: Signature, rank: int) -> str:
-    for a, b in zip(first, other, strict=False):
-        if a != b:
-            return f"replica 0 has parameter {a[0]} as {_describe(a)}, replica {rank} has parameter {b[0]} as {_describe(b)}"
+    for ours, theirs in zip(first, other, strict=False):
+        if ours != theirs:
+            return (
+                f"replica 0 has parameter {ours[0]} as {_describe(ours)}, "
+                f"replica {rank} has parameter {theirs[0]} as {_describe(theirs)}"
+            )
     return f"replica 0 has {len(first)} trainable parameters, replica {rank} has {len(other)}"
 
 

@@ -22,7 +22,9 @@ from distnb.collectives.eager import always_eager
 
 __all__ = ["Listener", "calling_frame", "describe_frame", "listen", "nesting_seen", "stop_listening"]
 
-_LIBRARIES = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent), os.__file__))
+_LIBRARIES = tuple(
+    str(Path(file).parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent), os.__file__)
+)
 _ENTRY = "_engine_run_backward"
 
 

@@ -80,7 +80,9 @@ class Bucket:
         self._started: Started | None = None
         self._complete = True
 
-    def start(self, group: ReducingGroup, gradients: list[torch.Tensor | None], scale: float, weight: float, alone: bool) -> None:
+    def start(
+        self, group: ReducingGroup, gradients: list[torch.Tensor | None], scale: float, weight: float, alone: bool
+    ) -> None:
         """Pack the gradients and begin to reduce them; `alone` reduces them at once, which costs a little less."""
         pack = self._pool.take()
         self._complete = pack.fill(gradients, scale, weight)
@@ -130,7 +132,9 @@ class Plan:
         self.launched = 0
         self.version = families[0].layout_version
         self.buckets = self._cut(bucket_nbytes)
-        self.only = families[0] if len(families) == 1 and len(families[0].active) == len(families[0].references) else None
+        self.only = (
+            families[0] if len(families) == 1 and len(families[0].active) == len(families[0].references) else None
+        )
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
         self._hooks: list[RemovableHandle] = []
 
@@ -190,10 +194,10 @@ class Plan:
                 family, place = self.members[index]
                 if family.params[place].grad is not None:
                     raise GradientError(
-                        f"Parameter {place} of {family.description} got gradients twice in one backward pass: it is used inside and "
-                        "outside of a reentrant checkpoint, or two threads run backward at once. Use "
-                        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or run the step again: from now on this "
-                        "process aggregates at the end of the pass, where this is allowed."
+                        f"Parameter {place} of {family.description} got gradients twice in one backward pass: it is "
+                        "used inside and outside of a reentrant checkpoint, or two threads run backward at once. Use "
+                        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or run the step again: from now "
+                        "on this process aggregates at the end of the pass, where this is allowed."
                     )
 
     def reset(self) -> None:
@@ -204,7 +208,7 @@ class Plan:
 
     # Overlap with the pass -------------------------------------------------------------------------------
 
-    def attach(self, ready: "ReadyBucket") -> None:
+    def attach(self, ready: ReadyBucket) -> None:
         """Have `ready(plan, bucket)` called during a pass when all gradients of the next bucket are there."""
         plan = weakref.ref(self)
         for index, (family, place) in enumerate(self.members):
@@ -219,7 +223,7 @@ class Plan:
             hook.remove()
         self._hooks = []
 
-    def arrived(self, index: int, ready: "ReadyBucket") -> None:
+    def arrived(self, index: int, ready: ReadyBucket) -> None:
         """Count a gradient in; start whatever has become complete, in order."""
         self._bucket_of[index].waiting_for -= 1
         while self.launched < len(self.buckets) and self.buckets[self.launched].waiting_for == 0:

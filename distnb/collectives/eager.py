@@ -24,5 +24,5 @@ def always_eager(function: _F) -> _F:
     skip = getattr(getattr(eval_frame, "_FrameAction", None), "SKIP", None)
     strategy = getattr(eval_frame, "_FrameExecStrategy", None)
     if skip is not None and strategy is not None:
-        eval_frame.set_code_exec_strategy(function.__code__, strategy(skip, skip))  # type: ignore[attr-defined]
+        eval_frame.set_code_exec_strategy(function.__code__, strategy(skip, skip))
     return function

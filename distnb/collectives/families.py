@@ -128,7 +128,9 @@ class Family:
         """After a pass: the gradients that it made, by place."""
         return [parameter.grad for parameter in self.params]
 
-    def with_local_part(self, place: int, fresh: torch.Tensor | None, scale: float, local_scale: float) -> torch.Tensor | None:
+    def with_local_part(
+        self, place: int, fresh: torch.Tensor | None, scale: float, local_scale: float
+    ) -> torch.Tensor | None:
         """This replica's whole contribution: the pass's gradient and what was gathered under no_sync, scaled."""
         part = self.local.get(place)
         scaled = None if fresh is None else fresh * scale if scale else torch.zeros_like(fresh)

@@ -162,7 +162,9 @@ class _Batch:
         if not tainted:
             aggregated.add(combined)
 
-    def _replace_local(self, parameter: torch.Tensor, before: torch.Tensor, part: LocalPart, total: torch.Tensor) -> None:
+    def _replace_local(
+        self, parameter: torch.Tensor, before: torch.Tensor, part: LocalPart, total: torch.Tensor
+    ) -> None:
         with torch.no_grad():
             combined = total if part.base is None else part.base + total
         if before.is_sparse or combined.is_sparse or before.requires_grad or before.dtype != combined.dtype:

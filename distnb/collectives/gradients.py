@@ -7,10 +7,11 @@ parameters are adopted when they are made, and a backward pass that reaches them
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -20,6 +21,7 @@ from distnb.collectives.backward import calling_frame, describe_frame, listen, n
 from distnb.collectives.buckets import Bucket, Plan, ReducingGroup, Weighting
 from distnb.collectives.families import Family
 from distnb.collectives.finishing import finish, finish_with_graph, keep_local, sum_of_weights
+from distnb.collectives.healing import HealingGroup, heal
 from distnb.collectives.mean_loss import Finding, MeanLossCheck
 from distnb.collectives.mirrored import forget_mirrors, is_mirrored, note_mirror
 from distnb.collectives.optimizer_guard import guard_optimizers
@@ -95,6 +97,7 @@ class GradientSync:
         self._unsynced = 0
         self._slice: tuple[int, int | None] | None = None
         self._generation: int | None = None
+        self._healed: int | None = None
         self._made = 0
 
     # What strategies call ------------------------------------------------------------------------------------
@@ -131,6 +134,28 @@ class GradientSync:
             total: The whole batch's size where it is known; saves finding it out by communication.
         """
         self._slice = None if n is None else (n, total)
+
+    def heal(self) -> None:
+        """Make mirrored parameters, and the optimizers that hold them, equal again if a program ended half-way.
+
+        Strategies call it before they use a group of a new generation (see `healed`). All replicas must.
+        """
+        group = self._group()
+        self._healed = group.generation
+        if group.size == 1:
+            return
+        healed = heal(cast("HealingGroup", group), self._families)
+        if healed is not None:
+            warnings.warn(
+                "The replicas had drifted apart, since a program ended half-way through a step. "
+                f"Set to what replica 0 holds: {healed}.",
+                stacklevel=2,
+            )
+
+    @property
+    def healed(self) -> int | None:
+        """The generation of the group for which `heal` was called last."""
+        return self._healed
 
     def is_mirrored(self, parameter: object) -> bool:
         """Whether a parameter was made in a scope (of any strategy of this process)."""
@@ -178,7 +203,7 @@ class GradientSync:
         fresh: dict[Family, list[torch.Tensor | None]] = {}
         for family in self._families:
             gradients = family.fresh()
-            if any([gradient is not None for gradient in gradients]) or self._launched(family):
+            if _some(gradients) or self._launched(family):
                 touched.append(family)
                 fresh[family] = gradients
         if touched:
@@ -230,7 +255,9 @@ class GradientSync:
             family.serial = aggregated.serial
             family.release()
 
-    def _agree(self, this: _Pass, touched: tuple[Family, ...], fresh: dict[Family, list[torch.Tensor | None]]) -> _Entry:
+    def _agree(
+        self, this: _Pass, touched: tuple[Family, ...], fresh: dict[Family, list[torch.Tensor | None]]
+    ) -> _Entry:
         for family in self._families:
             family.lay_out(fresh.get(family) or family.fresh())
         families = agree(this.group, self._families, touched, describe_frame(calling_frame()))
@@ -309,7 +336,9 @@ class GradientSync:
 
     def _drop_entries(self, families: list[Family]) -> None:
         self._entries = {
-            key: entry for key, entry in self._entries.items() if not any(family in entry.families for family in families)
+            key: entry
+            for key, entry in self._entries.items()
+            if not any(family in entry.families for family in families)
         }
         for family in families:
             plan = self._overlapped.pop(family, None)
@@ -326,6 +355,10 @@ class GradientSync:
 
 
 _SUM = Weighting()
+
+
+def _some(gradients: list[torch.Tensor | None]) -> bool:
+    return any(gradient is not None for gradient in gradients)
 
 
 def _exact_weighting(group: ReducingGroup, weighting: Weighting, entry: _Entry) -> Weighting:

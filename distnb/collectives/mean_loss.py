@@ -39,13 +39,14 @@ class Finding:
     def error(self, replicas: int) -> MeanLossError:
         """The error for it, once the pass is known to have reached mirrored parameters."""
         return MeanLossError(
-            f"The loss at {self.place} is {self.operation}: a mean over this replica's slice of the batch. Gradients of mirrored "
-            f"parameters are summed over the {replicas} replicas, so every step would be about {replicas} times too large. "
-            "Either scale the loss by the global batch: take the loss per example (reduction='none') and "
-            "distnb.nn.compute_average_loss(per_example, global_batch_size=...), with distnb.nn.scale_regularization_loss for terms "
-            "that do not depend on the batch; or keep the mean and have gradients averaged: MirroredStrategy(gradient_reduction='mean'), "
-            "`%%distribute mirrored --gradients mean`. If the loss is meant as it is, divide it by the number of replicas, or switch this "
-            "check off: MirroredStrategy(check_mean_loss=False)."
+            f"The loss at {self.place} is {self.operation}: a mean over this replica's slice of the batch. Gradients "
+            f"of mirrored parameters are summed over the {replicas} replicas, so every step would be about {replicas} "
+            "times too large. Either scale the loss by the global batch: take the loss per example (reduction='none') "
+            "and distnb.nn.compute_average_loss(per_example, global_batch_size=...), with "
+            "distnb.nn.scale_regularization_loss for terms that do not depend on the batch. Or keep the mean and have "
+            "gradients averaged: MirroredStrategy(gradient_reduction='mean'), "
+            "`%%distribute mirrored --gradients mean`. If the loss is meant as it is, divide it by the number of "
+            "replicas, or switch this check off: MirroredStrategy(check_mean_loss=False)."
         )
 
 
@@ -56,7 +57,9 @@ class MeanLossCheck:
         # The code object is kept, so that its identity cannot be given to another one.
         self._seen: dict[tuple[int, int, tuple[type, ...]], CodeType] = {}
 
-    def look(self, roots: Sequence[Any], replicas: int, slice_size: int | None, batch_size: int | None) -> Finding | None:
+    def look(
+        self, roots: Sequence[Any], replicas: int, slice_size: int | None, batch_size: int | None
+    ) -> Finding | None:
         """The mean behind a pass that is about to start; None if there is none, or this kind was looked at before.
 
         Args:
@@ -123,7 +126,10 @@ class _Tail:
         # A divisor can only be told from the global batch size where that one is known.
         if self._batch_size and (reduction == _SUM or name.startswith("SumBackward")):
             summed = math.prod(getattr(node, "_saved_self_sym_sizes", ()))
-            for count, what in ((self._slice_size, "the size of this replica's slice"), (summed, "the number of summands")):
+            for count, what in (
+                (self._slice_size, "the size of this replica's slice"),
+                (summed, "the number of summands"),
+            ):
                 if count and count > 1 and any(math.isclose(factor, 1 / count, rel_tol=1e-6) for factor in factors):
                     return f"a sum divided by {count}, {what}"
         return None
@@ -131,7 +137,7 @@ class _Tail:
 
 def _extent(node: Any) -> int:
     """Number of elements of a node's output; 0 if it has several outputs or they are not known."""
-    metadata = getattr(node, "_input_metadata", ())
+    metadata: tuple[Any, ...] = getattr(node, "_input_metadata", ())
     return math.prod(metadata[0].shape) if len(metadata) == 1 else 0
 
 
@@ -190,4 +196,6 @@ def _constant(node: Any, name: str) -> float | None:
 def _function(node_name: str) -> str:
     """`MseLossBackward0` -> `mse_loss`."""
     stem = node_name.split("Backward")[0]
-    return "".join(f"_{letter.lower()}" if letter.isupper() and index else letter.lower() for index, letter in enumerate(stem))
+    return "".join(
+        f"_{letter.lower()}" if letter.isupper() and index else letter.lower() for index, letter in enumerate(stem)
+    )

@@ -20,7 +20,7 @@ __all__ = ["Mirror", "find_mirror", "forget_mirrors", "is_mirrored", "note_mirro
 class Mirror:
     """A mirrored parameter's place."""
 
-    parameter: weakref.ref[torch.Tensor]
+    parameter: weakref.ref[torch.nn.Parameter]
     sync: weakref.ref[GradientSync]
     family: Family
     place: int

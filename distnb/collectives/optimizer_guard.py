@@ -58,7 +58,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def _judge(optimizer: torch.optim.Optimizer, unknown: Sequence[Mirror]) -> None:
     """Accept gradients that were made from aggregated ones (`p.grad = p.grad / norm`); refuse the others."""
     before = _stepped.get(optimizer, 0)
-    wrong = [mirror for mirror in unknown if mirror.place in mirror.family.local or mirror.place in mirror.family.tainted or not _aggregated_since(mirror, before)]
+    wrong = [
+        mirror
+        for mirror in unknown
+        if mirror.place in mirror.family.local
+        or mirror.place in mirror.family.tainted
+        or not _aggregated_since(mirror, before)
+    ]
     if not wrong:
         return
     first = wrong[0]
@@ -70,12 +76,13 @@ def _judge(optimizer: torch.optim.Optimizer, unknown: Sequence[Mirror]) -> None:
     else:
         cause = "they were not made by a backward pass (torch.autograd.grad, or assigned by hand)"
         cure = (
-            "Aggregate them first: `p.grad = distnb.get_replica_context().all_reduce('sum', gradient)`, or let `loss.backward()` make them."
+            "Aggregate them first: `p.grad = distnb.get_replica_context().all_reduce('sum', gradient)`, or let "
+            "`loss.backward()` make them."
         )
     raise UnsyncedGradientError(
-        f"{type(optimizer).__name__}.step() on gradients of {len(wrong)} mirrored parameters that were never aggregated over the "
-        f"replicas: {cause}. The first is parameter {first.place} of {first.family.description}, shape {shape}. "
-        f"Each replica would make another step, and the replicas would drift apart. {cure}"
+        f"{type(optimizer).__name__}.step() on gradients of {len(wrong)} mirrored parameters that were never "
+        f"aggregated over the replicas: {cause}. The first is parameter {first.place} of {first.family.description}, "
+        f"shape {shape}. Each replica would make another step, and the replicas would drift apart. {cure}"
     )
 
 

@@ -134,7 +134,7 @@ class Pack:
         # Python objects that name a view, autograd and optimizers included (the object of a tensor that C++ holds
         # counts once more); and tensors or arrays that share the memory without being a view of ours.
         names = sum(map(sys.getrefcount, self.views))
-        return names, torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)  # type: ignore[attr-defined]
+        return names, torch._C._storage_Use_Count(self._flat.untyped_storage()._cdata)
 
 
 class PackPool:

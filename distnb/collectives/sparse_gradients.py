@@ -36,4 +36,6 @@ def reduce_sparse(group: ReducingGroup, slot: Slot, gradient: torch.Tensor | Non
         real = all_rows[:, 0] >= 0
         if gradient is None and not bool(real.any()) and len(all_rows) == group.size:
             return None
-        return torch.sparse_coo_tensor(all_rows[real].t(), all_values[real], slot.shape, check_invariants=False).coalesce()
+        return torch.sparse_coo_tensor(
+            all_rows[real].t(), all_values[real], slot.shape, check_invariants=False
+        ).coalesce()

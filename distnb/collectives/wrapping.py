@@ -24,9 +24,9 @@ def refuse_wrapping() -> None:
     def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         if isinstance(module, torch.nn.Module) and any(map(is_mirrored, module.parameters())):
             raise GradientError(
-                f"DistributedDataParallel was given a {type(module).__name__} that was made in a strategy's scope. Its gradients are "
-                "aggregated already, and would be a second time. Use the model as it is; or, to use DistributedDataParallel, "
-                "make it outside `with strategy.scope():`."
+                f"DistributedDataParallel was given a {type(module).__name__} that was made in a strategy's scope. Its "
+                "gradients are aggregated already, and would be a second time. Use the model as it is; or, to use "
+                "DistributedDataParallel, make it outside `with strategy.scope():`."
             )
         original(self, module, *args, **kwargs)
 

@@ -168,12 +168,18 @@ class Spmd:
             if self._open_scopes:
                 yield strategy
                 return
+            self._heal()
             self._open_scopes += 1
             try:
                 with ScopeWatch(self._adoption):
                     yield strategy
             finally:
                 self._open_scopes -= 1
+
+    def _heal(self) -> None:
+        # A program that ended half-way through a step may have left the replicas' variables unequal.
+        if self._sync.healed != self._process.group.generation:
+            self._sync.heal()
 
     # Computing on replicas --------------------------------------------------------------------------------------
 
@@ -187,13 +193,13 @@ class Spmd:
     ) -> Any:
         """Call the function once, as this replica, with this replica's components of the arguments."""
         process = self._process
+        if self._sync.healed != process.group.generation:
+            self._heal()
         rank, size = process.rank, process.team.size
         note = BatchNote()
         own_args = [select(arg, rank, size, note) for arg in args]
         own_kwargs = {name: select(arg, rank, size, note) for name, arg in kwargs.items()} if kwargs else {}
-        replica = ReplicaContext(
-            strategy, rank, size, process.group, note.batch_size, note.slice_size, self._outsiders
-        )
+        replica = ReplicaContext(strategy, rank, size, process.group, note.batch_size, note.slice_size, self._outsiders)
         if size > 1:
             self._outsiders.before_run(fn, own_args, own_kwargs)
         self._sync.weight(note.slice_size, note.batch_size)
@@ -258,7 +264,11 @@ class Spmd:
         process = self._process
 
         def one(leaf: Any) -> torch.Tensor:
-            if process.size > 1 and not isinstance(leaf, DistributedValues) and not (isinstance(leaf, torch.Tensor) and self._adoption.owns(leaf)):
+            if (
+                process.size > 1
+                and not isinstance(leaf, DistributedValues)
+                and not (isinstance(leaf, torch.Tensor) and self._adoption.owns(leaf))
+            ):
                 raise DistributedValueError(
                     f"gather got a plain {type(leaf).__name__}, which is the same on all {process.size} replicas, so there is "
                     "nothing to bring together. Give it what strategy.run returned per replica, or a value of "

@@ -10,7 +10,7 @@ import copy
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,7 +115,12 @@ def zero_in_place_and_kept_gradients(r: Replica) -> None:
         if step % 2 == 0:
             kept.append([(p.grad, q.grad.clone()) for p, q in zip(model.parameters(), plain.parameters(), strict=True)])
         if step % 2 == 0 and step:
-            kept.append([(p.grad[:1].detach(), q.grad[:1].clone()) for p, q in zip(model.parameters(), plain.parameters(), strict=True)])
+            kept.append(
+                [
+                    (p.grad[:1].detach(), q.grad[:1].clone())
+                    for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+                ]
+            )
         if step % 2:
             kept.clear()
     model.zero_grad(), plain.zero_grad()
@@ -138,7 +143,9 @@ def steady_state_is_one_collective(r: Replica) -> None:
     assert len(storages) == 1, "gradients are views of one flat tensor"
     model.zero_grad()
     loss_of(model, r.batch(6)[1], 6).backward()
-    assert storages == {p.grad.untyped_storage().data_ptr() for p in model.parameters()}, "the flat tensor is used again"
+    assert storages == {p.grad.untyped_storage().data_ptr() for p in model.parameters()}, (
+        "the flat tensor is used again"
+    )
 
 
 @case
@@ -233,7 +240,12 @@ class Branches(nn.Module):
 @case
 def unused_parameters(r: Replica) -> None:
     model, plain = r.make(Branches)
-    for uses in (["lr"] * r.size, ["l"] * r.size, ["l" if rank % 2 else "r" for rank in range(r.size)], ["", *["r"] * (r.size - 1)]):
+    for uses in (
+        ["lr"] * r.size,
+        ["l"] * r.size,
+        ["l" if rank % 2 else "r" for rank in range(r.size)],
+        ["", *["r"] * (r.size - 1)],
+    ):
         model.zero_grad(), plain.zero_grad()
         x = r.batch(r.size)[0]
         (model(x[r.rank : r.rank + 1], uses[r.rank]).square().sum() / r.size).backward()
@@ -335,7 +347,9 @@ def models_reached_on_some_replicas(r: Replica) -> None:
 @case
 def several_dtypes(r: Replica) -> None:
     def mixed() -> nn.Module:
-        return nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float32), nn.Linear(4, 4, dtype=torch.complex128)])
+        return nn.ModuleList(
+            [nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float32), nn.Linear(4, 4, dtype=torch.complex128)]
+        )
 
     model, plain = r.make(mixed)
     for _ in range(2):
@@ -467,7 +481,9 @@ def checkpointing(r: Replica) -> None:
             for m, x in ((model, r.batch(5)[1]), (plain, r.batch(5)[0])):
                 m.zero_grad()
                 h = checkpoint(m[0], x.clone().requires_grad_(), use_reentrant=reentrant)
-                (checkpoint(lambda t, m=m: m[2](torch.tanh(t)), h, use_reentrant=reentrant).square().sum() / 5).backward()
+                (
+                    checkpoint(lambda t, m=m: m[2](torch.tanh(t)), h, use_reentrant=reentrant).square().sum() / 5
+                ).backward()
             same(model, plain)
 
 
@@ -619,7 +635,8 @@ def large_models_overlap(r: Replica) -> None:
             same(model, plain)
             if step == 1:
                 names = [name for name, _ in r.group.calls[before:]]
-                assert set(names) == {"all_reduce_start"} and len(names) > 1, names
+                assert set(names) == {"all_reduce_start"}, names
+                assert len(names) > 1, names
             which = ["lr", "l", "r"][(step + r.rank) % 3]
             x = r.batch(r.size)[0]
             (branches(x[r.rank : r.rank + 1], which).square().sum() / r.size).backward()
@@ -707,7 +724,10 @@ def mean_losses_are_errors(r: Replica) -> None:
         lambda: torch.amp.GradScaler("cpu").scale(model(x).square().mean()),
     ):
         model.zero_grad()
-        with pytest.raises(MeanLossError, match=rf"line \d+: loss\(\).backward\(\).*about {r.size} times.*compute_average_loss.*gradient_reduction='mean'"):
+        with pytest.raises(
+            MeanLossError,
+            match=rf"line \d+: loss\(\).backward\(\).*about {r.size} times.*compute_average_loss.*gradient_reduction='mean'",
+        ):
             loss().backward()
         assert model[0].weight.grad is None
     r.sync.weight(7, 7 * r.size)
@@ -808,6 +828,31 @@ def a_new_generation_agrees_anew(r: Replica) -> None:
     loss_of(plain, r.batch(5)[0], 5).backward()
     same(model, plain)
     assert r.group.calls[before][0] == "all_gather_object"
+
+
+@case
+def a_half_done_step_is_healed(r: Replica) -> None:
+    model, plain = r.make(mlp)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    reference = torch.optim.Adam(plain.parameters(), lr=0.1)
+    for m, o, x in ((model, optimizer, r.batch(5)[1]), (plain, reference, r.batch(5)[0])):
+        loss_of(m, x, 5).backward()
+        o.step()
+        loss_of(m, x, 5).backward()
+        if m is plain or r.rank == 0:  # the others were interrupted before it
+            o.step()
+            o.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        r.sync.heal()
+        r.sync.heal()
+    assert len(caught) == 1
+    assert "Sequential 1's parameters and gradients (to None), Adam's state" in str(caught[0].message)
+    for m, o, x in ((model, optimizer, r.batch(5)[1]), (plain, reference, r.batch(5)[0])):
+        loss_of(m, x, 5).backward()
+        o.step()
+    same(model, plain)
+    same(model, plain, "values")
 
 
 @case

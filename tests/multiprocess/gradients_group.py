@@ -32,3 +32,7 @@ class NotedGroup:
     def all_gather_object(self, value: object) -> list[Any]:
         self.calls.append(("all_gather_object", 0))
         return self.inner.all_gather_object(value)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        self.calls.append(("broadcast", tensor.numel()))
+        self.inner.broadcast(tensor, source)

@@ -1,0 +1,139 @@
+"""Training steps per second: distnb against torchrun + DistributedDataParallel, 2 replicas on the CPU over Gloo.
+
+    python -m benchmarks.training [--rounds 9] [--steps 60] [--models mlp,deep,convnet] [--no-cell]
+
+Three contenders take turns, each with two processes of its own: DistributedDataParallel with the environment that
+torchrun sets; a script with `MirroredStrategy`, likewise; and a `%%distribute mirrored` cell. All run one thread per
+process, the same model, batch and optimizer. The target of the project: at least 1.0× DistributedDataParallel's
+steps per second, in each model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from benchmarks.cell_shell import Cells
+from benchmarks.harness import Target, compare, report
+from benchmarks.training_models import MODELS
+
+REPLICAS = 2
+
+
+class Ranks:
+    """The processes of one contender, with torchrun's environment.
+
+    Args:
+        contender: "ddp" or "distnb".
+    """
+
+    def __init__(self, contender: str) -> None:
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.training_worker", contender],
+                env={
+                    **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(REPLICAS),
+                    "LOCAL_WORLD_SIZE": str(REPLICAS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(REPLICAS)
+        ]  # fmt: skip
+
+    def step(self, model: str, steps: int) -> float:
+        """Seconds per step, of the slowest replica."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{model} {steps}\n")
+            process.stdin.flush()
+        answers = []
+        for process in self._processes:
+            assert process.stdout is not None
+            answers.append(float(process.stdout.readline() or "nan"))
+        return max(answers)
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+class Cell:
+    """A `%%distribute mirrored` cell on 2 engines."""
+
+    def __init__(self) -> None:
+        self._cells = Cells("distnb")
+        self._cells.run(f"%distnb start -n {REPLICAS}")
+        self._made: set[str] = set()
+
+    def step(self, model: str, steps: int) -> float:
+        """Seconds per step, of the slowest replica, by the engines' clocks."""
+        if model not in self._made:
+            self._made.add(model)
+            self._cells.run(
+                "%%distribute mirrored\nimport distnb\nfrom benchmarks.training_models import steps_with_distnb\n"
+                f"steps_{model} = steps_with_distnb({model!r}, distnb.replica_id(), {REPLICAS})"
+            )
+        self._cells.run(
+            f"%%distribute mirrored\nimport torch\nseconds = torch.tensor(steps_{model}({steps}) / {steps})\n"
+            "torch.distributed.all_reduce(seconds, torch.distributed.ReduceOp.MAX)\nseconds = seconds.item()"
+        )
+        return float(self._cells.value("seconds"))
+
+    def close(self) -> None:
+        """Stop the engines."""
+        self._cells.run("%distnb stop")
+
+
+@contextlib.contextmanager
+def contenders(with_cell: bool) -> Iterator[dict[str, Callable[[str, int], float]]]:
+    """All contenders, running: name to a function of (model, steps) to seconds per step."""
+    with contextlib.ExitStack() as stack:
+        made: dict[str, Ranks | Cell] = {"DDP": Ranks("ddp"), "distnb script": Ranks("distnb")}
+        for ranks in made.values():
+            stack.callback(ranks.close)
+        if with_cell:
+            made["distnb cell"] = cell = Cell()
+            stack.callback(cell.close)
+        yield {name: contender.step for name, contender in made.items()}
+
+
+def main() -> int:
+    """Run it. Returns 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--no-cell", action="store_true", help="leave the %%%%distribute cell out")
+    options = parser.parse_args()
+
+    kept = True
+    with contenders(not options.no_cell) as running:
+        for model in options.models.split(","):
+            measures = {
+                name: lambda step=step, model=model: step(model, options.steps) for name, step in running.items()
+            }
+            comparison = compare(measures, rounds=options.rounds, warmup=2)
+            targets = [Target(name, "DDP", at_most=1.0) for name in running if name != "DDP"]
+            kept &= report(f"a training step, {model}", comparison, baseline="DDP", targets=targets)
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,172 @@
+"""Making mirrored state equal again after a program that ended half-way through a step.
+
+An interrupt or an error ends the replicas at the same collective, but not at the same line: one may have stepped its
+optimizer already and another not. The first use of a strategy in a new generation of the group therefore compares
+parameters, gradients and optimizer states, and where they differ takes over what replica 0 holds.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from distnb.collectives.agreement import checksum
+from distnb.collectives.families import Family
+from distnb.collectives.mirrored import find_mirror
+
+__all__ = ["HealingGroup", "heal"]
+
+# (class, the (family, place) of each of its parameters)
+_OptimizerKey = tuple[str, tuple[tuple[int, int], ...]]
+
+
+class HealingGroup(Protocol):
+    """What healing needs of a process group."""
+
+    rank: int
+
+    def all_gather_object(self, value: object) -> list[object]:
+        """Every replica's object."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Replace the tensor on each replica by the one of replica `source`."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """What one replica holds, by numbers that are equal for equal bits.
+
+    Attributes:
+        layouts: Per family, in the order of making: the parameters' shapes and dtypes.
+        values: Per family: the parameters.
+        gradients: Per family: their gradients.
+        optimizers: The optimizers that hold such parameters.
+    """
+
+    layouts: tuple[tuple[str, ...], ...]
+    values: tuple[tuple[int, ...], ...]
+    gradients: tuple[tuple[int | None, ...], ...]
+    optimizers: dict[_OptimizerKey, int]
+
+
+def heal(group: HealingGroup, families: Sequence[Family]) -> str | None:
+    """Compare what the replicas hold of these families; take over replica 0's where it differs.
+
+    Every replica calls it at the same place of its program, between steps.
+
+    Args:
+        group: The replicas.
+        families: All families of one strategy, in the order of making.
+
+    Returns:
+        What was set anew, for a notice; None if all was equal, or if the replicas hold different models.
+    """
+    optimizers = _optimizers_of(families) if families else {}
+    states = cast("list[_State]", group.all_gather_object(_state(families, optimizers)))
+    first = states[0]
+    if any(state.layouts != first.layouts for state in states) or all(state == first for state in states):
+        # Models that differ are found, and told of, by the first pass that reaches them.
+        return None
+    told = [_heal_family(group, family, states, place) for place, family in enumerate(families)]
+    for key in first.optimizers:
+        if any(state.optimizers.get(key) != first.optimizers[key] for state in states):
+            told.append(_heal_optimizer(group, key, optimizers.get(key)))
+    return ", ".join(text for text in told if text) or None
+
+
+def _heal_family(group: HealingGroup, family: Family, states: Sequence[_State], place: int) -> str | None:
+    told = []
+    params = _parameters(family)
+    if any(state.values[place] != states[0].values[place] for state in states):
+        with torch.no_grad():
+            for parameter in params:
+                group.broadcast(parameter, 0)
+        told.append("parameters")
+    if any(state.gradients[place] != states[0].gradients[place] for state in states):
+        for parameter in params:
+            parameter.grad = None
+        family.local.clear()
+        told.append("gradients (to None)")
+    family.checked = True
+    return f"{family.description}'s {' and '.join(told)}" if told else None
+
+
+def _heal_optimizer(group: HealingGroup, key: _OptimizerKey, optimizer: torch.optim.Optimizer | None) -> str:
+    device = torch.device("cpu")
+    buffer = io.BytesIO()
+    if group.rank == 0 and optimizer is not None:
+        torch.save(optimizer.state_dict(), buffer)
+        device = optimizer.param_groups[0]["params"][0].device
+    elif optimizer is not None:
+        device = optimizer.param_groups[0]["params"][0].device
+    size = torch.tensor([len(buffer.getvalue())], dtype=torch.int64, device=device)
+    group.broadcast(size, 0)
+    data = torch.zeros(int(size), dtype=torch.uint8)
+    if group.rank == 0:
+        data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    data = data.to(device)
+    group.broadcast(data, 0)
+    if group.rank != 0 and optimizer is not None:
+        # It comes from another replica of the same program, which runs the same code.
+        state = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=device, weights_only=False)
+        optimizer.load_state_dict(state)
+    return f"{key[0]}'s state"
+
+
+# -- what this replica holds ------------------------------------------------------------------------------------------
+
+
+def _parameters(family: Family) -> list[torch.nn.Parameter]:
+    found = [reference() for reference in family.references]
+    return [parameter for parameter in found if parameter is not None and not is_lazy(parameter)]
+
+
+def _state(families: Sequence[Family], optimizers: dict[_OptimizerKey, torch.optim.Optimizer]) -> _State:
+    params = [_parameters(family) for family in families]
+    return _State(
+        layouts=tuple(tuple(f"{p.dtype}{tuple(p.shape)}" for p in family) for family in params),
+        values=tuple(tuple(checksum(p) for p in family) for family in params),
+        gradients=tuple(tuple(_gradient_checksum(p) for p in family) for family in params),
+        optimizers={key: _optimizer_checksum(optimizer) for key, optimizer in optimizers.items()},
+    )
+
+
+def _gradient_checksum(parameter: torch.nn.Parameter) -> int | None:
+    return None if parameter.grad is None else checksum(parameter.grad.to_dense())
+
+
+def _optimizers_of(families: Sequence[Family]) -> dict[_OptimizerKey, torch.optim.Optimizer]:
+    numbers = {family: number for number, family in enumerate(families)}
+    found: dict[_OptimizerKey, torch.optim.Optimizer] = {}
+    # Optimizers are known to nobody but their users; this runs once per generation.
+    # (Their types are asked, since isinstance would look behind weak proxies, which may be dead.)
+    for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]:
+        mirrors = [find_mirror(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        places = tuple((numbers[m.family], m.place) for m in mirrors if m is not None and m.family in numbers)
+        if places and len(places) == len(mirrors):
+            found.setdefault((type(optimizer).__name__, places), optimizer)
+    return found
+
+
+def _optimizer_checksum(optimizer: torch.optim.Optimizer) -> int:
+    return zlib.crc32(repr(_described(optimizer.state_dict())).encode())
+
+
+def _described(value: Any) -> Any:
+    """Nested containers of plain values, with a number for each tensor."""
+    if isinstance(value, torch.Tensor):
+        return checksum(value.to_dense()) if not is_lazy(value) else None
+    if isinstance(value, dict):
+        return [
+            (key if isinstance(key, str | int) else str(type(key)), _described(item)) for key, item in value.items()
+        ]
+    if isinstance(value, list | tuple):
+        return [_described(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else type(value).__name__
