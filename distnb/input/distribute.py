@@ -197,17 +197,16 @@ class DistributedDataset(Iterable[Any]):
         self._shared = shared
         self._agree = agree if place.num_replicas > 1 else None
         self._placement = placement_for(place.device)
-        self._latest: weakref.ref[Reader] | None = None
+        self._end_previous: Callable[[], None] | None = None
 
     def __iter__(self) -> DistributedIterator:
-        previous = self._latest() if self._latest is not None else None
-        if self._source.exclusive and previous is not None:
-            previous.close()  # persistent workers serve one iteration at a time
-            previous.wait_closed()
+        if self._end_previous is not None:
+            self._end_previous()  # persistent workers serve one iteration at a time
         with self._shared(), on_host(self._place.device):
             loads = self._source.start()
         reader = self._reader(Maker(loads, self._place, self._placement))
-        self._latest = weakref.ref(reader)
+        if self._source.exclusive:
+            self._end_previous = reader.ending()
         return DistributedIterator(reader, self._placement.hand_over, self._agree)
 
     def __len__(self) -> int:
@@ -231,7 +230,9 @@ class DistributedDataset(Iterable[Any]):
             depth = self._place.num_replicas if gains else 0
         if depth == 0:
             return DirectReader(maker)
-        return ThreadReader(maker, depth) if source.threadable else AheadReader(maker, depth)
+        if source.threadable:
+            return ThreadReader(maker, depth, persistent=source.exclusive)
+        return AheadReader(maker, depth)
 
 
 class DistributedIterator(Iterator[Any]):
@@ -252,7 +253,7 @@ class DistributedIterator(Iterator[Any]):
         try:
             batch = self._reader.read()
         except StopIteration:
-            self.close()
+            self._open = False
             self._compare("end", self._batches, self._digest)
             raise
         except Exception:

@@ -6,10 +6,12 @@ replicas' streams would part, and with them the next epoch's shuffle.
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ __all__ = ["ReplicaDraws", "WorkerSeeds", "draws_at_start_only", "fold", "on_hos
 _ODD = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring replicas get seeds far apart
 _NOTHING = nullcontext()
 _WATCHED = 2
-_numpy: Any = np.random  # its stubs leave out the functions that swap the bit generator
+_numpy: Any = np.random  # its stubs leave out get_bit_generator
 
 
 def fold(seed: int, replica_id: int) -> int:
@@ -57,10 +59,33 @@ def draws_at_start_only(batch_sampler: Any) -> bool:
     return known and getattr(sampler, "generator", None) is None
 
 
+class _Dear:
+    """A global generator that is dear to switch (20 to 200 µs): left alone once a few batches did not draw from it."""
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], own: Any) -> None:
+        self._read = read
+        self._write = write
+        self._own = own
+        self._watched = 0
+        self.used = True
+
+    def enter(self) -> None:
+        self._shared = self._read()
+        self._write(self._own)
+
+    def leave(self) -> None:
+        state = self._read()
+        self._write(self._shared)
+        if self._watched < _WATCHED:
+            # As bytes: NumPy's state holds an array, which has no plain comparison.
+            drawn = pickle.dumps(state) != pickle.dumps(self._own)
+            self._watched = _WATCHED if drawn else self._watched + 1
+            self.used = drawn or self._watched < _WATCHED
+        self._own = state
+
+
 class ReplicaDraws:
     """A context in which the global generators of torch, NumPy and `random` hold a stream of one replica's loading.
-
-    Python's own generator is dear to switch (20 µs), so it is left alone once a few batches did not draw from it.
 
     Args:
         seed: Where the stream begins.
@@ -68,29 +93,27 @@ class ReplicaDraws:
 
     def __init__(self, seed: int) -> None:
         self._own = torch.Generator().manual_seed(seed).get_state()
-        self._own_numpy = np.random.MT19937(seed)
-        self._own_python = random.Random(seed).getstate()
-        self._watch = _WATCHED
+        # The whole state, with the cached normal that swapping bit generators would leave behind.
+        read_numpy = partial(np.random.get_state, legacy=False)
+        bits: Any = type(_numpy.get_bit_generator())
+        self._dear = [
+            _Dear(random.getstate, random.setstate, random.Random(seed).getstate()),
+            _Dear(read_numpy, np.random.set_state, np.random.RandomState(bits(seed)).get_state(legacy=False)),
+        ]
 
     def __enter__(self) -> None:
         self._shared = torch.default_generator.get_state()
         torch.default_generator.set_state(self._own)
-        self._shared_numpy = _numpy.get_bit_generator()
-        _numpy.set_bit_generator(self._own_numpy)
-        if self._watch:
-            self._shared_python = random.getstate()
-            random.setstate(self._own_python)
+        for generator in self._dear:
+            generator.enter()
 
     def __exit__(self, *_exc: object) -> None:
         self._own = torch.default_generator.get_state()
         torch.default_generator.set_state(self._shared)
-        _numpy.set_bit_generator(self._shared_numpy)
-        if self._watch:
-            state = random.getstate()
-            random.setstate(self._shared_python)
-            if self._watch <= _WATCHED:
-                self._watch = _WATCHED + 1 if state != self._own_python else self._watch - 1
-            self._own_python = state
+        for generator in self._dear:
+            generator.leave()
+        if not all(generator.used for generator in self._dear):
+            self._dear = [generator for generator in self._dear if generator.used]
 
 
 class WorkerSeeds:
@@ -108,6 +131,6 @@ class WorkerSeeds:
             np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
         info = get_worker_info()
         if info is not None:
-            info.__dict__["seed"] = seed  # read-only by its setter; users seed their own generators from it
+            object.__setattr__(info, "seed", seed)  # its own setter refuses; users seed their generators from it
         if self._user_init is not None:
             self._user_init(worker_id)

@@ -49,6 +49,14 @@ def map_leaves(batch: Any, count: int, leaf: Callable[[Any], Any], *, own: bool 
     Raises:
         StructureError: A leaf was never batched, or leading dimensions disagree with the count.
     """
+    kind = type(batch)
+    if (kind is list or kind is tuple) and batch:
+        # Nearly every batch is a few tensors: no need to look for anything else then.
+        for field in batch:
+            if type(field) is not torch.Tensor or not field.ndim or field.shape[0] != count:
+                break
+        else:
+            return kind([leaf(field) for field in batch])
     try:
         return _walk(batch, count, leaf, own, False)
     except _MisfitError as misfit:
@@ -69,12 +77,13 @@ def count_examples(batch: Any) -> int:
     Raises:
         StructureError: Its leaves disagree, or one of them was never batched.
     """
-    candidates = list(_candidates(batch))
-    for count in candidates:
+    likeliest = None
+    for count in _candidates(batch):
         if _fits(batch, count):
             return count
+        likeliest = count if likeliest is None else likeliest
     # None fits: walk it under the likeliest count for an error that names the leaf.
-    map_leaves(batch, candidates[0] if candidates else 0, lambda leaf: leaf)
+    map_leaves(batch, likeliest or 0, lambda leaf: leaf)
     raise StructureError(
         f"A batch without any tensor, array or list was received ({_short(batch)}). Yield batches of tensors."
     )
@@ -195,24 +204,56 @@ def _fits(node: Any, count: int) -> bool:
     return all(_fits(_child(node, key), count) for key in keys)
 
 
-def _candidates(node: Any) -> Iterator[int]:
-    """Numbers of examples that the first leaf of a batch suggests, the likeliest first."""
-    if isinstance(node, (torch.Tensor, np.ndarray)):
-        if node.ndim:
-            yield node.shape[0]
+def _candidates(batch: Any) -> Iterator[int]:
+    """Numbers of examples that a whole batch may hold, the likeliest first.
+
+    Collated batches are fields of arrays, so the first array's axis 0 says most. A list of alike tuples or dicts is
+    examples that were not collated. Last come the lengths of lists within. The outermost list's length is no candidate
+    where arrays are in it: fields of unlike lengths must not pass for examples.
+    """
+    if isinstance(batch, (list, tuple)) and not batch:
         return
+    array, lists = _first_leaf(batch)
+    if array is not None and array.shape:
+        yield int(array.shape[0])
+    if not isinstance(batch, (list, tuple)) or hasattr(batch, "_fields"):
+        yield from lists
+    elif array is not None and _are_examples(batch):
+        yield len(batch)
+    elif array is None:
+        yield from lists
+    else:
+        yield from lists[:-1]
+
+
+def _first_leaf(node: Any) -> tuple[Any, list[int]]:
+    """The first array of a part, if any, and the lengths of the lists around the first leaf, innermost first."""
     keys = _keys(node)
     if keys is None:
-        if not isinstance(node, _TEXT) and _length(node) >= 0:
-            yield _length(node)
-        return
+        if _is_array(node) or isinstance(node, (torch.Tensor, np.ndarray)):
+            return node, []
+        return None, [_length(node)] if not isinstance(node, _TEXT) and _length(node) >= 0 else []
+    array: Any = None
+    lists: list[int] = []
     for key in keys:
-        inner = list(_candidates(_child(node, key)))
-        if inner:
-            yield from inner
+        child_array, child_lists = _first_leaf(_child(node, key))
+        array = child_array if array is None else array
+        lists = lists or child_lists
+        if array is not None:
             break
-    if isinstance(node, (list, tuple)):
-        yield len(node)
+    if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
+        lists = [*lists, len(node)]
+    return array, lists
+
+
+def _are_examples(batch: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether the outermost list holds examples: several alike tuples, dicts or objects."""
+    if not isinstance(batch, list):
+        return False
+    if len({type(item) for item in batch}) != 1 or isinstance(batch[0], list):
+        return False
+    keys = [_keys(item) for item in batch]
+    return keys[0] is not None and all(key == keys[0] for key in keys)
 
 
 def _is_array(node: Any) -> bool:

@@ -6,10 +6,11 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from distnb.errors import StructureError
 from distnb.input.base import Load, Place
 from distnb.input.layout import count_examples, map_leaves, map_parts
 from distnb.input.placement import Placement
@@ -19,6 +20,7 @@ from distnb.values.distributed import PerReplica
 __all__ = ["AheadReader", "Batch", "DirectReader", "Maker", "Reader", "ThreadReader"]
 
 _STUCK_AFTER_S = 1.0
+_PERSISTENT_STUCK_AFTER_S = 10.0  # workers that may be slow now, and are wanted later
 
 
 class Batch(NamedTuple):
@@ -76,10 +78,21 @@ class Maker:
         borrowed = load.borrowed
 
         def leaf(node: Any) -> Any:
-            component = carry(node if uncut else _cut(node, start, stop), borrowed)
+            if load.separate and start == stop and not _may_be_empty(node):
+                raise StructureError(
+                    f"A global batch of {size} example(s) leaves replica {replica_id} of {replicas} without any, and "
+                    f"the batch's {type(node).__name__} cannot be empty. Make the global batch larger, drop the last "
+                    "partial one (drop_last=True), or collate into tensors."
+                )
+            component = carry(node if uncut else cut(node, start, stop), borrowed)
             return component if replicas == 1 else PerReplica.own(replica_id, component, replicas, size)
 
         return size, map_leaves(load.tree, count, leaf, own=load.separate)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether processes load for the source, so that closing it may take a while."""
+        return hasattr(self._loads, "free")
 
     def close(self) -> None:
         """Let the source go."""
@@ -94,15 +107,8 @@ class Maker:
             free()
 
 
-def _cut(node: Any, start: int, stop: int) -> Any:
-    try:
-        return cut(node, start, stop)
-    except TypeError as error:
-        error.add_note(
-            f"A {type(node).__name__} cannot be cut. A global batch with fewer examples than replicas leaves some "
-            "replicas without: make it larger, or drop it (drop_last=True)."
-        )
-        raise
+def _may_be_empty(node: Any) -> bool:
+    return hasattr(node, "shape") or (isinstance(node, Sequence) and not hasattr(node, "to"))
 
 
 class Reader(ABC):
@@ -116,11 +122,16 @@ class Reader(ABC):
         """The next batch. Raises StopIteration at the end, and what the source raised, at its place."""
 
     def close(self) -> None:
-        """End the iteration."""
-        self._maker.close()
+        """End the iteration early."""
+        if self._maker.has_workers:
+            # An interrupted program does not wait for a worker that is stuck.
+            threading.Thread(target=self._maker.close, name="distnb-input-end", daemon=True).start()
+        else:
+            self._maker.close()
 
-    def wait_closed(self) -> None:  # noqa: B027 - nothing to wait for where no thread reads
-        """Wait until nothing reads the source any more."""
+    def ending(self) -> Callable[[], None]:
+        """What ends the iteration and waits until nothing reads the source any more; it does not keep the reader."""
+        return self._maker.close
 
 
 class DirectReader(Reader):
@@ -143,21 +154,27 @@ class AheadReader(Reader):
         while len(ready) <= self._depth and not (ready and isinstance(ready[-1], StopIteration)):
             try:
                 ready.append(self._maker(True))
+            except StopIteration:
+                ready.append(StopIteration())
             except Exception as error:  # noqa: BLE001 - raised when its turn comes
                 ready.append(error)
+        if isinstance(ready[0], StopIteration):
+            raise StopIteration
         item = ready.popleft()
-        if isinstance(item, Batch):
-            return item
-        if isinstance(item, StopIteration):
-            ready.append(item)  # the end stays the end
-        raise item
+        try:
+            if isinstance(item, Batch):
+                return item
+            raise item
+        finally:
+            del item  # as in _read_ahead
 
 
 class ThreadReader(Reader):
     """Reads some batches ahead on a thread of its own, which ends with the iteration or with this object."""
 
-    def __init__(self, maker: Maker, depth: int) -> None:
+    def __init__(self, maker: Maker, depth: int, *, persistent: bool) -> None:
         super().__init__(maker)
+        self._stuck_after_s = _PERSISTENT_STUCK_AFTER_S if persistent else _STUCK_AFTER_S
         self._items: SimpleQueue[Batch | BaseException] = SimpleQueue()
         # The thread takes one token per batch; False tells it to end.
         self._tokens: SimpleQueue[bool] = SimpleQueue()
@@ -176,28 +193,38 @@ class ThreadReader(Reader):
         if self._ended:
             raise StopIteration
         item = self._items.get()
-        if isinstance(item, Batch):
-            self._tokens.put(True)
-            return item
         if isinstance(item, StopIteration):
             self._ended = True
-        else:
-            self._tokens.put(True)
-        raise item
+            raise StopIteration
+        self._tokens.put(True)
+        try:
+            if isinstance(item, Batch):
+                return item
+            raise item
+        finally:
+            del item  # as in _read_ahead
 
     def close(self) -> None:
-        self._ended = True
         if self._dropped.detach() is None:
             return
         _signal(self._stop, self._tokens)
-        if self._thread.is_alive():
+        if not self._ended and self._thread.is_alive():
             # It ends with the batch that it waits for, unless a worker is stuck.
-            timer = threading.Timer(_STUCK_AFTER_S, _free_if_alive, (self._thread, self._maker))
-            timer.daemon = True
-            timer.start()
+            watch = (self._thread, self._maker, self._stuck_after_s)
+            threading.Thread(target=_free_when_stuck, args=watch, name="distnb-input-end", daemon=True).start()
+        self._ended = True
 
-    def wait_closed(self) -> None:
-        self._thread.join()
+    def ending(self) -> Callable[[], None]:
+        thread, maker, stop, tokens, patience_s = (
+            self._thread, self._maker, self._stop, self._tokens, self._stuck_after_s
+        )  # fmt: skip
+
+        def end() -> None:
+            _signal(stop, tokens)
+            _free_when_stuck(thread, maker, patience_s)
+            thread.join()
+
+        return end
 
 
 def _signal(stop: threading.Event, tokens: SimpleQueue[bool]) -> None:
@@ -205,7 +232,8 @@ def _signal(stop: threading.Event, tokens: SimpleQueue[bool]) -> None:
     tokens.put(False)
 
 
-def _free_if_alive(thread: threading.Thread, maker: Maker) -> None:
+def _free_when_stuck(thread: threading.Thread, maker: Maker, stuck_after_s: float) -> None:
+    thread.join(stuck_after_s)
     if thread.is_alive():
         maker.free()
 
@@ -223,8 +251,11 @@ def _read_ahead(
                 item: Batch | BaseException = make(True)
             except BaseException as error:  # noqa: BLE001 - raised in the caller's thread, when its turn comes
                 item = error
-            items.put(item)
-            if isinstance(item, StopIteration):
+            ended = isinstance(item, StopIteration)
+            items.put(StopIteration() if ended else item)
+            # An exception's traceback knows this frame: were it kept here, neither would ever go.
+            del item
+            if ended:
                 break
     finally:
         make.close()

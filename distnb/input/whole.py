@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
 from distnb.errors import ProgramError
 from distnb.input.base import Load, Place, Shared, Source
 from distnb.input.draws import draws_at_start_only, on_host
-from distnb.input.workers import free_workers
+from distnb.input.workers import end_workers, free_workers
 
 __all__ = ["LoaderSource", "PythonSource", "is_plain"]
 
@@ -39,10 +39,14 @@ class LoaderSource(Source):
         self.exclusive = ours and bool(loader.persistent_workers)
 
     def start(self) -> Iterator[Load]:
-        return _WholeBatches(iter(self._loader), None if self.threadable else self._shared, self._place, self.exclusive)
+        workers = _Workers(self.exclusive, self._forget)
+        return _WholeBatches(iter(self._loader), None if self.threadable else self._shared, self._place, workers)
 
     def length(self) -> int:
         return len(self._loader)
+
+    def _forget(self) -> None:
+        self._loader.__dict__["_iterator"] = None  # persistent workers that were killed
 
 
 class PythonSource(Source):
@@ -63,7 +67,7 @@ class PythonSource(Source):
     def start(self) -> Iterator[Load]:
         batches = self._batches
         if not isinstance(batches, Iterable):
-            return _WholeBatches(iter(batches()), self._shared, self._place, False)
+            return _WholeBatches(iter(batches()), self._shared, self._place, None)
         iterator = iter(batches)
         if iterator is batches:
             if self._started:
@@ -74,18 +78,25 @@ class PythonSource(Source):
                     "instead of distribute_dataset(make_batches()))."
                 )
             self._started = True
-        return _WholeBatches(iterator, self._shared, self._place, False)
+        return _WholeBatches(iterator, self._shared, self._place, None)
 
     def length(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
 
 
+class _Workers(NamedTuple):
+    """How a loader's workers end."""
+
+    persistent: bool
+    forget: Callable[[], None]
+
+
 class _WholeBatches(Iterator[Load]):
-    def __init__(self, iterator: Iterator[Any], shared: Shared | None, place: Place, persistent: bool) -> None:
+    def __init__(self, iterator: Iterator[Any], shared: Shared | None, place: Place, workers: _Workers | None) -> None:
         self._iterator: Iterator[Any] | None = iterator
         self._shared = shared
         self._device = place.device
-        self._persistent = persistent
+        self._workers = workers
 
     def __next__(self) -> Load:
         if self._iterator is None:
@@ -97,12 +108,15 @@ class _WholeBatches(Iterator[Load]):
                 return Load(next(self._iterator))
 
     def close(self) -> None:
-        """Let the loader's workers end; persistent ones stay, and a generator stays where it is."""
-        self._iterator = None
+        """End the loader's workers; persistent ones stay, and a generator stays where it is."""
+        iterator, self._iterator = self._iterator, None
+        if self._workers is not None and not self._workers.persistent:
+            end_workers(iterator)
 
     def free(self) -> None:
         """End the workers from another thread, when one is stuck and the reader with it."""
-        if not self._persistent:
+        if self._workers is not None:
+            self._workers.forget()
             free_workers(self._iterator)
 
 

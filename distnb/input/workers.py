@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
+import signal
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader
 
 from distnb.errors import ProgramError
@@ -15,7 +19,9 @@ from distnb.input.collating import CollateRule
 from distnb.input.draws import WorkerSeeds, draws_at_start_only, on_host
 from distnb.input.feed import FeedingSampler, Request
 
-__all__ = ["WorkerSource", "free_workers"]
+__all__ = ["WorkerSource", "end_workers", "free_workers"]
+
+_TIDY_UP_S = 1.0
 
 
 class WorkerSource(Source):
@@ -48,10 +54,13 @@ class WorkerSource(Source):
         copied, sampler = self._copy
         iterator = iter(copied)
         shared = None if self.threadable else self._shared
-        return _WorkerBatches(iterator, sampler.pending, shared, self._place, self.exclusive)
+        return _WorkerBatches(iterator, sampler.pending, shared, self._place, self.exclusive, self._forget)
 
     def length(self) -> int:
         return len(self._loader)
+
+    def _forget(self) -> None:
+        self._copy = None
 
     def _make_copy(self, whole: bool) -> tuple[DataLoader[Any], FeedingSampler]:
         sampler = FeedingSampler(self._loader.batch_sampler, self._place, whole)  # type: ignore[arg-type]
@@ -73,12 +82,14 @@ class _WorkerBatches(Iterator[Load]):
         shared: Shared | None,
         place: Place,
         persistent: bool,
+        forget: Callable[[], None],
     ) -> None:
         self._iterator: Iterator[Any] | None = iterator
         self._pending = pending
         self._shared = shared
         self._device = place.device
         self._persistent = persistent
+        self._forget = forget
         self._failed = False
 
     def __next__(self) -> Load:
@@ -105,17 +116,39 @@ class _WorkerBatches(Iterator[Load]):
         return self._pending.popleft().loaded(tree)
 
     def close(self) -> None:
-        """Let the workers end; persistent ones stay."""
-        self._iterator = None
+        """End the workers; persistent ones stay. It may wait for a batch that is being loaded."""
+        iterator, self._iterator = self._iterator, None
+        if not self._persistent:
+            end_workers(iterator)
 
     def free(self) -> None:
         """End the workers from another thread, when one is stuck and the reader with it."""
-        if not self._persistent:
-            free_workers(self._iterator)
+        self._forget()
+        free_workers(self._iterator)
 
 
-def free_workers(iterator: Any) -> None:
-    """End the workers of a DataLoader's iterator; nothing else can wake a thread that waits for them."""
+def end_workers(iterator: Any) -> None:
+    """Shut the workers of a DataLoader's iterator down: tracebacks may hold the iterator for long."""
     shutdown = getattr(iterator, "_shutdown_workers", None)
     if shutdown is not None:
         shutdown()
+
+
+def free_workers(iterator: Any) -> None:
+    """End the workers of a DataLoader's iterator, also a stuck one that a thread waits for.
+
+    The iterator cannot be told to shut them down: the waiting thread would no longer look whether they live, and so
+    wait for ever.
+    """
+    workers = getattr(iterator, "_workers", ())
+    if not workers:
+        return
+    _remove_worker_pids(id(iterator))  # else torch's handler raises in the main thread, wherever that is
+    iterator._worker_pids_set = False
+    iterator._workers_done_event.set()
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGINT)  # lets it tidy up
+    for worker in workers:
+        worker.join(_TIDY_UP_S)
+        worker.kill()

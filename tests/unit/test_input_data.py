@@ -1,0 +1,301 @@
+"""Tensors, arrays, lists, generators; reading ahead: threads, errors at their place, nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from distnb.errors import OptionError, ProgramError, StructureError
+from distnb.input.distribute import DistributedDataset, distribute, stop_reading
+from distnb.options import InputOptions
+from distnb.topology import Device
+
+CPU = Device("cpu")
+
+
+def over(replica_id: int, data: Any, replicas: int = 2, **more: Any) -> DistributedDataset:
+    return distribute(
+        data, num_replicas=replicas, replica_id=replica_id, device=CPU, shared_randomness=nullcontext, **more
+    )
+
+
+def components(dataset: Any, replica_id: int) -> list[Any]:
+    return [batch.component(replica_id) for batch in dataset]
+
+
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "distnb-input"]
+
+
+def eventually(true: Callable[[], bool], within_s: float = 10.0) -> bool:
+    until = time.monotonic() + within_s
+    while not true():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+# -- data in memory ----------------------------------------------------------------------------------------------------
+
+
+def test_structures_of_arrays() -> None:
+    data = {
+        "x": torch.arange(5.0).reshape(5, 1),
+        "y": np.arange(5, dtype=np.int16),
+        "names": ["a", "b", "c", "d", "e"],
+        "text": np.array(["a", "b", "c", "d", "e"]),
+        "both": (torch.arange(5), None),
+    }
+    first, second = over(1, data, batch_size=3)
+    assert first["x"].component(1).tolist() == [[2.0]]
+    assert first["y"].component(1).dtype == torch.int16
+    assert first["names"].component(1) == ["c"]
+    assert first["text"].component(1).tolist() == ["c"]
+    assert first["both"][1] is None
+    assert second["both"][0].component(1).tolist() == [4]
+    assert (first["x"].global_batch_size, second["x"].global_batch_size) == (3, 2)
+
+
+def test_batches_are_copies_of_the_users_data() -> None:
+    x = np.zeros((4, 2))
+    for batch in over(0, x, batch_size=4):
+        batch.component(0).fill_(1)
+    assert not x.any()
+    tensor = torch.zeros(4, 2)
+    data = TensorDataset(tensor)
+    for [batch] in over(0, data, batch_size=4):
+        batch.component(0).fill_(1)
+    assert not tensor.any()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=">i4"),
+        np.arange(12)[::-2],
+        np.broadcast_to(np.float32(2), (6,)),
+        np.arange(6) > 2,
+        np.arange(6).astype(np.complex64),
+    ],
+    ids=str,
+)
+def test_arrays_that_torch_does_not_take_as_they_are(array: Any) -> None:
+    parts = [torch.cat([part.component(r) for part in over(r, array, batch_size=6)]) for r in range(2)]
+    assert torch.cat(parts).tolist() == array.tolist()
+
+
+def test_lists_are_fields_or_examples() -> None:
+    x, y = torch.arange(6), torch.arange(6.0)
+    [(mine, _)] = over(1, [x, y], batch_size=6)
+    assert mine.component(1).tolist() == [3, 4, 5]
+    examples = [(torch.tensor([i, i]), f"n{i}") for i in range(4)]
+    [(mine, name)] = over(1, examples, batch_size=4)
+    assert mine.component(1).tolist() == [[2, 2], [3, 3]]
+    assert list(name.component(1)) == ["n2", "n3"]
+    assert components(over(0, [1.0, 2.0, 3.0], batch_size=3), 0)[0].tolist() == [1.0, 2.0]
+
+
+def test_datasets_with_a_batch_size() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from torch.arange(5)
+
+    assert [part.tolist() for part in components(over(1, Stream(), batch_size=3), 1)] == [[2], [4]]
+    data = TensorDataset(torch.arange(5))
+    assert [batch[0].component(1).tolist() for batch in over(1, data, batch_size=3)] == [[2], [4]]
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 2.5, True, "4"])
+def test_batch_sizes_that_are_none(batch_size: Any) -> None:
+    with pytest.raises(OptionError, match="whole number, 1 or more"):
+        over(0, torch.arange(4), batch_size=batch_size)
+
+
+@pytest.mark.parametrize(
+    "data", [torch.arange(4), np.arange(4), {"x": torch.arange(4)}, (torch.arange(4),), TensorDataset(torch.arange(4))]
+)
+def test_data_that_is_not_batched(data: Any) -> None:
+    with pytest.raises(OptionError, match=r"not batched yet.*batch_size=…"):
+        over(0, data)
+
+
+def test_data_that_cannot_be_batched() -> None:
+    with pytest.raises(StructureError, match="has 3 entries along axis 0, while"):
+        over(0, (torch.arange(4), torch.arange(3)), batch_size=2)
+    with pytest.raises(OptionError, match="must yield global batches itself"):
+        over(0, iter([1, 2]), batch_size=2)
+    with pytest.raises(ProgramError, match="A int cannot be distributed"):
+        over(0, 3)
+
+
+# -- iterables of batches ----------------------------------------------------------------------------------------------
+
+
+def test_lists_of_batches_start_again() -> None:
+    dataset = over(1, [torch.arange(3), torch.arange(4)])
+    for _ in range(2):
+        assert [part.tolist() for part in components(dataset, 1)] == [[2], [2, 3]]
+
+
+def make_batches() -> Iterator[Any]:
+    yield torch.arange(3), ["a", "b", "c"]
+    yield torch.arange(1), ["a"]
+
+
+def test_generators_can_be_read_once_and_functions_again() -> None:
+    once, again = over(1, make_batches()), over(1, make_batches)
+    for dataset in (once, again):
+        assert [(x.component(1).tolist(), y.component(1)) for x, y in dataset] == [([2], ["c"]), ([], [])]
+    assert len(list(again)) == 2
+    with pytest.raises(ProgramError, match=r"generator, which can be read once only.*function that makes"):
+        iter(once)
+
+
+def test_single_examples_are_no_batches() -> None:
+    with pytest.raises(StructureError, match=r"batch is the int 1: .*never batched.*batch_size=…"):
+        list(over(0, [1, 2, 3]))
+
+
+def test_by_hand() -> None:
+    iterator = iter(over(0, torch.arange(4), batch_size=2))
+    assert next(iterator).component(0).tolist() == [0]
+    assert next(iterator).component(0).tolist() == [2]
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(iterator)
+    assert iter(iterator) is iterator
+    closed = iter(over(0, torch.arange(4), batch_size=2))
+    closed.close()
+    assert list(closed) == []
+
+
+# -- reading ahead -----------------------------------------------------------------------------------------------------
+
+
+class Slow(Dataset[Any]):
+    def __init__(self, bad: int = -1, stuck: int = -1) -> None:
+        self.bad, self.stuck = bad, stuck
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == self.bad:
+            raise LookupError(f"example {index}")
+        if index == self.stuck:
+            time.sleep(600)
+        return torch.tensor(index)
+
+
+def threaded(data: Any, **more: Any) -> DistributedDataset:
+    return over(0, DataLoader(data, batch_size=4, num_workers=1, **more))
+
+
+def test_a_thread_reads_loaders_with_workers() -> None:
+    iterator = iter(threaded(Slow()))
+    next(iterator)
+    assert len(reading_threads()) == 1
+    assert len(list(iterator)) == 9
+    assert eventually(lambda: not reading_threads())
+
+
+@pytest.mark.parametrize("arguments", [{}, {"persistent_workers": True}], ids=str)
+def test_breaking_off_ends_the_thread(arguments: dict[str, Any]) -> None:
+    dataset = threaded(Slow(), **arguments)
+    for _ in range(3):
+        for batch in dataset:
+            assert batch.component(0).tolist() == [0, 1]
+            break
+    assert eventually(lambda: not reading_threads())
+
+
+def test_an_interrupted_program_leaves_nothing_running() -> None:
+    class Interrupt(BaseException):
+        pass
+
+    frames = None
+    try:
+        for _ in threaded(Slow()):
+            raise Interrupt
+    except Interrupt as error:
+        frames = error.__traceback__  # the loop's frame lives on, and its iterator with it
+    assert reading_threads()
+    stop_reading()
+    assert eventually(lambda: not reading_threads())
+    del frames
+
+
+def test_an_interrupt_while_waiting_ends_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    iterator = iter(threaded(Slow()))
+    next(iterator)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(iterator._reader, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert eventually(lambda: not reading_threads())
+    assert list(iterator) == []
+
+
+def test_a_stuck_worker_is_ended() -> None:
+    iterator = iter(threaded(Slow(stuck=4)))
+    assert next(iterator).component(0).tolist() == [0, 1]
+    iterator.close()
+    assert eventually(lambda: not reading_threads(), 20)
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("workers", "prefetch"), [(0, 0), (0, 3), (1, 0), (1, None)], ids=["direct", "ahead", "workers", "thread"]
+)
+def test_errors_are_raised_at_their_place(workers: int, prefetch: int | None) -> None:
+    loader = DataLoader(Slow(bad=9), batch_size=4, num_workers=workers)
+    iterator = iter(over(0, loader, options=InputOptions(prefetch=prefetch)))
+    assert [next(iterator).component(0).tolist() for _ in range(2)] == [[0, 1], [4, 5]]
+    with pytest.raises(LookupError, match="example 9"):
+        next(iterator)
+    if workers:
+        with pytest.raises(ProgramError, match="iteration has ended"):
+            next(iterator)
+    else:
+        assert next(iterator).component(0).tolist() == [12, 13]
+    iterator.close()
+    assert eventually(lambda: not reading_threads())
+
+
+def test_reading_ahead_on_the_callers_thread() -> None:
+    asked: list[int] = []
+
+    class Asked(Slow):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            asked.append(index)
+            return super().__getitem__(index)
+
+    iterator = iter(over(0, DataLoader(Asked(), batch_size=4), options=InputOptions(prefetch=2)))
+    next(iterator)
+    assert asked == [0, 1, 4, 5, 8, 9]
+    assert not reading_threads()
+    assert len(list(iterator)) == 9
+    asked.clear()
+    next(iter(over(0, DataLoader(Asked(), batch_size=4))))
+    assert asked == [0, 1]
+
+
+def test_two_iterations_at_once() -> None:
+    dataset = threaded(Slow())
+    pairs = list(zip(dataset, dataset, strict=True))
+    assert all(torch.equal(a.component(0), b.component(0)) for a, b in pairs)
+    assert len(pairs) == 10
+    assert eventually(lambda: not reading_threads())
