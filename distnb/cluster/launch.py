@@ -160,8 +160,19 @@ class Cluster:
                 self.stop()
                 raise
 
-    def restart(self, engines: Iterable[int] | None = None, *, timeout_s: float = _START_TIMEOUT_S) -> None:
-        """Replace engines by new processes with the same ids and devices; None for those that have ended.
+    def restart(
+        self,
+        engines: Iterable[int] | None = None,
+        *,
+        on_progress: OnProgress = lambda text: None,
+        timeout_s: float = _START_TIMEOUT_S,
+    ) -> None:
+        """Replace engines by new processes with the same ids and devices.
+
+        Args:
+            engines: Which; None for those that have ended.
+            on_progress: Called with a line of text each time there is news.
+            timeout_s: How long all of them together may take.
 
         Raises:
             NoClusterError: The cluster is not running.
@@ -174,6 +185,7 @@ class Cluster:
             for engine in wanted:
                 if engine not in self._engines:
                     raise StartError(f"There is no engine {engine!r}; there are engines 0 to {len(self.devices) - 1}.")
+            self._on_progress = on_progress
             self._processes.end([self._engines[engine].pid for engine in wanted])
             try:
                 for engine in wanted:

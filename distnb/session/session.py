@@ -191,7 +191,7 @@ class Session:
             self._supervisor.forget(chosen)
             for engine in chosen:
                 self._ended.pop(engine, None)
-            cluster.restart(chosen)
+            cluster.restart(chosen, on_progress=on_progress)
             self._await_engines(chosen, on_progress)
             for engine in chosen:
                 self._dispatch.engine_replaced(engine)
