@@ -1,0 +1,183 @@
+"""Describing an engine's objects to the notebook: what they are, how they look, whether replicas agree on them."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import reprlib
+import sys
+import types
+from typing import Any
+
+from distnb.engine.objects import Space
+from distnb.values import DistributedValues
+from distnb.wire.bindings import Described, Leaf, Summary
+from distnb.wire.digests import is_array, is_tensor
+from distnb.wire.fingerprints import Fingerprint, fingerprint
+from distnb.wire.graph import GraphPickler, Side, pack_all
+from distnb.wire.immutables import is_importable, is_plain
+from distnb.wire.messages import ObjectId
+from distnb.wire.twins import is_value_twin
+
+__all__ = ["Describer", "summarise"]
+
+_SHORT_ELEMENTS = 64
+_SHORT_CHARACTERS = 400
+
+
+class Describer:
+    """Describes objects of one engine.
+
+    Args:
+        side: This process.
+    """
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+
+    def value(self, value: Any, space: Space, identity: ObjectId, *, brief: bool = False) -> Described:
+        """Describe what a name or a result is. A new object is registered under `identity`."""
+        if isinstance(value, types.ModuleType):
+            return Described("module", value=value.__name__)
+        if is_plain(value):
+            return self._plain(value, space)
+        # Under its own id, too, in case that replicas do not agree on which object it is.
+        space.twins.add(identity, value, findable=False)
+        space.registered.add(identity[1])
+        known = space.twins.id_of(value)
+        if known is not None and is_value_twin(known):
+            return Described("known", identity=known)
+        if isinstance(value, type | types.FunctionType) and not is_importable(value):
+            described = self._code(value, space)
+            if described is not None:
+                return described
+        if known is not None:
+            return self.object(value, space, known, "known", brief=brief)
+        space.twins.add(identity, value)
+        return self.object(value, space, identity, brief=brief)
+
+    def _plain(self, value: Any, space: Space) -> Described:
+        if type(value) in (bool, int, float, str, type(None)):
+            packed = value
+            digest = f"{type(value).__name__}:{value!r}".encode()
+        else:
+            file = io.BytesIO()
+            packed = pack_all(GraphPickler(file, self._side, space.twins.ids), file, [value])
+            digest = fingerprint(value, self._side, space.twins, by_reference="all").digest
+        return Described("plain", digest, packed)
+
+    def _code(self, value: Any, space: Space) -> Described | None:
+        try:
+            digest = fingerprint(value, self._side, space.twins, by_reference="all").digest
+        except Exception:
+            return None  # a compiled or wrapped function that only this process can hold
+        return Described("code", digest)
+
+    def object(
+        self, value: Any, space: Space, identity: ObjectId, kind: Any = "object", *, brief: bool = False
+    ) -> Described:
+        """Describe an object that stays on the engine, behind a handle."""
+        mirrored = is_mirrored(value)
+        wrapped = isinstance(value, DistributedValues)
+        # The content of a distributed value is not asked for: looking at it would wait for the device.
+        compared = not mirrored and not wrapped
+        found: Fingerprint | None = None
+        with contextlib.suppress(Exception):  # many objects cannot be pickled: then nothing is known of them
+            found = fingerprint(value, self._side, space.twins, contents=compared)
+        return Described(
+            kind,
+            found.digest if compared and found is not None else None,
+            identity=identity,
+            summary=summarise(value, brief=brief),
+            mirrored=mirrored,
+            wrapped=wrapped,
+            reads=None if found is None or found.dynamic else tuple(sorted(found.names)),
+            holds=() if found is None else tuple(node for node in found.nodes if node != identity),
+        )
+
+    def tree(self, value: Any, space: Space, serial: int) -> Any:
+        """A result's structure with a `Leaf` for each of its leaves."""
+        from distnb.values import structure
+
+        leaves, shape = structure.flatten(value)
+        described = [
+            Leaf(self.value(leaf, space, (serial, f"r{index}"), brief=True)) for index, leaf in enumerate(leaves)
+        ]
+        if len(leaves) == 1 and leaves[0] is value:
+            return described[0]
+        try:
+            return structure.unflatten(shape, described)
+        except Exception:  # a container that checks what it is given
+            return Leaf(self.value(value, space, (serial, "r"), brief=True))
+
+
+def is_mirrored(value: Any) -> bool:
+    """Whether an object was made in a scope, so that its replicas are kept equal."""
+    scope = sys.modules.get("distnb.strategies.scope")
+    test = getattr(scope, "is_mirrored", None)
+    return bool(test is not None and test(value))
+
+
+def summarise(value: Any, *, brief: bool = False) -> Summary:
+    """A description short enough to be sent with every effect.
+
+    Args:
+        value: Any object.
+        brief: Nothing that costs time or waits for a device; the notebook asks again when it is shown.
+    """
+    shown = value
+    if isinstance(value, DistributedValues) and len(value.values) == 1:
+        shown = value.values[0]
+    name = _type_name(type(shown))
+    if is_array(shown) or is_tensor(shown):
+        shape, dtype = str(tuple(shown.shape)), str(shown.dtype).removeprefix("torch.")
+        text = None if brief or shown.nbytes > _SHORT_ELEMENTS * 16 else _short_text(shown)
+        return Summary(name, text, shape, dtype, str(getattr(shown, "device", "cpu")), kind="tensor")
+    if brief:
+        return Summary(name, None)
+    return Summary(
+        name,
+        _short_text(shown),
+        attributes=_names(shown),
+        doc=inspect.getdoc(shown) or "",
+        signature=_signature(shown),
+        kind="callable" if callable(shown) else "",
+    )
+
+
+def _type_name(kind: type) -> str:
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Names for completion: all of them, or only the object's own where the notebook can look at the class itself."""
+    try:
+        names = dir(value)
+        if is_importable(type(value)):
+            names = sorted(set(names) - set(dir(type(value))))
+    except Exception:
+        return ()
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+def _short_text(value: Any) -> str:
+    try:
+        if isinstance(value, list | tuple | dict | set | frozenset | str | bytes):
+            return reprlib.repr(value)
+        text = repr(value)
+    except Exception as error:
+        return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
+    return text if len(text) <= _SHORT_CHARACTERS else text[: _SHORT_CHARACTERS - 1] + "…"
+
+
+def _signature(value: Any) -> str:
+    if not callable(value):
+        return ""
+    try:
+        target = value.forward if hasattr(value, "forward") else value
+        return str(inspect.signature(target))
+    except (TypeError, ValueError):
+        return ""

@@ -1,0 +1,299 @@
+"""The engine's side of the one namespace: deliveries are opened here, and what programs did is described."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import linecache
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from distnb.engine import operations
+from distnb.engine.descriptions import Describer
+from distnb.engine.objects import Objects, Pending, Space
+from distnb.engine.travel import pack_effects
+from distnb.values import Mirrored, PerReplica
+from distnb.wire.bindings import Delivery, Described, Effects, Mark, SpaceKey, unpack_indexes
+from distnb.wire.environment import Environment, apply_environment, capture_environment
+from distnb.wire.fingerprints import Fingerprint, fingerprint
+from distnb.wire.graph import GraphUnpickler, Side
+from distnb.wire.messages import Apply, ObjectId
+from distnb.wire.nodes import apply_state
+from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
+
+__all__ = ["EngineNamespace"]
+
+_HIDDEN = re.compile(r"_+|_i+|_\d+|_i\d+|_[od]h|In|Out|exit|quit|open|get_ipython|__\w+__")
+
+
+class EngineNamespace:
+    """Keeps the engine's user namespace what the notebook's is, as far as programs read it.
+
+    Args:
+        user_ns: The engine's one namespace.
+        objects: The engine's objects by id.
+        engine: This engine's id: its place among a space's engines is its replica.
+        reserved: Names that the engine itself binds before a program runs.
+
+    Attributes:
+        adopt: Called with each object restored from a survivor; strategies keep mirrored ones in sync again.
+    """
+
+    def __init__(self, user_ns: dict[str, Any], objects: Objects, *, engine: int | None = None, reserved: Iterable[str] = ()) -> None:
+        self.user_ns = user_ns
+        self.objects = objects
+        self.side = Side(user_ns)
+        self.describer = Describer(self.side)
+        self.adopt: Callable[[Any], None] = lambda obj: None
+        self._engine = engine
+        self._reserved = frozenset(reserved)
+        self._environment: Environment | None = None
+        self._unfinished: tuple[Mark, Space] | None = None
+        self._reloads: dict[str, int] = {}
+        self._arguments: Any = None
+        # Fallback for `open` and `begin` being two calls: which delivery the next `begin` belongs to.
+        self._delivery: Delivery | None = None
+
+    def replica_in(self, key: SpaceKey) -> int:
+        """Which replica of a group of engines this one is."""
+        return key[0].index(self._engine) if self._engine in key[0] else self.objects.space(key).replica
+
+    # -- before a program ------------------------------------------------------------------------------------------
+
+    def open(self, delivery: Delivery, replica: int) -> None:
+        """Bind what a delivery brings. To be called before `begin`, in the order in which deliveries were made."""
+        space = self.objects.space(delivery.space)
+        space.replica = replica
+        self._settle(space, delivery)
+        for name in delivery.delete:
+            self.user_ns.pop(name, None)
+        environment = delivery.environment
+        if environment is not None:
+            apply_environment(Environment(environment.cwd, environment.path, environment.dtype))
+        self._import(delivery.modules)
+        for name, text in delivery.sources.items():
+            linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        self._arguments = self._unpack(delivery, space) if delivery.blob is not None else None
+        if environment is not None:
+            apply_environment(Environment(generators=environment.generators))
+            self._environment = None
+        self._delivery = delivery
+
+    def open_call(self, payload: Delivery, delivery: Any, replica: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Open the delivery of a call. Returns its arguments; `close_call` ends what this began."""
+        self.open(payload, replica)
+        args, kwargs = self._arguments
+        self._arguments = None
+        self._call = self.begin("")
+        return args, kwargs
+
+    def _unpack(self, delivery: Delivery, space: Space) -> Any:
+        assert delivery.blob is not None
+        unpickler = GraphUnpickler(delivery.blob, self.side, lambda pid: self._find(pid, space))
+        bindings = unpickler.load()
+        arguments = unpickler.load()
+        for _ in range(delivery.updates):
+            identity, kind, state = unpickler.load()
+            node = space.twins.get(identity)
+            if node is not NOT_THERE:
+                apply_state(node, kind, state)
+            space.fingerprints.pop(identity, None)
+        indexes = unpack_indexes(delivery.nodes)
+        if indexes:
+            memo = unpickler.memo.copy()
+            for index in indexes:
+                space.twins.add(sent_id(delivery.serial, index), memo[index])
+        for name, value in bindings.items():
+            if value is not NOT_THERE:
+                self.user_ns[name] = value
+            else:
+                self.user_ns.pop(name, None)
+        return arguments
+
+    def _find(self, pid: Any, space: Space) -> Any:
+        """The object that stands by reference in a delivery."""
+        if len(pid) == 2:
+            return space.twins.get(pid)
+        word, what, components, *rest = pid
+        if word == "components":  # a distributed value that the user made in the notebook: each replica takes its own
+            kind = Mirrored if what == "Mirrored" else PerReplica
+            own = {space.replica: components[space.replica]} if space.replica in components else components
+            return kind(own, space.size)
+        component = components[space.replica] if space.replica in components else space.twins.get(what)
+        if word == "own" or isinstance(component, PerReplica | Mirrored) or component is NOT_THERE:
+            return component
+        kind = Mirrored if rest[0] == "Mirrored" else PerReplica
+        return kind({space.replica: component}, space.size)
+
+    def _settle(self, space: Space, delivery: Delivery) -> None:
+        if self._unfinished is not None:
+            # A program that was never finished (an unfinished scope) binds nothing.
+            mark, _ = self._unfinished
+            self._undo({name: mark.before.get(name, Pending.absent) for name in self._assigned(mark)})
+            self._unfinished = None
+        for confirmation in delivery.confirmed:
+            pending = space.pending.pop(confirmation.serial, None)
+            if pending is None:
+                continue
+            for index in unpack_indexes(confirmation.nodes):
+                if index in pending.nodes:  # a replica that was cut off may have told another story
+                    space.twins.add(sent_id(confirmation.serial, index, by_engine=True), pending.nodes[index])
+            unwanted = pending.registered - set(confirmation.names)
+            space.twins.drop((confirmation.serial, path) for path in unwanted)
+        for serial in delivery.rejected:
+            pending = space.pending.pop(serial, None)
+            if pending is not None:
+                self._undo(pending.names)
+            space.twins.drop([identity for identity, _ in space.twins.items() if identity[0] == serial])
+        for old, new in delivery.renamed.items():
+            node = space.twins.get(old)
+            space.twins.drop((old,))
+            if node is not NOT_THERE:
+                space.twins.add(new, node)
+        space.twins.drop(delivery.release)
+        for identity in delivery.release:
+            space.fingerprints.pop(identity, None)
+
+    def _undo(self, names: dict[str, Any]) -> None:
+        for name, before in names.items():
+            if before is Pending.absent:
+                self.user_ns.pop(name, None)
+            else:
+                self.user_ns[name] = before
+
+    def _import(self, modules: dict[str, int]) -> None:
+        for name, reloads in modules.items():
+            known = sys.modules.get(name)
+            with contextlib.suppress(ImportError):  # whoever uses it hears of it
+                if known is None:
+                    importlib.invalidate_caches()
+                    importlib.import_module(name)
+                elif reloads > self._reloads.get(name, 0):
+                    importlib.invalidate_caches()
+                    importlib.reload(known)
+            self._reloads[name] = max(reloads, self._reloads.get(name, 0))
+
+    # -- around a program ------------------------------------------------------------------------------------------
+
+    def begin(self, source: str) -> Mark:
+        """Note where the namespace stands, just before a program runs."""
+        assert self._delivery is not None
+        delivery, self._delivery = self._delivery, None
+        space = self.objects.space(delivery.space)
+        for identity in delivery.watch:
+            if identity not in space.fingerprints:
+                self._remember(space, identity)
+        if self._environment is None:
+            self._environment = capture_environment()
+        mark = Mark(dict(self.user_ns), delivery, self._environment)
+        self._unfinished = mark, space
+        return mark
+
+    def finish(self, mark: Mark, program: int, failed: bool, result: Callable[[Space, int], Any] | None = None) -> Effects:
+        """Describe what a program did, whether it failed or not.
+
+        Args:
+            mark: What `begin` gave.
+            program: Its number.
+            failed: It raised; what it assigned until then is described all the same.
+            result: For a call, describes its result.
+        """
+        self._unfinished = None
+        space, serial = self.objects.space(mark.delivery.space), mark.delivery.serial
+        assigned = self._assigned(mark)
+        names, code = self._describe_names(assigned, space, serial)
+        changed = self._changed(mark, space)
+        luggage = pack_effects(code, changed, space, self.side, serial, self.describer)
+        described = result(space, serial) if result is not None else None
+        for identity in changed:
+            space.fingerprints.pop(identity, None)
+        handles = self._read_handles(mark, space)
+        before = {name: mark.before.get(name, Pending.absent) for name in assigned}
+        deleted = tuple(name for name in mark.before if name not in self.user_ns and not self._is_hidden(name))
+        before.update({name: mark.before[name] for name in deleted})
+        if luggage.memo or before or space.registered:
+            space.pending[serial] = Pending(luggage.memo, before, space.registered)
+            space.registered = set()
+        after = capture_environment()
+        environment = after.since(mark.environment)
+        self._environment = after
+        return Effects(
+            serial,
+            names,
+            deleted,
+            luggage.blob,
+            luggage.updates,
+            luggage.changed,
+            luggage.fresh,
+            handles,
+            None if environment.empty else environment,
+            described,
+        )
+
+    def close_call(self, program: int, result: Any) -> Effects:
+        """Describe the result of a call that `open_call` began, and what else it did."""
+        return self.finish_with(lambda space, serial: self.describer.tree(result, space, serial))
+
+    def finish_with(self, result: Callable[[Space, int], Any]) -> Effects:
+        """End what `open_call` began, with a result that is described by a function."""
+        return self.finish(self._call, 0, False, result)
+
+    def apply(self, message: Apply) -> Any:
+        """Carry out an operation that a handle asked for."""
+        return operations.carry_out(self, message)
+
+    def _assigned(self, mark: Mark) -> list[str]:
+        before = mark.before
+        return sorted(
+            name
+            for name, value in self.user_ns.items()
+            if (name not in before or before[name] is not value) and not self._is_hidden(name)
+        )
+
+    def _is_hidden(self, name: str) -> bool:
+        return name in self._reserved or not isinstance(name, str) or _HIDDEN.fullmatch(name) is not None
+
+    def _describe_names(self, assigned: list[str], space: Space, serial: int) -> tuple[dict[str, Described], dict[str, Any]]:
+        names = {name: self.describer.value(self.user_ns[name], space, (serial, name)) for name in assigned}
+        code = {name: self.user_ns[name] for name, described in names.items() if described.kind == "code"}
+        return names, code
+
+    def _remember(self, space: Space, identity: ObjectId) -> Fingerprint | None:
+        node = space.twins.get(identity)
+        if node is NOT_THERE:
+            return None
+        found = fingerprint(node, self.side, space.twins, by_reference="owned")
+        space.fingerprints[identity] = found
+        for key, digest in found.arrays.items():
+            known = space.twins.ids.get(key)
+            if known is not None:
+                space.twins.contents[known] = digest
+        return found
+
+    def _changed(self, mark: Mark, space: Space) -> list[ObjectId]:
+        """The notebook's objects in those that the program may have changed, if one of them did change."""
+        changed: dict[ObjectId, None] = {}
+        for identity in mark.delivery.watch:
+            before = space.fingerprints.get(identity)
+            node = space.twins.get(identity)
+            if before is None or node is NOT_THERE:
+                continue
+            now: Fingerprint | None = None
+            with contextlib.suppress(Exception):  # something that cannot be pickled was put in
+                now = fingerprint(node, self.side, space.twins, by_reference="owned")
+            if now is None or not now.matches(before):
+                changed.update(dict.fromkeys(before.nodes))
+                changed.update(dict.fromkeys(now.nodes if now is not None else ()))
+                space.fingerprints.pop(identity, None)
+        return [identity for identity in changed if is_value_twin(identity)]
+
+    def _read_handles(self, mark: Mark, space: Space) -> dict[ObjectId, Described]:
+        found = {}
+        for identity in mark.delivery.handles:
+            node = space.twins.get(identity)
+            if node is not NOT_THERE:
+                found[identity] = self.describer.object(node, space, identity, "known")
+        return found
+

@@ -1,0 +1,200 @@
+"""What handles ask of the objects they stand for: attributes, items, calls, whole copies."""
+
+from __future__ import annotations
+
+import io
+import types
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from distnb.engine.descriptions import is_mirrored, summarise
+from distnb.engine.objects import Space
+from distnb.errors import NamespaceError, StaleHandleError
+from distnb.values import DistributedValues
+from distnb.wire.bindings import Described, Leaf, Request
+from distnb.wire.codec import Parcel
+from distnb.wire.graph import GraphPickler, GraphUnpickler, pack_all
+from distnb.wire.messages import Apply, ObjectId
+from distnb.wire.twins import NOT_THERE, is_value_twin
+
+if TYPE_CHECKING:
+    from distnb.engine.namespace import EngineNamespace
+
+__all__ = ["carry_out"]
+
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+
+
+def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
+    """Carry out one operation. Its effects on the namespace are described as those of a call are.
+
+    Raises:
+        StaleHandleError: The object is not here.
+        BaseException: What the operation itself raises.
+    """
+    request: Request = message.payload
+    delivery = request.delivery
+    space = namespace.objects.space(delivery.space)
+    replica = namespace.replica_in(delivery.space)
+    spectator = request.answers is not None and replica not in request.answers
+    if spectator or message.operation in _TRANSFERS:
+        namespace.open(delivery, replica)
+        return None if spectator else _TRANSFERS[message.operation](namespace, space, request)
+    args, kwargs = namespace.open_call(delivery, None, replica)
+    target = _follow(_object(space, message.target), request.path)
+    result = _OPERATIONS[message.operation](target, args, kwargs)
+    if isinstance(result, _Answer):
+        return namespace.finish_with(lambda space, serial: result.value)
+    return namespace.finish_with(lambda space, serial: Leaf(_describe(namespace, result, space, (serial, "r"))))
+
+
+class _Answer:
+    """A result that goes back as it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _describe(namespace: EngineNamespace, result: Any, space: Space, identity: ObjectId) -> Described:
+    if isinstance(result, _METHODS) and getattr(result, "__self__", None) is not None:
+        # The handle calls it by its path: nothing is kept here for it.
+        return Described("object", summary=summarise(result), value="method")
+    return namespace.describer.value(result, space, identity)
+
+
+def _object(space: Space, identity: ObjectId) -> Any:
+    found = space.twins.get(identity)
+    if found is NOT_THERE:
+        raise StaleHandleError(
+            f"Replica {space.replica} has no object for this handle: the name was never assigned on it, or the object was freed."
+        )
+    if isinstance(found, DistributedValues) and len(found.values) == 1:
+        return found.values[0]
+    return found
+
+
+def _follow(obj: Any, path: Iterable[tuple[str, Any]]) -> Any:
+    for step, name in path:
+        obj = getattr(obj, name) if step == "a" else obj[name]
+    return obj
+
+
+# -- operations on one object --------------------------------------------------------------------------------------
+
+
+def _get(target: Any, args: Any, kwargs: Any) -> Any:
+    return target
+
+
+def _call(target: Any, args: Any, kwargs: Any) -> Any:
+    return target(*args, **kwargs)
+
+
+def _set_attribute(target: Any, args: Any, kwargs: Any) -> Any:
+    setattr(target, *args)
+    return None
+
+
+def _delete_attribute(target: Any, args: Any, kwargs: Any) -> Any:
+    delattr(target, *args)
+    return None
+
+
+def _set_item(target: Any, args: Any, kwargs: Any) -> Any:
+    key, value = args
+    target[key] = value
+    return None
+
+
+def _delete_item(target: Any, args: Any, kwargs: Any) -> Any:
+    del target[args[0]]
+    return None
+
+
+def _get_item(target: Any, args: Any, kwargs: Any) -> Any:
+    return target[args[0]]
+
+
+def _length(target: Any, args: Any, kwargs: Any) -> Any:
+    return len(target)
+
+
+def _contains(target: Any, args: Any, kwargs: Any) -> Any:
+    return args[0] in target
+
+
+def _listed(target: Any, args: Any, kwargs: Any) -> Any:
+    return list(target)
+
+
+def _summary(target: Any, args: Any, kwargs: Any) -> _Answer:
+    return _Answer(summarise(target))
+
+
+_OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "call": _call,
+    "contains": _contains,
+    "delete_attribute": _delete_attribute,
+    "delete_item": _delete_item,
+    "get": _get,
+    "get_item": _get_item,
+    "length": _length,
+    "list": _listed,
+    "set_attribute": _set_attribute,
+    "set_item": _set_item,
+    "summary": _summary,
+}
+
+
+# -- whole objects -------------------------------------------------------------------------------------------------
+
+
+def _fetch(namespace: EngineNamespace, space: Space, request: Request) -> Parcel:
+    """Copies of several objects, in one pickle: what they share, their copies share.
+
+    What the notebook holds itself goes by reference, so a copied container holds the notebook's own objects.
+    """
+    values = [_object(space, identity) for identity in request.targets]
+    if request.path:
+        values = [_follow(values[0], request.path)]
+    by_reference = {key: identity for key, identity in space.twins.ids.items() if is_value_twin(identity)}
+    file = io.BytesIO()
+    pickler = GraphPickler(file, namespace.side, by_reference, {_kind: _component for _kind in DistributedValues.__subclasses__()})
+    try:
+        return pack_all(pickler, file, [values])
+    except Exception as error:
+        shown = type(values[0]).__qualname__
+        raise NamespaceError(f"An object of type {shown} cannot be copied to the notebook: {error}. Work with it in a distributed cell.") from error
+
+
+def _component(value: DistributedValues) -> Any:
+    return None
+
+
+def _export(namespace: EngineNamespace, space: Space, request: Request) -> tuple[Parcel, tuple[ObjectId, ...]]:
+    """The notebook's objects and the mirrored ones, for an engine that takes a lost one's place."""
+    wanted = {identity: space.twins.get(identity) for identity in request.targets}
+    wanted.update({identity: obj for identity, obj in space.twins.items() if is_value_twin(identity) or is_mirrored(obj)})
+    ready = {identity: obj for identity, obj in wanted.items() if obj is not NOT_THERE and _packable(namespace, obj)}
+    file = io.BytesIO()
+    return pack_all(GraphPickler(file, namespace.side, {}), file, [ready]), tuple(ready)
+
+
+def _packable(namespace: EngineNamespace, obj: Any) -> bool:
+    try:
+        pack_all(GraphPickler(file := io.BytesIO(), namespace.side, {}), file, [obj])
+    except Exception:
+        return False
+    return True
+
+
+def _import(namespace: EngineNamespace, space: Space, request: Request) -> None:
+    assert request.blob is not None
+    found = GraphUnpickler(request.blob, namespace.side, lambda pid: NOT_THERE).load()
+    for identity, obj in found.items():
+        space.twins.add(identity, obj)
+        namespace.adopt(obj)
+
+
+_TRANSFERS: dict[str, Callable[[Any, Space, Request], Any]] = {"export": _export, "fetch": _fetch, "import": _import}
+

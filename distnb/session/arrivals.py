@@ -1,0 +1,362 @@
+"""Taking in what a program did: names are bound, the notebook's objects updated in place, handles made."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from distnb.errors import StructureError
+from distnb.session.handles import HANDLES, RemoteMethod, RemoteState, change_kind, make_handle, state_of_handle
+from distnb.session.spaces import MISSING, NotebookSpace
+from distnb.session.travel import _shape
+from distnb.wire.bindings import Confirmation, Described, Effects, Leaf, pack_indexes
+from distnb.wire.codec import Parcel
+from distnb.wire.environment import apply_environment
+from distnb.wire.fingerprints import fingerprint
+from distnb.wire.graph import GraphUnpickler, Side
+from distnb.wire.immutables import same
+from distnb.wire.messages import ObjectId
+from distnb.wire.nodes import apply_state, is_node
+from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
+
+if TYPE_CHECKING:
+    from distnb.session.operations import Operations
+
+__all__ = ["Arrival"]
+
+
+class Arrival:
+    """The effects of one program, as the replicas of a space tell them.
+
+    Args:
+        space: Theirs.
+        user_ns: The notebook's namespace.
+        side: This process.
+        operations: What handles talk through.
+        effects: By replica; those that died or were cut off have none.
+        watch: The notebook's objects that the program might have changed.
+        announce: Told when an object of the notebook became a handle.
+    """
+
+    def __init__(
+        self,
+        space: NotebookSpace,
+        user_ns: dict[str, Any],
+        side: Side,
+        operations: Operations,
+        effects: Mapping[int, Effects],
+        watch: tuple[ObjectId, ...],
+        announce: Callable[[str], None],
+    ) -> None:
+        self._space = space
+        self._user_ns = user_ns
+        self._side = side
+        self._operations = operations
+        self._effects = dict(sorted(effects.items()))
+        self._watch = watch
+        self._announce = announce
+        self._first = next(iter(self._effects.values()))
+        self._serial = self._first.serial
+        self._code: dict[str, Any] = {}
+        self._kept_names: set[str] = set()
+        self._nodes = b""
+
+    def take_in(self) -> None:
+        """Bind and update everything."""
+        self._nodes = self._take_blob()
+        for name in sorted({name for effects in self._effects.values() for name in effects.names}):
+            self._bind(name)
+        for name in self._first.deleted:
+            if all(name in effects.deleted for effects in self._effects.values()):
+                self._user_ns.pop(name, None)
+                self._space.bound.pop(name, None)
+        self._describe_handles()
+        self._take_environment()
+
+    def confirm(self) -> None:
+        """Let the engines know, with the next delivery, that everything was taken in."""
+        self._space.confirmed.append(Confirmation(self._serial, self._nodes, tuple(sorted(self._kept_names))))
+
+    def result(self) -> Any:
+        """The result of a call, regrouped: a plain value where all replicas agree on it, else a handle.
+
+        Raises:
+            StructureError: The replicas returned different structures.
+        """
+        from distnb.values import structure
+
+        trees = {replica: effects.result for replica, effects in self._effects.items()}
+        first = next(iter(trees.values()))
+        if isinstance(first, Leaf) and all(isinstance(tree, Leaf) for tree in trees.values()):
+            return self._combine("", {replica: tree.described for replica, tree in trees.items()}, "r")
+        specs = {replica: structure.structure_of(tree) for replica, tree in trees.items()}
+        unlike = {replica: spec for replica, spec in specs.items() if spec != next(iter(specs.values()))}
+        if unlike:
+            shown = "\n".join(f"  replica {replica}: {spec}" for replica, spec in specs.items())
+            raise StructureError(f"The replicas returned different structures:\n{shown}\nReturn the same containers with the same keys on every replica.")
+        leaves = {replica: structure.flatten(tree)[0] for replica, tree in trees.items()}
+        shape = structure.flatten(first)[1]
+        rows = enumerate(zip(*leaves.values(), strict=True))
+        combined = [self._combine("", dict(zip(leaves, (leaf.described for leaf in row), strict=True)), f"r{index}") for index, row in rows]
+        return structure.unflatten(shape, combined)
+
+    # -- functions, classes, objects changed in place ------------------------------------------------------------------
+
+    def _take_blob(self) -> bytes:
+        blobs = {replica: effects for replica, effects in self._effects.items() if effects.blob is not None}
+        if not blobs:
+            return b""
+        first = next(iter(blobs.values()))
+        assert first.blob is not None
+        different = self._different_nodes()
+        unpickler = GraphUnpickler(first.blob, self._side, self._find)
+        code = unpickler.load()
+        self._code = {name: value for name, value in code.items() if self._is_same_code(name)}
+        skip = {id(code)}
+        taken = []
+        for _ in range(first.updates):
+            identity, kind, state = unpickler.load()
+            node = self._space.twins.get(identity)
+            if identity in different or node is NOT_THERE:
+                continue
+            try:
+                apply_state(node, kind, state)
+                taken.append(identity)
+            except Exception:
+                different[identity] = None
+            del state
+        code = None
+        memo = unpickler.memo.copy()
+        unpickler.memo = {}
+        nodes = self._register(memo, skip)
+        for identity in different:
+            self._become_handle(identity)
+        self._record_changed(taken)
+        return pack_indexes(nodes)
+
+    def _different_nodes(self) -> dict[ObjectId, None]:
+        """The notebook's objects that were not changed alike on all replicas."""
+        changed = [effects.changed for effects in self._effects.values()]
+        seen = {identity: None for one in changed for identity in one}
+        return {
+            identity: None
+            for identity in seen
+            if len({one.get(identity, identity) for one in changed}) > 1 or (b"" in [one.get(identity) for one in changed] and len(changed) > 1)
+        }
+
+    def _is_same_code(self, name: str) -> bool:
+        described = [effects.names.get(name) for effects in self._effects.values()]
+        return all(one is not None and one.kind == "code" and one.digest == described[0].digest for one in described)  # type: ignore[union-attr]
+
+    def _find(self, pid: Any) -> Any:
+        found = self._space.twins.get(pid)
+        if found is not NOT_THERE:
+            return found
+        facts = {replica: effects.fresh[pid] for replica, effects in self._effects.items() if pid in effects.fresh}
+        return self._handle(pid, facts) if facts else self._revive(pid)
+
+    def _revive(self, identity: ObjectId) -> Any:
+        """A handle for an object whose last handle died a moment ago: the engines have not heard of that yet."""
+        facts = {}
+        for replica, effects in self._effects.items():
+            known = [described for described in effects.names.values() if described.identity == identity]
+            facts[replica] = known[0] if known else Described("object", identity=identity, reads=None)
+        return self._handle(identity, facts)
+
+    def _register(self, memo: dict[int, Any], skip: set[int]) -> list[int]:
+        twins = self._space.twins
+        nodes = [(index, obj) for index, obj in memo.items() if is_node(obj) and id(obj) not in twins.ids and not isinstance(obj, HANDLES)]
+        memo.clear()
+        for _, obj in nodes:
+            attributes = getattr(obj, "__dict__", None)
+            if type(attributes) is dict:
+                skip.add(id(attributes))
+        kept = []
+        for index, obj in sorted(nodes, key=lambda pair: pair[0]):
+            # As when packing: what only this list holds was made for the way.
+            if sys.getrefcount(obj) > 3 and id(obj) not in skip:
+                twins.add(sent_id(self._serial, index, by_engine=True), obj)
+                kept.append(index)
+        return kept
+
+    def _record_changed(self, taken: list[ObjectId]) -> None:
+        """The engines have these objects as the notebook now has them."""
+        space = self._space
+        changed = set(taken)
+        rules = self._operations.rules(space)
+        for key, record in list(space.records.items()):
+            if changed.isdisjoint(record.nodes) or not isinstance(key, tuple):
+                continue
+            value = space.twins.get(key)
+            space.records.pop(key)
+            if value is NOT_THERE or isinstance(value, HANDLES):
+                continue
+            with contextlib.suppress(Exception):
+                found = fingerprint(value, self._side, space.twins, rules)
+                space.records[key] = replace(found, arrays={}, sources={})
+                for identity in found.nodes:
+                    node = space.twins.get(identity)
+                    if id(node) in found.arrays:
+                        space.twins.contents[identity] = found.arrays[id(node)]
+                        space.shapes[identity] = _shape(node)
+
+    def _become_handle(self, identity: ObjectId) -> None:
+        """An object that the replicas changed differently: a handle takes its place wherever the notebook can see it."""
+        space = self._space
+        node = space.twins.get(identity)
+        if node is NOT_THERE:
+            return
+        new = (self._serial, f"#{identity[0]}{identity[1]}")
+        facts = {replica: Described("object", identity=new, reads=None, summary=None) for replica in self._effects}
+        handle = self._handle(new, facts, mirrored=False)
+        state_of_handle(handle).dated = True
+        space.twins.drop((identity,))
+        space.renamed[identity] = new
+        space.records.pop(identity, None)
+        names = [name for name, value in self._user_ns.items() if value is node and isinstance(name, str) and not name.startswith("_")]
+        for name in names:
+            self._user_ns[name] = handle
+            space.mark_bound(name, handle)
+        state_of_handle(handle).name = names[0] if names else ""
+        _replace_in_containers(node, handle, self._user_ns)
+        what = f"`{names[0]}`" if names else f"A {type(node).__qualname__} in the notebook"
+        self._announce(
+            f"distnb: {what} was changed differently by the replicas. It is now a PerReplica handle of what each of them has; "
+            "strategy.local_results gives the components."
+        )
+        space.twins.contents.pop(identity, None)
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def _bind(self, name: str) -> None:
+        described = {replica: effects.names[name] for replica, effects in self._effects.items() if name in effects.names}
+        value = self._combine(name, described, name)
+        self._user_ns[name] = value
+        self._space.mark_bound(name, value)
+
+    def _combine(self, name: str, described: dict[int, Described], path: str) -> Any:
+        """The one thing that a name, or a result, is in the notebook. The engines keep it under `path`, too."""
+        complete = len(described) == len(self._effects)
+        first = next(iter(described.values()))
+        kinds = {one.kind for one in described.values()}
+        if complete and kinds == {"plain"}:
+            found = self._agreed(described)
+            if found is not MISSING:
+                return found
+        if complete and kinds == {"module"} and len({one.value for one in described.values()}) == 1:
+            with contextlib.suppress(ImportError):
+                return importlib.import_module(first.value)
+        if complete and kinds == {"code"} and name in self._code:
+            return self._code[name]
+        if complete and kinds <= {"known", "object"} and len({one.identity for one in described.values()}) == 1:
+            assert first.identity is not None
+            return self._same_object(name, first.identity, described)
+        return self._mixed(name, described, path)
+
+    def _agreed(self, described: dict[int, Described]) -> Any:
+        values = [self._plain(one) for one in described.values()]
+        return values[0] if all(same(values[0], other) for other in values[1:]) else MISSING
+
+    def _plain(self, described: Described) -> Any:
+        value = described.value
+        return GraphUnpickler(value, self._side, self._find).load() if isinstance(value, Parcel) else value
+
+    def _same_object(self, name: str, identity: ObjectId, described: dict[int, Described]) -> Any:
+        found = self._space.twins.get(identity)
+        if is_value_twin(identity):
+            return found
+        if found is NOT_THERE:
+            found = self._handle(identity, described, name=name)
+        if identity[0] == self._serial:
+            self._kept_names.add(identity[1])
+        return found
+
+    def _mixed(self, name: str, described: dict[int, Described], path: str) -> Any:
+        """Replicas differ in what they assigned, or in whether they did."""
+        self._kept_names.add(path)
+        local = {replica: self._plain(one) for replica, one in described.items() if one.kind == "plain"}
+        facts = {replica: one for replica, one in described.items() if one.kind != "plain"}
+        before = self._user_ns.get(name, MISSING) if name else MISSING
+        if before is not MISSING and not isinstance(before, HANDLES):
+            local.update({replica: before for replica in self._effects if replica not in described})
+        return self._handle((self._serial, path), facts, name=name, local=local, mirrored=False)
+
+    def _handle(
+        self,
+        identity: ObjectId,
+        facts: dict[int, Described],
+        *,
+        name: str = "",
+        local: dict[int, Any] | None = None,
+        mirrored: bool | None = None,
+    ) -> Any:
+        if mirrored is None:
+            mirrored = _are_equal(facts) and len(facts) == len(self._effects)
+        state = RemoteState(self._space, self._operations, identity, facts, local or {}, name or identity[1].lstrip("@"))
+        state.lost = set(range(self._space.size)) - set(self._effects)
+        handle = make_handle(state, mirrored=mirrored, size=self._space.size)
+        self._space.twins.add(identity, handle, findable=False)
+        with contextlib.suppress(ValueError):
+            self._space.twins.released.remove(identity)
+        return handle
+
+    # -- handles that were read, environment -------------------------------------------------------------------------
+
+    def _describe_handles(self) -> None:
+        for identity in self._first.handles:
+            handle = self._space.twins.get(identity)
+            if not isinstance(handle, HANDLES):
+                continue
+            state = state_of_handle(handle)
+            facts = {replica: effects.handles[identity] for replica, effects in self._effects.items() if identity in effects.handles}
+            state.facts.update(facts)
+            state.dated = False
+            if not any(fact.wrapped for fact in facts.values()) and len(state.facts) == self._space.size:
+                change_kind(handle, mirrored=_are_equal(state.facts))
+
+    def _take_environment(self) -> None:
+        environment = self._first.environment
+        known = self._space.environment
+        if environment is not None:
+            apply_environment(environment)
+        if known is None:
+            return
+        if all(effects.environment == environment for effects in self._effects.values()) and len(self._effects) == self._space.size:
+            if environment is not None:
+                changed = {part: value for part in ("cwd", "path", "dtype", "generators") if (value := getattr(environment, part)) is not None}
+                self._space.environment = replace(known, **changed)
+        else:
+            self._space.environment = None  # they differ: the next delivery brings all of it
+
+
+def _are_equal(facts: Mapping[int, Described]) -> bool:
+    """Whether what was described is the same on every replica."""
+    described = list(facts.values())
+    if any(one.wrapped for one in described):
+        return False
+    if all(one.mirrored for one in described):
+        return True
+    return described[0].digest is not None and len({one.digest for one in described}) == 1
+
+
+def _replace_in_containers(old: Any, new: Any, user_ns: dict[str, Any]) -> None:
+    for holder in gc.get_referrers(old):
+        if holder is user_ns:
+            continue
+        if type(holder) is dict and holder is not sys.modules["__main__"].__dict__:
+            for key in [key for key, value in holder.items() if value is old]:
+                holder[key] = new
+        elif type(holder) is list:
+            holder[:] = [new if value is old else value for value in holder]
+
+
+def method_of(handle: Any, path: tuple[tuple[str, Any], ...], described: Mapping[int, Described]) -> RemoteMethod:
+    """A method of an engine object, ready to be called."""
+    return RemoteMethod(handle, path, next(iter(described.values())))
+
+

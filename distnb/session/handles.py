@@ -1,0 +1,329 @@
+"""Handles: what the notebook holds of objects that live on the engines.
+
+A handle shows what lives where, forwards attributes and calls, and fetches only when it is asked for a value. It
+stands for each replica's own component where it is passed to a program, or captured by one.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from distnb.errors import DistributedValueError, StaleHandleError, UnassignedError
+from distnb.session.summaries import as_html, as_text
+from distnb.values import DistributedValues, Mirrored, PerReplica
+from distnb.wire.bindings import Described
+from distnb.wire.messages import ObjectId
+
+if TYPE_CHECKING:
+    from distnb.session.operations import Operations
+    from distnb.session.spaces import NotebookSpace
+
+__all__ = ["HANDLES", "RemoteMirrored", "RemotePerReplica", "RemoteState", "make_handle", "state_of_handle"]
+
+_OWN = frozenset({"_components", "_num_replicas", "_global_batch_size"})
+_PROTOCOLS = ("_repr_", "_ipython_")
+
+
+@dataclass
+class RemoteState:
+    """What a handle knows without asking.
+
+    Attributes:
+        identity: The object's id on every replica.
+        facts: How it was described, by replica; a replica that never assigned the name has none.
+        local: Components that only the notebook holds, by replica: what the name was for replicas that did not assign it.
+        name: The name that it was first bound to, for messages.
+        lost: Replicas whose engine was restarted since.
+        dated: The text in the summaries may be out of date; it is asked for again when it is shown.
+    """
+
+    space: NotebookSpace
+    operations: Operations
+    identity: ObjectId
+    facts: dict[int, Described]
+    local: dict[int, Any] = field(default_factory=dict)
+    name: str = ""
+    lost: set[int] = field(default_factory=set)
+    dated: bool = False
+
+    @property
+    def type_name(self) -> str:
+        """The class of the object, on the first replica that has one."""
+        return next((fact.summary.type for fact in self.facts.values() if fact.summary), "object")
+
+    def check(self) -> None:
+        """Raise if the object is gone.
+
+        Raises:
+            StaleHandleError: Its engines were restarted or stopped.
+        """
+        what = f"`{self.name}`" if self.name else "this handle"
+        if self.space.ended or self.lost:
+            where = "the engines were" if self.space.ended else f"the engine of replica {min(self.lost)} was"
+            raise StaleHandleError(
+                f"{what} ({self.type_name}) is gone: {where} restarted or stopped since it was made, and it lived there. "
+                "Run the cell that makes it again."
+            )
+
+    def check_assigned(self, replica: int) -> None:
+        """Raise if a replica never assigned it.
+
+        Raises:
+            UnassignedError: It did not.
+        """
+        if replica not in self.facts and replica not in self.local:
+            raise UnassignedError(f"name {self.name!r} is not defined on replica {replica}: only replicas {sorted(self.facts)} assigned it.")
+
+
+def state_of_handle(handle: DistributedValues) -> RemoteState:
+    """The state of a handle."""
+    state: RemoteState = object.__getattribute__(handle, "_components")
+    return state
+
+
+class _Remote(DistributedValues):
+    """What both kinds of handles do. It adds no slots, so that a handle can change its kind in place."""
+
+    __slots__ = ()
+
+    # -- looking at it ---------------------------------------------------------------------------------------------
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        state = state_of_handle(self)
+        return tuple(state.operations.fetch_components(self, range(self._num_replicas)).values())
+
+    @property
+    def replica_ids(self) -> tuple[int, ...]:
+        state = state_of_handle(self)
+        return tuple(sorted({*state.facts, *state.local}))
+
+    def component(self, replica_id: int) -> Any:
+        state = state_of_handle(self)
+        if not isinstance(replica_id, int) or not 0 <= replica_id < self._num_replicas:
+            raise DistributedValueError(f"A {type(self).__name__} of {self._num_replicas} replica(s) has no component {replica_id}: they are numbered from 0.")
+        return state.operations.fetch_components(self, (replica_id,))[replica_id]
+
+    def __repr__(self) -> str:
+        state = state_of_handle(self)
+        state.operations.refresh(self)
+        return as_text(state, self._num_replicas, mirrored=isinstance(self, Mirrored))
+
+    def _repr_html_(self) -> str:
+        state = state_of_handle(self)
+        state.operations.refresh(self)
+        return as_html(state, self._num_replicas, mirrored=isinstance(self, Mirrored))
+
+    def _ipython_key_completions_(self) -> list[Any]:
+        return []
+
+    def __dir__(self) -> list[str]:
+        state = state_of_handle(self)
+        names = {"values", "component", "num_replicas", "replica_ids", "numpy", "item"}
+        for fact in state.facts.values():
+            if fact.summary is not None:
+                names.update(fact.summary.attributes)
+                names.update(name for name in dir(_class_named(fact.summary.type)) if not name.startswith("__"))
+        return sorted(names)
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        state = state_of_handle(self)
+        fact = next(iter(state.facts.values()), None)
+        where = "the same on every replica" if isinstance(self, Mirrored) else "one component on each replica"
+        head = f"A handle of a {state.type_name} on the engines: {where}."
+        return f"{head}\n\n{fact.summary.doc}" if fact is not None and fact.summary is not None and fact.summary.doc else head
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        fact = next(iter(state_of_handle(self).facts.values()), None)
+        if fact is None or fact.summary is None or not fact.summary.signature:
+            raise AttributeError("__signature__")
+        return _parse_signature(fact.summary.signature)
+
+    # -- forwarding ------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name.startswith(_PROTOCOLS):
+            raise AttributeError(name)
+        state = state_of_handle(self)
+        return state.operations.attribute(self, (("a", name),))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+            return
+        state_of_handle(self).operations.run(self, "set_attribute", (name, value))
+
+    def __delattr__(self, name: str) -> None:
+        state_of_handle(self).operations.run(self, "delete_attribute", (name,))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return state_of_handle(self).operations.run(self, "call", args, kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return state_of_handle(self).operations.run(self, "get_item", (key,))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        state_of_handle(self).operations.run(self, "set_item", (key, value))
+
+    def __delitem__(self, key: Any) -> None:
+        state_of_handle(self).operations.run(self, "delete_item", (key,))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise DistributedValueError(
+            f"A handle of a {state_of_handle(self).type_name} cannot be pickled: the object lives on the engines. Fetch it first: "
+            "strategy.local_results(value)."
+        )
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise DistributedValueError(
+            f"A handle of a {state_of_handle(self).type_name} cannot be copied in the notebook: the object lives on the engines. Copy it in "
+            "a distributed cell, or fetch it with strategy.local_results(value)."
+        )
+
+
+class RemotePerReplica(_Remote, PerReplica):
+    """A handle of objects that differ, or may differ, from replica to replica."""
+
+    __slots__ = ()
+
+    def numpy(self) -> PerReplica:
+        """Each replica's array, fetched."""
+        return PerReplica([_as_array(value) for value in self.values])
+
+    def item(self) -> PerReplica:
+        """Each replica's number, fetched."""
+        return PerReplica([value.item() for value in self.values])
+
+
+class RemoteMirrored(_Remote, Mirrored):
+    """A handle of objects that are the same on every replica."""
+
+    __slots__ = ()
+
+    def numpy(self) -> Any:
+        """The array, fetched from the first replica."""
+        return _as_array(self.component(0))
+
+    def item(self) -> Any:
+        """The number, fetched from the first replica."""
+        return self.component(0).item()
+
+    def __float__(self) -> float:
+        return float(self.component(0))
+
+    def __int__(self) -> int:
+        return int(self.component(0))
+
+    def __index__(self) -> int:
+        return int(self.component(0).__index__())
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:  # type: ignore[override]
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __len__(self) -> int:
+        length: int = state_of_handle(self).operations.run(self, "length")
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(state_of_handle(self).operations.listed(self))
+
+    def __contains__(self, value: Any) -> bool:
+        found: bool = state_of_handle(self).operations.run(self, "contains", (value,))
+        return found
+
+
+HANDLES: tuple[type, ...] = (RemotePerReplica, RemoteMirrored)
+
+
+def make_handle(state: RemoteState, *, mirrored: bool, size: int) -> DistributedValues:
+    """A handle of an object on `size` replicas."""
+    kind = RemoteMirrored if mirrored else RemotePerReplica
+    handle = kind.__new__(kind)
+    object.__setattr__(handle, "_components", state)
+    object.__setattr__(handle, "_num_replicas", size)
+    object.__setattr__(handle, "_global_batch_size", None)
+    return handle
+
+
+def change_kind(handle: DistributedValues, *, mirrored: bool) -> None:
+    """Turn a handle into one of the other kind, for everyone who holds it."""
+    object.__setattr__(handle, "__class__", RemoteMirrored if mirrored else RemotePerReplica)
+
+
+class RemoteMethod:
+    """A method of the object behind a handle; calling it calls the method on every replica."""
+
+    def __init__(self, handle: Any, path: tuple[tuple[str, Any], ...], described: Described) -> None:
+        self._handle = handle
+        self._path = path
+        summary = described.summary
+        self.__doc__ = summary.doc if summary is not None else ""
+        self.__name__ = str(path[-1][1])
+        if summary is not None and summary.signature:
+            self.__signature__ = _parse_signature(summary.signature)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return state_of_handle(self._handle).operations.run(self._handle, "call", args, kwargs, self._path)
+
+    def __repr__(self) -> str:
+        return f"<method {self.__name__!r} of a {state_of_handle(self._handle).type_name} on the engines>"
+
+
+def _as_array(value: Any) -> Any:
+    import numpy
+
+    return value.detach().cpu().numpy() if hasattr(value, "detach") else numpy.asarray(value)
+
+
+def _class_named(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    found = sys.modules.get(module or "builtins")
+    return getattr(found, attribute, object)
+
+
+class _Shown:
+    """A default value of which only the text is known."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _parse_signature(text: str) -> inspect.Signature:
+    try:
+        tree = ast.parse(f"def function{text}: ...").body[0]
+    except SyntaxError:  # a default whose repr is no expression
+        raise AttributeError("__signature__") from None
+    assert isinstance(tree, ast.FunctionDef)
+    arguments = tree.args
+    kinds = inspect.Parameter
+    positional = [(argument, kinds.POSITIONAL_ONLY) for argument in arguments.posonlyargs]
+    positional += [(argument, kinds.POSITIONAL_OR_KEYWORD) for argument in arguments.args]
+    without = len(positional) - len(arguments.defaults)
+    defaults: list[Any] = [None] * without + list(arguments.defaults)
+    parameters = [_parameter(argument, kind, default) for (argument, kind), default in zip(positional, defaults, strict=True)]
+    if arguments.vararg:
+        parameters.append(_parameter(arguments.vararg, kinds.VAR_POSITIONAL, None))
+    parameters += [_parameter(*pair[:1], kinds.KEYWORD_ONLY, pair[1]) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    if arguments.kwarg:
+        parameters.append(_parameter(arguments.kwarg, kinds.VAR_KEYWORD, None))
+    return inspect.Signature(parameters)
+
+
+def _parameter(argument: ast.arg, kind: Any, default: ast.expr | None) -> inspect.Parameter:
+    shown: Any = inspect.Parameter.empty if default is None else _Shown(ast.unparse(default))
+    annotation: Any = inspect.Parameter.empty if argument.annotation is None else _Shown(ast.unparse(argument.annotation))
+    return inspect.Parameter(argument.arg, kind, default=shown, annotation=annotation)

@@ -1,0 +1,270 @@
+"""The notebook's side of the one namespace: what programs need goes out, what they did comes in."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from distnb.errors import NamespaceError
+from distnb.session.arrivals import Arrival
+from distnb.session.handles import HANDLES, state_of_handle
+from distnb.session.local_copies import LocalCopies
+from distnb.session.modules import ModuleWatch
+from distnb.session.operations import Operations, Perform
+from distnb.session.reads import names_read
+from distnb.session.spaces import Argument, NotebookSpace, Outstanding
+from distnb.session.travel import Packer
+from distnb.topology import Team
+from distnb.values import DistributedValues, Mirrored, structure
+from distnb.wire.bindings import Delivery, Effects, SpaceKey
+from distnb.wire.graph import Side
+from distnb.wire.immutables import is_plain
+from distnb.wire.messages import ObjectId
+
+__all__ = ["NotebookNamespace"]
+
+
+class NotebookNamespace:
+    """Keeps the notebook's namespace and the engines' one and the same, as far as programs can tell.
+
+    Args:
+        user_ns: The notebook's variables.
+        perform: Applies an operation to an engine object, on several engines: the session's.
+        announce: Where notices go; they are printed unless told otherwise.
+    """
+
+    def __init__(self, user_ns: dict[str, Any], perform: Perform, announce: Callable[[str], None] = print) -> None:
+        self.user_ns = user_ns
+        self.side = Side(user_ns)
+        self.operations = Operations(self, perform)
+        self._announce = announce
+        self._spaces: dict[tuple[int, ...], NotebookSpace] = {}
+        self._epochs = itertools.count(1)
+        self._serials = itertools.count(1)
+        self._modules = ModuleWatch()
+
+    # -- cells -----------------------------------------------------------------------------------------------------
+
+    def outgoing(self, source: str, team: Team, *, extra_names: Iterable[str] = ()) -> Delivery:
+        """What a cell needs. Call it right before the cell is sent, and send what it gives.
+
+        Args:
+            source: The cell's text.
+            team: Who runs it.
+            extra_names: Names to send though the cell does not read them.
+
+        Raises:
+            CannotTravelError: A name that it reads cannot be sent: its value, and the cure, are named.
+            StaleHandleError: It reads an object that is gone.
+        """
+        space = self._space(team.engines)
+        self._give_up(space)
+        reads = names_read(source)
+        packer = self._packer(space)
+        packer.luggage.attributes |= reads.attributes
+        packer.collect([*sorted(reads.names), *extra_names], optional=sorted(packer.all_names()) if reads.dynamic else ())
+        return self._send(packer, space, team.generation)
+
+    def incoming(self, source: str, team: Team, replies: Mapping[int, Effects]) -> None:
+        """Take in what a cell did, whether it failed or not.
+
+        Args:
+            source: The cell's text.
+            team: Who ran it.
+            replies: What `EngineNamespace.finish` gave, by replica; none for those that gave nothing.
+        """
+        space = self._space(team.engines)
+        if not replies:
+            self._give_up(space)
+            return
+        self.take_in_call(space, dict(replies), with_result=False)
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def outgoing_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], team: Team) -> tuple[Delivery, None]:
+        """What a call of a strategy's method needs.
+
+        Args:
+            args, kwargs: The method's arguments, functions among them.
+            team: Who runs it.
+
+        Returns:
+            What goes into `CallFunction.payload` and `CallFunction.delivery`.
+
+        Raises:
+            CannotTravelError, StaleHandleError: An argument, or a name that a function reads, cannot be sent.
+        """
+        space = self._space(team.engines)
+        self._give_up(space, team.generation)
+        arguments: tuple[Any, Any] = (tuple(args), dict(kwargs))
+        if structure.has_distributed(arguments):
+            arguments = structure.map_structure(_as_argument, arguments)
+        return self.deliver_call(space, arguments, generation=team.generation), None
+
+    def result(self, team: Team, program: int, replies: Mapping[int, Effects]) -> Any:
+        """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
+        return self.take_in_call(self._space(team.engines), dict(replies))
+
+    def freed(self) -> tuple[ObjectId, ...]:
+        """Objects whose last handle is gone; deliveries tell the engines themselves, so there are none left to tell."""
+        return ()
+
+    def deliver_call(
+        self, space: NotebookSpace, arguments: Any, *, touched: Iterable[DistributedValues] = (), generation: int = 0
+    ) -> Delivery:
+        """The delivery of a call, or of an operation on `touched` handles."""
+        packer = self._packer(space, in_call=True)
+        names: set[str] = set()
+        for index, value in enumerate(_objects_in(arguments)):
+            names |= packer.take_value(value, f"#{index}", getattr(value, "__name__", "an argument of the call"))
+        for handle in touched:
+            names |= packer.take_handle(handle)
+        packer.collect(sorted(names))
+        return self._send(packer, space, generation, arguments)
+
+    def take_in_call(self, space: NotebookSpace, effects: dict[int, Effects], *, with_result: bool = True) -> Any:
+        """Take in what a program did, and give its result."""
+        serial = next(iter(effects.values())).serial
+        outstanding = space.outstanding.get(serial)
+        watch = outstanding.delivery.watch if outstanding is not None else ()
+        arrival = Arrival(space, self.user_ns, self.side, self.operations, effects, watch, self._announce)
+        result = None
+        try:
+            arrival.take_in()
+            if with_result:
+                result = arrival.result()
+        except BaseException:
+            space.reject(serial)
+            raise
+        arrival.confirm()
+        space.settle(serial)
+        if len(effects) < space.size:
+            for identity in watch:
+                space.forget(identity)
+        return result
+
+    # -- engines that come and go ------------------------------------------------------------------------------------
+
+    def engines_replaced(self, engines: Iterable[int], survivors: Iterable[int]) -> None:
+        """New processes have taken the place of some engines. Mirrored objects are restored to them from a survivor.
+
+        Args:
+            engines: The replaced ones, up and ready.
+            survivors: Engines of the cluster that kept their process.
+        """
+        replaced, alive = set(engines), set(survivors)
+        for key, space in list(self._spaces.items()):
+            if replaced.isdisjoint(key):
+                continue
+            kept = [replica for replica, engine in enumerate(key) if engine in alive]
+            if not kept:
+                space.end()
+                del self._spaces[key]
+                continue
+            self._give_up(space)
+            lost = [replica for replica, engine in enumerate(key) if engine in replaced]
+            self._restore(space, kept[0], lost)
+
+    def _restore(self, space: NotebookSpace, survivor: int, lost: Sequence[int]) -> None:
+        handles = space.handles()
+        mirrored = tuple(state_of_handle(handle).identity for handle in handles if isinstance(handle, Mirrored))
+        space.environment = None
+        space.sources.clear()
+        space.modules.clear()
+        restored = self.operations.restore(space, survivor, lost, mirrored)
+        for handle in handles:
+            state = state_of_handle(handle)
+            if state.identity not in restored:
+                state.lost |= set(lost) & set(state.facts)
+        unknown = [identity for identity, obj in space.twins.items() if identity not in restored and not isinstance(obj, HANDLES)]
+        space.twins.drop(unknown)
+        space.records.clear()
+        space.twins.contents.clear()
+
+    def close(self) -> None:
+        """The cluster is gone: every handle is stale."""
+        for space in self._spaces.values():
+            space.end()
+        self._spaces.clear()
+
+    # -- the default strategy ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def localise(self, source: str) -> Iterator[tuple[str, ...]]:
+        """Let a cell that runs in the notebook work on copies of the mirrored objects that it reads.
+
+        Within the context, names bound to handles (also in the notebook's containers and functions that the cell
+        reads) hold copies of replica 0's objects, made together; afterwards the names are the handles again, unless
+        the cell assigned them.
+
+        Args:
+            source: The cell's text.
+
+        Returns:
+            The names that hold copies.
+
+        Raises:
+            StaleHandleError, NamespaceError: An object is gone, or cannot be copied.
+        """
+        copies = LocalCopies(self.user_ns, self.side, self.operations, self._announce)
+        names = copies.bind(names_read(source))
+        try:
+            yield names
+        finally:
+            copies.unbind()
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _space(self, engines: tuple[int, ...]) -> NotebookSpace:
+        space = self._spaces.get(engines)
+        if space is None:
+            key: SpaceKey = (engines, next(self._epochs))
+            space = self._spaces[engines] = NotebookSpace(key)
+        return space
+
+    def _packer(self, space: NotebookSpace, *, in_call: bool = False) -> Packer:
+        if space.ended:
+            raise NamespaceError("The engines of this strategy were restarted or stopped while it was in use. Run the cell again.")
+        space.twins.sweep()
+        return Packer(space, self.user_ns, self.side, next(self._serials), self._modules, self._announce, in_call=in_call)
+
+    def _send(self, packer: Packer, space: NotebookSpace, generation: int, arguments: Any = None) -> Delivery:
+        delivery = packer.pack(arguments, delete=self._stale_names(space, packer.luggage.bindings))
+        space.outstanding[delivery.serial] = Outstanding(generation, delivery)
+        return delivery
+
+    def _stale_names(self, space: NotebookSpace, bindings: Mapping[str, Any]) -> list[str]:
+        """Names on these engines that are gone from the notebook, or mean something else by now."""
+        stale: list[str] = []
+        engines = set(space.key[0])
+        for other in self._spaces.values():
+            if engines.isdisjoint(other.key[0]):
+                continue
+            old = [name for name in other.bound if name not in bindings and not other.is_current(name, self.user_ns)]
+            for name in old:
+                del other.bound[name]
+            stale += old
+        return stale
+
+    def _give_up(self, space: NotebookSpace, generation: int | None = None) -> None:
+        """Programs whose effects have not come by now failed (with `generation`: those of earlier generations)."""
+        for serial, outstanding in list(space.outstanding.items()):
+            if generation is None or outstanding.generation not in (0, generation):
+                space.reject(serial)
+
+
+def _as_argument(value: Any) -> Any:
+    return Argument(value) if isinstance(value, HANDLES) else value
+
+
+def _objects_in(arguments: Any) -> Iterator[Any]:
+    """The objects in a call's arguments that may be shared with the notebook: containers made for the call are passed over."""
+    pending: list[Any] = [] if arguments is None else [*arguments[0], *arguments[1].values()]
+    while pending:
+        value = pending.pop()
+        if type(value) is tuple:
+            pending.extend(value)
+        elif not is_plain(value):
+            yield value

@@ -1,0 +1,152 @@
+"""How handles talk to the objects they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from distnb.session.arrivals import method_of
+from distnb.session.handles import RemoteState, state_of_handle
+from distnb.session.spaces import NotebookSpace, distributed_types
+from distnb.values import DistributedValues
+from distnb.wire.bindings import Effects, Leaf, Request, Summary
+from distnb.wire.codec import Parcel
+from distnb.wire.graph import GraphUnpickler
+from distnb.wire.messages import ObjectId
+
+if TYPE_CHECKING:
+    from distnb.session.namespace import NotebookNamespace
+
+__all__ = ["Operations", "Perform"]
+
+Path = tuple[tuple[str, Any], ...]
+
+
+class Perform(Protocol):
+    """Applies an operation to an object on some engines, and gives the answer of each."""
+
+    def __call__(self, engines: Sequence[int], operation: str, target: ObjectId, payload: Any = None) -> dict[int, Any]: ...
+
+
+class Operations:
+    """What handles can ask for.
+
+    Args:
+        namespace: The notebook's, which makes deliveries and takes in effects.
+        perform: Sends an operation to engines and waits.
+    """
+
+    def __init__(self, namespace: NotebookNamespace, perform: Perform) -> None:
+        self._namespace = namespace
+        self._perform = perform
+
+    def rules(self, space: NotebookSpace) -> dict[type, Callable[[Any], Any]]:
+        """How handles stand in what is pickled for a space."""
+        return dict.fromkeys(distributed_types(), space.by_reference)
+
+    # -- forwarding ------------------------------------------------------------------------------------------------
+
+    def run(self, handle: DistributedValues, operation: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, path: Path = ()) -> Any:
+        """Apply an operation on every replica that has the object, and take in what it did.
+
+        Returns:
+            What the replicas returned: a plain value where they agree on it, else a handle.
+        """
+        effects = self._effects(handle, operation, args, kwargs or {}, path)
+        return self._namespace.take_in_call(state_of_handle(handle).space, effects)
+
+    def attribute(self, handle: DistributedValues, path: Path) -> Any:
+        """An attribute of the object: a plain value, a handle, or a method that is called by its path.
+
+        Raises:
+            AttributeError: It has none of that name.
+        """
+        state = state_of_handle(handle)
+        effects = self._effects(handle, "get", (), {}, path)
+        first = next(iter(effects.values()))
+        described = {replica: one.result.described for replica, one in effects.items() if isinstance(one.result, Leaf)}
+        if isinstance(first.result, Leaf) and first.result.described.value == "method":
+            self._namespace.take_in_call(state.space, {replica: replace(one, result=None) for replica, one in effects.items()}, with_result=False)
+            return method_of(handle, path, described)
+        return self._namespace.take_in_call(state.space, effects)
+
+    def listed(self, handle: DistributedValues) -> list[Any]:
+        """The items of a mirrored container, each a plain value or a handle."""
+        items = self.run(handle, "list")
+        length: int = self.run(items, "length") if isinstance(items, DistributedValues) else len(items)
+        return [self.run(items, "get_item", (index,)) for index in range(length)] if isinstance(items, DistributedValues) else list(items)
+
+    def _effects(self, handle: DistributedValues, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> dict[int, Effects]:
+        state = state_of_handle(handle)
+        state.check()
+        space = state.space
+        delivery = self._namespace.deliver_call(space, (tuple(args), dict(kwargs)), touched=(handle,))
+        answers = self._ask(space, operation, state.identity, Request(delivery, path, tuple(sorted(state.facts))))
+        state.dated = True
+        return answers
+
+    def _ask(self, space: NotebookSpace, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
+        # Every engine hears of every delivery, also those that have nothing to answer.
+        answers = self._perform(space.key[0], operation, target, request)
+        return {space.key[0].index(engine): answer for engine, answer in answers.items() if answer is not None}
+
+    # -- looking at it ---------------------------------------------------------------------------------------------
+
+    def refresh(self, handle: DistributedValues) -> None:
+        """Bring the summaries up to date, if a program has touched the object or they were never made."""
+        state = state_of_handle(handle)
+        missing = any(fact.summary is None or (fact.summary.text is None and not fact.summary.shape) for fact in state.facts.values())
+        unseen = any(fact.summary is not None and fact.summary.text is None for fact in state.facts.values())
+        if state.space.ended or state.lost or not (state.dated or missing or unseen):
+            return
+        effects = self._effects(handle, "summary", (), {}, ())
+        for replica, one in effects.items():
+            summary: Summary = one.result
+            state.facts[replica] = replace(state.facts[replica], summary=replace(summary, text=summary.text or ""))
+        self._namespace.take_in_call(state.space, {replica: replace(one, result=None) for replica, one in effects.items()}, with_result=False)
+        state.dated = False
+
+    def fetch_components(self, handle: DistributedValues, replicas: Iterable[int]) -> dict[int, Any]:
+        """Copies of the components of some replicas."""
+        state = state_of_handle(handle)
+        state.check()
+        wanted = list(replicas)
+        for replica in wanted:
+            state.check_assigned(replica)
+        found = {replica: state.local[replica] for replica in wanted if replica in state.local}
+        remote = [replica for replica in wanted if replica not in found]
+        parcels = self.fetch(state.space, remote, (state.identity,))
+        found.update({replica: self._unpack(state.space, parcel)[0] for replica, parcel in parcels.items()})
+        return {replica: found[replica] for replica in wanted}
+
+    def fetch(self, space: NotebookSpace, replicas: Sequence[int], targets: tuple[ObjectId, ...]) -> dict[int, Parcel]:
+        """Packed copies of several objects, as some replicas hold them."""
+        if not replicas:
+            return {}
+        delivery = self._namespace.deliver_call(space, None, touched=())
+        return self._ask(space, "fetch", targets[0], Request(delivery, (), tuple(replicas), targets))
+
+    def copies(self, states: Sequence[RemoteState], replica: int = 0) -> list[Any]:
+        """Copies of several objects of one space, which share what the objects share."""
+        space = states[0].space
+        parcels = self.fetch(space, (replica,), tuple(state.identity for state in states))
+        copies: list[Any] = self._unpack(space, parcels[replica])
+        return copies
+
+    def _unpack(self, space: NotebookSpace, parcel: Parcel) -> Any:
+        return GraphUnpickler(parcel, self._namespace.side, space.twins.get).load()
+
+    # -- a lost engine -----------------------------------------------------------------------------------------------
+
+    def restore(self, space: NotebookSpace, survivor: int, lost: Sequence[int], mirrored: tuple[ObjectId, ...]) -> set[ObjectId]:
+        """Give replacements of lost engines what a survivor has: the notebook's objects and the mirrored ones.
+
+        Returns:
+            The ids of what they now have.
+        """
+        delivery = self._namespace.deliver_call(space, None, touched=())
+        parcel, restored = self._ask(space, "export", (0, ""), Request(delivery, answers=(survivor,), targets=mirrored))[survivor]
+        delivery = self._namespace.deliver_call(space, None, touched=())
+        self._ask(space, "import", (0, ""), Request(delivery, answers=tuple(lost), blob=parcel))
+        return set(restored)

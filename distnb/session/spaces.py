@@ -1,0 +1,187 @@
+"""What the notebook knows of one group of engines: which of its objects they have, and what it holds by handles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from distnb.session.handles import HANDLES, RemoteState, state_of_handle
+from distnb.values import DistributedValues, Mirrored, PerReplica
+from distnb.wire.bindings import Confirmation, Delivery, SpaceKey
+from distnb.wire.environment import Environment
+from distnb.wire.fingerprints import Fingerprint
+from distnb.wire.graph import Unsendable
+from distnb.wire.immutables import same
+from distnb.wire.messages import ObjectId
+from distnb.wire.twins import Twins
+
+__all__ = ["MISSING", "Argument", "NotebookSpace", "Outstanding", "Plain", "distributed_types"]
+
+MISSING: Any = object()
+
+
+@dataclass(frozen=True)
+class Outstanding:
+    """A program that was sent and whose effects have not come.
+
+    Attributes:
+        generation: Of the team that it was sent to.
+        delivery: What it came with.
+    """
+
+    generation: int
+    delivery: Delivery
+
+
+class Argument:
+    """A handle as an argument of a call: there it stays a distributed value."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: DistributedValues) -> None:
+        self.handle = handle
+
+
+@dataclass
+class NotebookSpace:
+    """The notebook's side of one group of engines.
+
+    Attributes:
+        twins: Its objects that the engines have, and handles.
+        records: Fingerprints of the values that the engines have, by id (or by "name:…" for values without one).
+        shapes: dtype and shape of each array and tensor there: another one cannot be taken on in place.
+        bound: What each name is bound to on the engines: an id, or a plain value in a tuple.
+        environment: What the engines' environment is.
+        ended: The engines were restarted or stopped.
+        sources: File names whose text the engines have.
+    """
+
+    key: SpaceKey
+    twins: Twins = field(default_factory=lambda: Twins(weak=True))
+    records: dict[ObjectId | str, Fingerprint] = field(default_factory=dict)
+    shapes: dict[ObjectId, Any] = field(default_factory=dict)
+    bound: dict[str, Any] = field(default_factory=dict)
+    environment: Environment | None = None
+    ended: bool = False
+    sources: set[str] = field(default_factory=set)
+    modules: dict[str, int] = field(default_factory=dict)
+    confirmed: list[Confirmation] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
+    renamed: dict[ObjectId, ObjectId] = field(default_factory=dict)
+    outstanding: dict[int, Outstanding] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """How many replicas it has."""
+        return len(self.key[0])
+
+    def is_current(self, name: str, user_ns: dict[str, Any]) -> bool:
+        """Whether what the engines have under a name is still what the notebook has."""
+        value = user_ns.get(name, MISSING)
+        marker = self.bound[name]
+        if isinstance(marker, Plain):
+            return value is not MISSING and same(value, marker.value)
+        if isinstance(value, HANDLES):
+            state = state_of_handle(value)
+            return state.space is self and state.identity == marker
+        return value is not MISSING and self.twins.id_of(value) == marker
+
+    def mark_bound(self, name: str, value: Any) -> None:
+        """Note what a name is bound to on the engines."""
+        if isinstance(value, HANDLES):
+            self.bound[name] = state_of_handle(value).identity
+        else:
+            identity = self.twins.id_of(value)
+            self.bound[name] = Plain(value) if identity is None else identity
+
+    def settle(self, serial: int) -> None:
+        """The effects of a program came. Those of earlier ones never will: they failed."""
+        self.outstanding.pop(serial, None)
+        for lost in [earlier for earlier in self.outstanding if earlier < serial]:
+            self.reject(lost)
+
+    def reject(self, serial: int) -> None:
+        """The effects of a program will not come: maybe not even its delivery was opened.
+
+        What it brought, and what it may have changed, is sent again.
+        """
+        lost = self.outstanding.pop(serial, None)
+        if lost is None:
+            return
+        delivery = lost.delivery
+        self.confirmed[:0] = delivery.confirmed
+        self.rejected += [*delivery.rejected, serial]
+        self.renamed = {**delivery.renamed, **self.renamed}
+        self.twins.released.extend(delivery.release)
+        brought = {identity for identity, _ in self.twins.items() if identity[0] == serial}
+        for identity in delivery.watch:
+            self.forget(identity)
+        for key in [key for key, record in self.records.items() if not brought.isdisjoint(record.nodes)]:
+            del self.records[key]
+        self.twins.drop(brought)
+        self.environment = None
+        self.sources -= delivery.sources.keys()
+        for name in delivery.modules:
+            self.modules.pop(name, None)
+
+    def forget(self, identity: ObjectId) -> None:
+        """Take it that the engines' object may differ from the notebook's."""
+        record = self.records.pop(identity, None)
+        for node in record.nodes if record is not None else (identity,):
+            self.twins.contents.pop(node, None)
+
+    def by_reference(self, handle: Any) -> Any:
+        """How a handle, or a distributed value made in the notebook, stands in a delivery."""
+        word = "own"
+        if isinstance(handle, Argument):
+            handle = handle.handle
+            word = "argument"
+        if not isinstance(handle, HANDLES):
+            return self._components(handle)
+        state = self.state(handle)
+        if word == "own" and not state.local:
+            return state.identity
+        return word, state.identity, state.local, "Mirrored" if isinstance(handle, Mirrored) else "PerReplica"
+
+    def state(self, handle: DistributedValues) -> RemoteState:
+        """A handle's state, once it is known to be of this space and alive.
+
+        Raises:
+            StaleHandleError: Its object is gone.
+            Unsendable: It belongs to another group of engines.
+        """
+        state = state_of_handle(handle)
+        state.check()
+        if state.space is not self:
+            raise Unsendable(
+                handle,
+                f"it belongs to a strategy of {state.space.size} replica(s) on engines {list(state.space.key[0])}, and this program runs on "
+                f"{list(self.key[0])}. Fetch it with strategy.local_results(value), and pass on what you need",
+            )
+        return state
+
+    def _components(self, value: DistributedValues) -> Any:
+        if value.num_replicas != self.size:
+            raise Unsendable(value, f"it has components for {value.num_replicas} replica(s), and this program runs on {self.size}")
+        return "components", "Mirrored" if isinstance(value, Mirrored) else "PerReplica", dict(zip(value.replica_ids, value.values, strict=True))
+
+    def end(self) -> None:
+        """Its engines are gone: every handle of it is stale."""
+        self.ended = True
+
+    def handles(self) -> list[DistributedValues]:
+        """Every handle of this space that the notebook holds."""
+        return [obj for _, obj in self.twins.items() if isinstance(obj, HANDLES)]
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Marks a name that is bound to an immutable value on the engines."""
+
+    value: Any
+
+
+def distributed_types() -> tuple[type, ...]:
+    """The types that stand by reference in a delivery by a rule of their own."""
+    return (*HANDLES, PerReplica, Mirrored, Argument)
+

@@ -1,0 +1,439 @@
+"""Making deliveries: what of the notebook's namespace a program needs, and what of that the engines do not have yet."""
+
+from __future__ import annotations
+
+import collections
+import io
+import sys
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from distnb.errors import CannotTravelError, NamespaceError, StaleHandleError
+from distnb.session.handles import HANDLES, state_of_handle
+from distnb.session.modules import ModuleWatch
+from distnb.session.spaces import MISSING, Argument, NotebookSpace, distributed_types
+from distnb.wire.bindings import Delivery, pack_indexes
+from distnb.wire.digests import is_array, is_tensor
+from distnb.wire.environment import capture_environment, with_fresh_seed
+from distnb.wire.fingerprints import Fingerprint, fingerprint
+from distnb.wire.graph import GraphPickler, Side, Unsendable
+from distnb.wire.immutables import is_plain
+from distnb.wire.messages import ObjectId
+from distnb.wire.nodes import FROZEN, is_node, state_of
+from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
+
+__all__ = ["Luggage", "Packer"]
+
+LARGE_NBYTES = 50 << 20
+_HELD_BY_US = 3  # the memo's entry, the loop's variable, and getrefcount's argument
+
+
+@dataclass
+class Root:
+    """A value that a program reads.
+
+    Attributes:
+        key: Its id, or "name:…" while it has none.
+        found: Its fingerprint.
+        changed: The engines do not have it as it is.
+    """
+
+    key: ObjectId | str
+    label: str
+    value: Any
+    found: Fingerprint
+    changed: bool
+
+
+@dataclass
+class Luggage:
+    """What a program reads, collected name by name."""
+
+    bindings: dict[str, Any] = field(default_factory=dict)
+    roots: list[Root] = field(default_factory=list)
+    handles: dict[ObjectId, None] = field(default_factory=dict)
+    attributes: set[str] = field(default_factory=set)
+    sources: dict[str, str] = field(default_factory=dict)
+    everything: bool = False
+
+
+class Packer:
+    """Makes one delivery for one space.
+
+    Args:
+        space: Whose engines it is for.
+        user_ns: The notebook's namespace.
+        side: This process.
+        serial: The delivery's number.
+        modules: Sees reloads of local modules.
+        announce: Told of large objects.
+        in_call: The program is a call, and must be fast: only what can change is compared after it.
+    """
+
+    def __init__(
+        self,
+        space: NotebookSpace,
+        user_ns: dict[str, Any],
+        side: Side,
+        serial: int,
+        modules: ModuleWatch,
+        announce: Callable[[str], None],
+        *,
+        in_call: bool = False,
+    ) -> None:
+        self._space = space
+        self._user_ns = user_ns
+        self._side = side
+        self._serial = serial
+        self._modules = modules
+        self._announce = announce
+        self._in_call = in_call
+        self._rules: dict[type, Callable[[Any], Any]] = dict.fromkeys(distributed_types(), self._stand_in)
+        self.luggage = Luggage()
+        self._seen: set[int] = set()
+
+    # -- collecting ------------------------------------------------------------------------------------------------
+
+    def collect(self, names: Iterable[str], *, optional: Iterable[str] = ()) -> None:
+        """Take in what names are bound to, and what the functions among them read, and so on.
+
+        Args:
+            names: Names that are read; those that the notebook does not have are left out.
+            optional: Names that may be read; those whose value cannot travel are left out.
+
+        Raises:
+            CannotTravelError: The value of a name cannot be sent.
+        """
+        spared = set(optional)
+        queue = collections.deque([*names, *spared])
+        done: set[str] = set()
+        while queue:
+            name = queue.popleft()
+            if name in done or not self._is_user_name(name):
+                continue
+            done.add(name)
+            try:
+                queue.extend(self._take(name, self._user_ns[name]))
+            except (CannotTravelError, StaleHandleError):
+                if name not in spared:
+                    raise
+                self.luggage.bindings.pop(name, None)
+
+    def _is_user_name(self, name: str) -> bool:
+        hidden = self._user_ns.get(name, MISSING) is MISSING or (name.startswith("__") and name.endswith("__"))
+        return not hidden and name not in _SHELL_NAMES
+
+    def _take(self, name: str, value: Any) -> Iterable[str]:
+        if isinstance(value, HANDLES):
+            self.luggage.bindings[name] = value
+            return self._take_handle(value, name)
+        if is_plain(value):
+            self.luggage.bindings[name] = value
+            return ()
+        reads = self.take_value(value, name)
+        self.luggage.bindings[name] = value
+        return reads
+
+    def take_value(self, value: Any, name: str, label: str = "") -> set[str]:
+        """Take in an object. Returns the global names that its functions read."""
+        if id(value) in self._seen:
+            return set()
+        self._seen.add(id(value))
+        handles: list[Any] = []
+        try:
+            found = fingerprint(value, self._side, self._space.twins, _Seeing(self._rules, handles), keep_memo=True)
+        except Exception as error:
+            raise self._cannot_travel(value, label or f"`{name}`", error) from error
+        identity = self._space.twins.id_of(value)
+        key: ObjectId | str = identity if identity is not None else f"name:{name}"
+        changed = not found.matches(self._space.records.get(key))
+        self.luggage.roots.append(Root(key, label or name, value, found, changed))
+        self.luggage.attributes |= found.attributes
+        self.luggage.sources |= found.sources
+        reads = set(found.names)
+        if found.dynamic:
+            reads |= self.all_names()
+        for handle in handles:
+            reads |= self._take_handle(handle, "")
+        return reads
+
+    def take_handle(self, handle: Any) -> set[str]:
+        """Take in an engine object that the program touches. Returns the global names that its code reads."""
+        return self._take_handle(handle, "")
+
+    def _take_handle(self, handle: Any, name: str) -> set[str]:
+        if isinstance(handle, Argument):
+            handle = handle.handle
+        if not isinstance(handle, HANDLES):
+            return set()  # a distributed value made in the notebook: its components travel with it
+        try:
+            state = self._space.state(handle)
+        except Unsendable as error:
+            raise self._cannot_travel(handle, f"`{name or state_of_handle(handle).name}`", error) from error
+        if id(handle) in self._seen:
+            return set()
+        self._seen.add(id(handle))
+        self.luggage.handles[state.identity] = None
+        reads: set[str] = set()
+        for fact in state.facts.values():
+            reads |= set(fact.reads) if fact.reads is not None else self._space.bound.keys() & self._user_ns.keys()
+            self._take_held(fact.holds)
+        return reads
+
+    def _take_held(self, identities: Iterable[ObjectId]) -> None:
+        """Objects that an engine object holds: the notebook may have changed its own of them since."""
+        for identity in identities:
+            if not is_value_twin(identity):
+                self.luggage.handles[identity] = None
+                continue
+            value = self._space.twins.get(identity)
+            if value is not NOT_THERE and not isinstance(value, HANDLES):
+                self.take_value(value, f"#{identity}")
+
+    def all_names(self) -> set[str]:
+        """Every name of the user's."""
+        return {name for name in self._user_ns if isinstance(name, str) and not name.startswith("_") and self._is_user_name(name)}
+
+    def _stand_in(self, value: Any) -> Any:
+        return self._space.by_reference(value)
+
+    def _cannot_travel(self, value: Any, label: str, error: BaseException) -> Exception:
+        if isinstance(error, NamespaceError) and not isinstance(error, Unsendable):
+            return error
+        if isinstance(error, Unsendable):
+            cure, culprit = error.cure, error.obj
+        else:
+            cure, culprit = "make it inside the distributed cell, or keep it out of what the cell reads", value
+        kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
+        where = _path_to(value, culprit)
+        held = f"is a {kind}" if culprit is value else f"holds a {kind}{' at ' + label.strip('`') + where if where else ''}"
+        detail = "" if isinstance(error, Unsendable) else f" ({error})"
+        return CannotTravelError(f"{label} cannot be sent to the engines: it {held}{detail}. The cure: {cure}.")
+
+    # -- packing ---------------------------------------------------------------------------------------------------
+
+    def pack(self, arguments: Any = None, *, delete: Iterable[str] = (), generation: int = 0) -> Delivery:
+        """Make the delivery, and note what the engines have from now on."""
+        space, luggage = self._space, self.luggage
+        contents = {key: digest for root in luggage.roots for key, digest in root.found.arrays.items()}
+        dirty = self._dirty(contents)
+        file = io.BytesIO()
+        pickler = GraphPickler(file, self._side, space.twins.ids, self._rules)
+        pickler.roots = {id(root.value) for root in luggage.roots}
+        pickler.dump(luggage.bindings)
+        pickler.dump(arguments)
+        updates = 0
+        for identity in dirty:
+            node = space.twins.get(identity)
+            if node is NOT_THERE or (id(node) in contents and space.twins.contents.get(identity) == contents[id(node)]):
+                continue
+            kind, state = state_of(node)
+            if kind == FROZEN:
+                continue
+            pickler.dump((identity, kind, state))
+            updates += 1
+        nodes = self._register(pickler, {id(luggage.bindings)})
+        blob = codec_parcel(file, pickler)
+        self._note(contents)
+        self._tell_of_large(blob.nbytes)
+        environment = capture_environment()
+        changed = environment.since(space.environment)
+        space.environment = environment
+        if changed.generators is not None:
+            changed = replace(changed, generators=with_fresh_seed(changed.generators))
+        modules = self._modules.wanted(
+            [value for value in luggage.bindings.values() if isinstance(value, types.ModuleType)], luggage.attributes
+        ) if not self._in_call else {}
+        sources = {name: text for name, text in luggage.sources.items() if name not in space.sources}
+        space.sources.update(sources)
+        delivery = Delivery(
+            space.key,
+            self._serial,
+            blob,
+            updates,
+            pack_indexes(nodes),
+            tuple(delete),
+            tuple(space.confirmed),
+            tuple(space.rejected),
+            dict(space.renamed),
+            space.twins.take_released(),
+            tuple(self._watched()),
+            tuple(self._compared_handles()),
+            None if changed.empty else changed,
+            sources,
+            {name: reloads for name, reloads in modules.items() if space.modules.get(name) != reloads},
+        )
+        space.modules.update(modules)
+        space.confirmed.clear()
+        space.rejected.clear()
+        space.renamed.clear()
+        return delivery
+
+    def _dirty(self, contents: dict[int, bytes]) -> dict[ObjectId, None]:
+        """Objects there whose state may be out of date; those that cannot take a new one on are forgotten, to be sent anew."""
+        twins = self._space.twins
+        dirty: dict[ObjectId, None] = {}
+        replaced: set[ObjectId] = set()
+        grew = True
+        while grew:
+            grew = False
+            for root in self.luggage.roots:
+                if not root.changed and not replaced.isdisjoint(root.found.nodes):
+                    root.changed = grew = True
+            for root in self.luggage.roots:
+                for identity in root.found.nodes if root.changed else ():
+                    if identity not in dirty:
+                        dirty[identity] = None
+                        if self._must_be_replaced(identity, contents):
+                            replaced.add(identity)
+                            grew = True
+        twins.drop(replaced)
+        return {identity: None for identity in dirty if identity not in replaced}
+
+    def _must_be_replaced(self, identity: ObjectId, contents: dict[int, bytes]) -> bool:
+        node = self._space.twins.get(identity)
+        if is_array(node) or is_tensor(node):
+            return self._space.shapes.get(identity, _shape(node)) != _shape(node)
+        if node is NOT_THERE or isinstance(node, str | bytes):
+            return False
+        if type(node) in (list, dict, set):
+            return False
+        kind, state = state_of(node)
+        if kind != FROZEN:
+            return False
+        digest = fingerprint(state, self._side, self._space.twins, self._rules, by_reference="all").digest
+        return self._space.twins.contents.get(identity) != digest
+
+    def _register(self, pickler: GraphPickler, skip: set[int]) -> list[int]:
+        twins = self._space.twins
+        memo = pickler.memo.copy()
+        pickler.clear_memo()
+        pickler._storages.clear()
+        nodes = [(index, obj) for index, obj in memo.values() if is_node(obj) and id(obj) not in twins.ids]
+        del memo
+        for _, obj in nodes:
+            # The attributes of an instance are its own affair.
+            attributes = getattr(obj, "__dict__", None)
+            if type(attributes) is dict:
+                skip.add(id(attributes))
+        kept = []
+        nodes.sort(key=lambda pair: pair[0])
+        for index, obj in nodes:
+            if sys.getrefcount(obj) > _HELD_BY_US and id(obj) not in skip and not isinstance(obj, HANDLES):
+                twins.add(sent_id(self._serial, index), obj)
+                kept.append(index)
+        return kept
+
+    def _note(self, contents: dict[int, bytes]) -> None:
+        """Remember what the engines have."""
+        space = self._space
+        for root in self.luggage.roots:
+            identity = space.twins.id_of(root.value)
+            if identity is not None:
+                root.key = identity
+            if root.changed:
+                space.records[root.key] = root.found.settled(space.twins)
+        for root in self.luggage.roots:
+            if not root.changed:
+                continue
+            for identity in space.records[root.key].nodes:
+                node = space.twins.get(identity)
+                if id(node) in contents:
+                    space.twins.contents[identity] = contents[id(node)]
+                    space.shapes[identity] = _shape(node)
+                elif is_node(node) and type(node) not in (list, dict, set, str, bytes) and state_of(node)[0] == FROZEN:
+                    state = state_of(node)[1]
+                    space.twins.contents[identity] = fingerprint(state, self._side, space.twins, self._rules, by_reference="all").digest
+        for name, value in self.luggage.bindings.items():
+            space.mark_bound(name, value)
+
+    def _tell_of_large(self, nbytes: int) -> None:
+        if nbytes < LARGE_NBYTES:
+            return
+        large = [f"{root.label} ({root.found.nbytes / 1e6:,.0f} MB)" for root in self.luggage.roots if root.changed and root.found.nbytes > LARGE_NBYTES // 4]
+        self._announce(f"distnb: sending {nbytes / 1e6:,.0f} MB to {self._space.size} replica(s): {', '.join(large) or 'many objects'}")
+
+    def _watched(self) -> Iterable[ObjectId]:
+        """Objects that the program may change in place."""
+        watched: dict[ObjectId, None] = {}
+        for root in self.luggage.roots:
+            if self._in_call and _is_simple_code(root.value):
+                continue
+            identity = self._space.twins.id_of(root.value)
+            if identity is not None:
+                watched[identity] = None
+            else:  # a tuple, or another value without an identity: look at the objects in it
+                watched.update(dict.fromkeys(self._space.records[root.key].nodes if root.key in self._space.records else ()))
+        return watched
+
+    def _compared_handles(self) -> Iterable[ObjectId]:
+        """Engine objects to be described anew. In a call only those that were found equal, and might not be so for long."""
+        if not self._in_call:
+            return self.luggage.handles
+        found = []
+        for identity in self.luggage.handles:
+            handle = self._space.twins.get(identity)
+            if isinstance(handle, HANDLES) and any(fact.digest is not None for fact in state_of_handle(handle).facts.values()):
+                found.append(identity)
+        return found
+
+
+class _Seeing(dict[type, Callable[[Any], Any]]):
+    """The rules of a pickler, noting which handles it met."""
+
+    def __init__(self, rules: dict[type, Callable[[Any], Any]], seen: list[Any]) -> None:
+        super().__init__(rules)
+        for kind, rule in rules.items():
+            self[kind] = lambda value, rule=rule: (seen.append(value), rule(value))[1]
+
+
+def codec_parcel(file: io.BytesIO, pickler: GraphPickler) -> Any:
+    """The parcel that a pickler filled."""
+    from distnb.wire.codec import Parcel
+
+    return Parcel([file.getbuffer(), *pickler.buffers])
+
+
+def _shape(node: Any) -> tuple[str, tuple[int, ...]]:
+    return str(node.dtype), tuple(node.shape)
+
+
+def _is_simple_code(value: Any) -> bool:
+    """Whether calling it cannot change it: classes, and functions that close over nothing."""
+    if isinstance(value, type):
+        return True
+    return isinstance(value, types.FunctionType) and value.__closure__ is None and not value.__dict__ and is_plain(value.__defaults__)
+
+
+def _path_to(value: Any, culprit: Any, depth: int = 6) -> str:
+    """Where in a value an object is, as one would write it after a name; "" if it is not found soon."""
+    queue = collections.deque([(value, "", 0)])
+    seen = {id(value)}
+    while queue and len(seen) < 10_000:
+        obj, path, level = queue.popleft()
+        if obj is culprit and path:
+            return path
+        if level >= depth:
+            continue
+        for part, step in _parts_of(obj):
+            if id(part) not in seen:
+                seen.add(id(part))
+                queue.append((part, path + step, level + 1))
+    return ""
+
+
+def _parts_of(obj: Any) -> list[tuple[Any, str]]:
+    if isinstance(obj, dict):
+        return [(part, f"[{key!r}]") for key, part in obj.items()]
+    if isinstance(obj, list | tuple):
+        return [(part, f"[{index}]") for index, part in enumerate(obj)]
+    if isinstance(obj, types.FunctionType):
+        names = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=False)
+        return [(cell.cell_contents, f" (closed over as {name})") for name, cell in names]
+    attributes = getattr(obj, "__dict__", None)
+    return [(part, f".{name}") for name, part in attributes.items()] if type(attributes) is dict else []
+
+
+_SHELL_NAMES = frozenset({"In", "Out", "exit", "quit", "get_ipython", "_dh", "_oh", "_ih", "_i", "_ii", "_iii"})

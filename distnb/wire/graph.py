@@ -1,0 +1,198 @@
+"""Object graphs on their way between notebook and engines: what is by reference, what by value, what cannot go."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import io
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from distnb.errors import NamespaceError
+from distnb.wire import codec
+from distnb.wire.code import names_of_code, reduce_code, source_of
+from distnb.wire.codec import Parcel
+from distnb.wire.digests import is_array, is_tensor
+from distnb.wire.messages import ObjectId
+
+__all__ = ["GraphPickler", "GraphUnpickler", "Side", "Unsendable"]
+
+_LOCK = type(threading.Lock())
+
+_CURES: tuple[tuple[tuple[type, ...], str], ...] = (
+    ((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), "make it inside the distributed cell, or turn it into a list"),
+    ((io.IOBase,), "open it inside the distributed cell, by its path"),
+    ((_LOCK, type(threading.RLock()), threading.Condition, threading.Event, threading.Semaphore), "make it inside the distributed cell"),
+    ((socket.socket,), "connect inside the distributed cell"),
+    ((threading.Thread, subprocess.Popen), "start it inside the distributed cell"),
+    ((asyncio.AbstractEventLoop, asyncio.Future), "await it in the notebook, and use its result"),
+    ((types.FrameType, types.TracebackType), "keep its text (traceback.format_exc()) instead"),
+)
+_UNSENDABLE = tuple(kind for kinds, _ in _CURES for kind in kinds)
+_SENDABLE_IO = (io.BytesIO, io.StringIO)
+
+
+class Unsendable(NamespaceError):
+    """An object in a graph cannot travel.
+
+    Attributes:
+        obj: The object.
+        cure: What the user can do.
+    """
+
+    def __init__(self, obj: Any, cure: str) -> None:
+        self.obj = obj
+        self.cure = cure
+        super().__init__(f"an object of type {type(obj).__qualname__} cannot travel: {cure}")
+
+
+class Side:
+    """The objects that every process has one of, and which therefore travel as a word.
+
+    Args:
+        user_ns: This process's user namespace.
+    """
+
+    def __init__(self, user_ns: dict[str, Any]) -> None:
+        self.user_ns = user_ns
+
+    def specials(self) -> dict[int, str]:
+        """The word of each such object, by its `id()`."""
+        return {id(self.resolve(word)): word for word in ("user_ns", "main", "stdout", "stderr", "shell") if self.resolve(word) is not None}
+
+    def resolve(self, word: str) -> Any:
+        """The object here that a word stands for."""
+        match word:
+            case "user_ns":
+                return self.user_ns
+            case "main":
+                return sys.modules["__main__"]
+            case "stdout":
+                return sys.stdout
+            case "stderr":
+                return sys.stderr
+        ask = self.user_ns.get("get_ipython")
+        return ask() if callable(ask) else None
+
+
+class GraphPickler(codec.Pickler):
+    """Pickles graphs; what `ids` knows goes by reference.
+
+    Attributes:
+        names: Global names of the user's namespace that functions on the way read.
+        attributes: Other names in their code, to tell submodules.
+        dynamic: Some function may read any name.
+        sources: Texts of the cells that defined those functions.
+    """
+
+    def __init__(self, file: io.BytesIO, side: Side, ids: dict[int, ObjectId], rules: dict[type, Callable[[Any], Any]] | None = None) -> None:
+        self._side = side
+        self._ids = ids
+        self._specials = side.specials()
+        self._rules = rules or {}
+        self.roots: set[int] = set()
+        self.names: set[str] = set()
+        self.attributes: set[str] = set()
+        self.dynamic = False
+        self.sources: dict[str, str] = {}
+        super().__init__(file)
+
+    def persistent_id(self, obj: Any) -> Any:
+        known = self._ids.get(id(obj))
+        if known is not None:
+            return known
+        special = self._specials.get(id(obj))
+        if special is not None:
+            return special
+        rule = self._rules.get(type(obj))
+        return None if rule is None else rule(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType):
+            self._look_into(obj)
+        elif isinstance(obj, _UNSENDABLE) and not isinstance(obj, _SENDABLE_IO):
+            raise Unsendable(obj, next(cure for kinds, cure in _CURES if isinstance(obj, kinds)))
+        elif type(obj) is types.ModuleType or isinstance(obj, types.ModuleType):
+            if getattr(obj, "__spec__", None) is not None:
+                return importlib.import_module, (obj.__name__,)
+        elif is_array(obj):
+            return self._reduce_array(obj)
+        elif is_tensor(obj) and obj.is_leaf and obj.grad is not None:
+            make, args = obj.__reduce_ex__(5)[:2]
+            return _with_gradient, (make, args, obj.grad)
+        reduced = reduce_code(self, obj, self._side.user_ns)
+        if reduced is NotImplemented:
+            reduced = self.reduce_tensor_storage(obj)
+        return reduced
+
+    def _look_into(self, function: types.FunctionType) -> None:
+        if function.__globals__ is not self._side.user_ns:
+            return
+        used = names_of_code(function.__code__)
+        self.names |= used.names
+        self.attributes |= used.attributes
+        self.dynamic = self.dynamic or used.dynamic
+        found = source_of(function.__code__)
+        if found is not None:
+            self.sources[found[0]] = found[1]
+
+    def _reduce_array(self, array: Any) -> Any:
+        """A view travels as a view when its base is on the way anyway, or is hardly larger."""
+        base = array
+        while type(base.base) is type(array):
+            base = base.base
+        if base is array or not base.flags.c_contiguous:
+            return NotImplemented
+        if id(base) not in self._ids and id(base) not in self.roots and base.nbytes > 4 * array.nbytes:
+            return NotImplemented
+        start = array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+        return _make_view, (base, array.dtype, array.shape, array.strides, start)
+
+
+def _make_view(base: Any, dtype: Any, shape: Any, strides: Any, start: int) -> Any:
+    import numpy
+
+    return numpy.ndarray(shape, dtype, base, start, strides)
+
+
+def _with_gradient(make: Callable[..., Any], args: tuple[Any, ...], gradient: Any) -> Any:
+    tensor = make(*args)
+    tensor.grad = gradient
+    return tensor
+
+
+class GraphUnpickler(codec.Unpickler):
+    """Reads what `GraphPickler` wrote; `find` gives the objects that came by reference."""
+
+    def __init__(self, parcel: Parcel, side: Side, find: Callable[[Any], Any]) -> None:
+        self._side = side
+        self._find = find
+        super().__init__(io.BytesIO(bytes(parcel.frames[0])), buffers=map(_writable, parcel.frames[1:]))
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._side.resolve(pid) if isinstance(pid, str) else self._find(pid)
+
+
+def _writable(frame: Any) -> Any:
+    # Arrays are built on the very buffer, and a user may write to an array.
+    view = memoryview(frame)
+    return bytearray(view) if view.readonly else frame
+
+
+def pack_all(pickler: GraphPickler, file: io.BytesIO, values: Sequence[Any]) -> Parcel:
+    """Dump several values through one pickler, so that what they share stays shared."""
+    for value in values:
+        pickler.dump(value)
+    return Parcel([file.getbuffer(), *pickler.buffers])
+
+
+def picklable_error(error: BaseException) -> bool:
+    """Whether an exception is how pickling says that it cannot pickle something."""
+    kinds = (Unsendable, pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RecursionError, ValueError, RuntimeError)
+    return isinstance(error, kinds)

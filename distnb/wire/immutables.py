@@ -1,0 +1,99 @@
+"""Values that nothing can change: they travel as they are and are compared by type and value."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import re
+import sys
+import types
+import uuid
+from typing import Any
+
+__all__ = ["is_importable", "is_plain", "same"]
+
+ATOMS: frozenset[type] = frozenset(
+    {
+        bool,
+        bytes,
+        complex,
+        datetime.date,
+        datetime.datetime,
+        datetime.time,
+        datetime.timedelta,
+        datetime.timezone,
+        decimal.Decimal,
+        float,
+        fractions.Fraction,
+        int,
+        range,
+        re.Pattern,
+        slice,
+        str,
+        type(Ellipsis),
+        type(None),
+        type(NotImplemented),
+        types.BuiltinFunctionType,
+        types.ModuleType,
+        uuid.UUID,
+    }
+)
+"""Types whose instances are immutable through and through (modules stand for themselves: they travel by name)."""
+
+_TORCH_ATOMS = ("dtype", "device", "Size", "layout", "memory_format")
+_LARGEST_NBYTES = 1 << 16  # a larger string or tuple is worth keeping on the other side instead of sending it again
+
+
+_HEAP_TYPE = 1 << 9
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is immutable, whatever it holds included, and small enough to be sent each time."""
+    kind = type(value)
+    if kind in ATOMS:
+        return kind not in (str, bytes) or len(value) <= _LARGEST_NBYTES
+    if kind is tuple or kind is frozenset or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        return len(value) <= _LARGEST_NBYTES and all(map(is_plain, value))
+    return _is_plain_object(value)
+
+
+def _is_plain_object(value: Any) -> bool:
+    if isinstance(value, enum.Enum | pathlib.PurePath):
+        return True
+    if isinstance(value, type | types.FunctionType):
+        return is_importable(value)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, tuple(getattr(torch, name) for name in _TORCH_ATOMS)):
+        return True
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic | numpy.dtype):
+        return not isinstance(value, numpy.void)
+    strategies = sys.modules.get("distnb.strategies.base")
+    return strategies is not None and isinstance(value, strategies.Strategy)
+
+
+def is_importable(value: Any) -> bool:
+    """Whether a function or class can be found again by its module and qualified name in any process."""
+    if isinstance(value, type) and not value.__flags__ & _HEAP_TYPE:
+        return True  # of C, and there in every process
+    name = getattr(value, "__module__", None)
+    if name is None or name == "__main__":
+        return False
+    found: Any = sys.modules.get(name)
+    if found is None or getattr(found, "__spec__", None) is None:
+        return False
+    for part in getattr(value, "__qualname__", "").split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two plain values are equal in type and value, all the way down (so 1 is not True, and NaN is NaN)."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other) or (one != one and other != other)
