@@ -77,7 +77,9 @@ class Agreement:
 
     def _wrap(self, group: Group, shape: Any, leaves: Sequence[Any], equal: Sequence[bool]) -> Any:
         pairs = zip(leaves, equal, strict=True)
-        return unflatten(shape, [leaf if same else PerReplica.own(group.rank, leaf, group.size) for leaf, same in pairs])
+        return unflatten(
+            shape, [leaf if same else PerReplica.own(group.rank, leaf, group.size) for leaf, same in pairs]
+        )
 
 
 def _code_of(fn: Any) -> Any:

@@ -19,9 +19,14 @@ def check_call(fn: Any, args: Any, kwargs: Any, options: Any) -> None:
         OptionError: `options` is no RunOptions.
     """
     if not callable(fn):
-        raise DistributedValueError(f"strategy.run needs a function and got {fn!r}. Write strategy.run(fn, args=(x,)), without calling fn.")
+        raise DistributedValueError(
+            f"strategy.run needs a function and got {fn!r}. Write strategy.run(fn, args=(x,)), without calling fn."
+        )
     if isinstance(args, (str, bytes)) or not isinstance(args, (tuple, list)):
-        raise DistributedValueError(f"strategy.run needs args as a tuple or list and got a {type(args).__name__}. Write args=(x,) for one argument.")
+        raise DistributedValueError(
+            f"strategy.run needs args as a tuple or list and got a {type(args).__name__}. Write args=(x,) for one "
+            "argument."
+        )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise DistributedValueError(f"strategy.run needs kwargs as a dict and got a {type(kwargs).__name__}.")
     if options is not None and not isinstance(options, RunOptions):

@@ -65,7 +65,8 @@ def runtime_for(strategy: Owner) -> Runtime:
         return runtime_for(strategy)
     raise NoClusterError(
         f"{strategy!r} needs several replicas, and this process was started alone. Start the script on each of them: "
-        f"`distnb run {_script()} -n 2` (torchrun works too). In a notebook, %load_ext distnb and %distnb start give engines; "
+        f"`distnb run {_script()} -n 2` (torchrun works too). In a notebook, %load_ext distnb and %distnb start give "
+        "engines; "
         "in a plain script, distnb.start() does."
     )
 
@@ -91,6 +92,7 @@ def _check_team(strategy: Owner, devices: tuple[object, ...]) -> None:
         asked = ", ".join(spec.devices) or f"{wanted} replicas"
         raise OptionError(
             f"{strategy!r} was made for {asked}, and this program runs on {len(there)} replica(s): {', '.join(there)}. "
-            "Make it without devices to take those that the program has, or start the program on the devices that it names."
+            "Make it without devices to take those that the program has, or start the program on the devices that it "
+            "names."
         )
     _checked[key] = True

@@ -26,7 +26,8 @@ _CURES = {
     "run": "call the function directly: it runs on every replica already",
     "reduce": "use distnb.get_replica_context().all_reduce(op, value)",
     "gather": "use distnb.get_replica_context().all_gather(value, axis)",
-    "broadcast": "use distnb.get_replica_context().merge_call(lambda strategy, value: strategy.broadcast(value), (value,))",
+    "broadcast": "use distnb.get_replica_context().merge_call(lambda strategy, value: strategy.broadcast(value), "
+    "(value,))",
     "scope": "make variables before strategy.run, within `with strategy.scope():`",
     "distribute_dataset": "distribute the dataset before strategy.run, and give its batches to run in args",
     "distribute_values_from_function": "make the value before strategy.run, and give it to run in args",

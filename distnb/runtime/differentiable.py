@@ -28,7 +28,10 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         # Through the Function again, so that second derivatives are right too.
-        return None, None, *_AllReduce.apply(ctx.group, ctx.mean, *upstream)
+        return None, None, *_apply_all_reduce(ctx.group, ctx.mean, *upstream)
+
+
+_apply_all_reduce: Any = _AllReduce.apply
 
 
 class _AllGather(torch.autograd.Function):
@@ -43,8 +46,11 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
-        (total,) = _AllReduce.apply(ctx.group, False, upstream)
+        (total,) = _apply_all_reduce(ctx.group, False, upstream)
         return None, None, total.narrow(ctx.axis, ctx.begin, ctx.size)
+
+
+_apply_all_gather: Any = _AllGather.apply
 
 
 def all_reduce(group: Group, mean: bool, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -55,9 +61,9 @@ def all_reduce(group: Group, mean: bool, tensors: Sequence[torch.Tensor]) -> lis
         mean: Divide by their number.
         tensors: Equal shapes and dtypes on every replica. Integers take part, gradients flow past them.
     """
-    return list(cast("tuple[torch.Tensor, ...]", _AllReduce.apply(group, mean, *tensors)))
+    return list(cast("tuple[torch.Tensor, ...]", _apply_all_reduce(group, mean, *tensors)))
 
 
 def all_gather(group: Group, tensor: torch.Tensor, axis: int) -> torch.Tensor:
     """The replicas' tensors concatenated along an axis (from 0), along which their sizes may differ."""
-    return cast("torch.Tensor", _AllGather.apply(group, axis, tensor))
+    return cast("torch.Tensor", _apply_all_gather(group, axis, tensor))

@@ -35,7 +35,10 @@ def checked_axis(axis: object, tensor: torch.Tensor, method: str) -> int:
             "(value.reshape(1)), or use reduce."
         )
     if not -tensor.ndim <= axis < tensor.ndim:
-        raise OptionError(f"{method} along axis {axis}: the value has shape {tuple(tensor.shape)}, so axis is in [{-tensor.ndim}, {tensor.ndim}).")
+        raise OptionError(
+            f"{method} along axis {axis}: the value has shape {tuple(tensor.shape)}, so axis is in [{-tensor.ndim}, "
+            f"{tensor.ndim})."
+        )
     return axis % tensor.ndim
 
 
@@ -96,8 +99,13 @@ def _all_shapes(group: Group, tensor: torch.Tensor, axis: int, method: str) -> l
         return [extent for place, extent in enumerate(head) if place != 3 + axis]
 
     if any(fixed(head) != fixed(found[0]) for head in found):
-        shown = "\n".join(f"  replica {r}: {_DTYPES[head[1]]}, shape {shape}, axis {head[2]}" for r, (head, shape) in enumerate(zip(found, shapes, strict=True)))
-        raise StructureError(f"{method} along axis {axis}: only the sizes along that axis may differ between replicas.\n{shown}")
+        shown = "\n".join(
+            f"  replica {r}: {_DTYPES[head[1]]}, shape {shape}, axis {head[2]}"
+            for r, (head, shape) in enumerate(zip(found, shapes, strict=True))
+        )
+        raise StructureError(
+            f"{method} along axis {axis}: only the sizes along that axis may differ between replicas.\n{shown}"
+        )
     return shapes
 
 
@@ -106,7 +114,7 @@ def gather_tensor(group: Group, tensor: torch.Tensor, axis: int, method: str) ->
     return torch.cat(gathered_parts(group, tensor, axis, method), dim=axis)
 
 
-# -- one replica's value for all -----------------------------------------------------------------------------------------
+# -- one replica's value for all ---------------------------------------------------------------------------------------
 
 
 def broadcast_bytes(group: Group, data: bytes | None, source: int) -> bytes:
@@ -116,7 +124,11 @@ def broadcast_bytes(group: Group, data: bytes | None, source: int) -> bytes:
     group.broadcast(length, source)
     count = int(length)
     if data is not None:
-        message = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device) if count else torch.empty(0, dtype=torch.uint8)
+        message = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+            if count
+            else torch.empty(0, dtype=torch.uint8)
+        )
     else:
         message = torch.empty(count, dtype=torch.uint8, device=device)
     if count:
@@ -143,7 +155,9 @@ def broadcast_tree(group: Group, tree: Any, source: int) -> Any:
     try:
         head = pickle.dumps((model, kinds, rest))
     except Exception as error:
-        raise DistributedValueError(f"broadcast cannot send this value: {error}. Give tensors and plain Python values.") from error
+        raise DistributedValueError(
+            f"broadcast cannot send this value: {error}. Give tensors and plain Python values."
+        ) from error
     broadcast_bytes(group, head, source)
     for tensor in tensors:
         _send(group, tensor, source)

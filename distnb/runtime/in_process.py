@@ -137,5 +137,7 @@ def local_components(value: Any) -> tuple[Any, ...]:
     distributed = [leaf for leaf in flatten(value)[0] if isinstance(leaf, DistributedValues)]
     if not distributed:
         return (value,)
-    here = [replica for replica in distributed[0].replica_ids if all(replica in other.replica_ids for other in distributed)]
+    here = [
+        replica for replica in distributed[0].replica_ids if all(replica in other.replica_ids for other in distributed)
+    ]
     return tuple(select(value, replica) for replica in here)

@@ -55,7 +55,7 @@ class _Watching:
             if in_scope():
                 bind(metric)
 
-        self._class.__init__ = init  # type: ignore[method-assign]
+        self._class.__init__ = init  # type: ignore[assignment,method-assign]
 
     def remove(self) -> None:
         self._class.__init__ = self._plain  # type: ignore[method-assign]
@@ -81,7 +81,8 @@ def bind(metric: Any) -> None:
         if process is not None and process.size > 1 and not _in_replica():
             if not has_distributed((args, kwargs)):
                 raise ContextError(
-                    f"{type(metric).__name__}.update was called outside replicas with plain values. A metric that was made "
+                    f"{type(metric).__name__}.update was called outside replicas with plain values. A metric that was "
+                    "made "
                     "in a scope is updated by each replica, with its own part: call update in the function that "
                     "strategy.run calls, or give it the PerReplica values that run returned."
                 )

@@ -1,8 +1,8 @@
 """Trainable modules that no scope made must not be trained, or read, by several replicas: they would drift apart.
 
 Two checks, both only within `run` on more than one replica, so that torchrun-style code at the top level of a cell is
-left alone. Before a function first runs, what it refers to is looked at: its arguments, closure and the globals that its
-code, and the functions that this calls, name. Whatever that does not see is caught when an optimizer steps.
+left alone. Before a function first runs, what it refers to is looked at: its arguments, its closure, and the globals
+that its code, and the functions that this calls, name. What that does not see is caught when an optimizer steps.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class OutsiderCheck:
             raise ContextError(
                 f"{shown} has trainable parameters that were not made in strategy.scope(), and strategy.run of "
                 f"{self._strategy!r} uses it: every replica would train a copy of its own. Make the model within "
-                "`with strategy.scope():`; to take trained weights over, call model.load_state_dict(...) there. A model that "
+                "`with strategy.scope():`; to take trained weights over, call model.load_state_dict(...) there. A "
+                "model that "
                 "is not to be trained can be frozen: model.requires_grad_(False)."
             )
 
@@ -98,7 +99,7 @@ class OutsiderCheck:
         return reference is not None and reference() is parameter
 
 
-# -- every optimizer of the process ------------------------------------------------------------------------------------------
+# -- every optimizer of the process ------------------------------------------------------------------------------------
 
 _hook: Any = None
 
@@ -125,13 +126,17 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
     _stepped[optimizer] = count
 
 
-# -- what a function refers to -----------------------------------------------------------------------------------------------
+# -- what a function refers to -----------------------------------------------------------------------------------------
 
 
 def _reachable(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     """(name, object) of what a function may use: modules of torch among it are what matters."""
     seen: set[int] = set()
-    waiting: list[tuple[str, Any, int]] = [(getattr(fn, "__name__", "fn"), fn, 0), ("args", args, 0), ("kwargs", kwargs, 0)]
+    waiting: list[tuple[str, Any, int]] = [
+        (getattr(fn, "__name__", "fn"), fn, 0),
+        ("args", args, 0),
+        ("kwargs", kwargs, 0),
+    ]
     while waiting and len(seen) < _MAX_OBJECTS:
         name, value, depth = waiting.pop()
         if id(value) in seen or value is None or isinstance(value, (torch.Tensor, str, bytes, int, float)):
@@ -169,9 +174,9 @@ def _of_library(module: str | None) -> bool:
 
 
 def _names_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    function = inspect.unwrap(function)
-    if not isinstance(function, types.FunctionType):
-        return
+    unwrapped = inspect.unwrap(function)
+    if unwrapped is not function:
+        yield function.__name__, unwrapped
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents

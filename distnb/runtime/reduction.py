@@ -34,7 +34,9 @@ def tensor_of(value: Any, method: str, device: torch.device | None = None) -> to
         require_dense(value, method)
         return value
     if isinstance(value, (bool, int, float, complex)):
-        dtype = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}[_plain_type(value)]
+        dtype = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}[
+            _plain_type(value)
+        ]
         return torch.tensor(value, dtype=dtype, device=device or "cpu")
     if hasattr(value, "__array__"):
         try:
@@ -80,8 +82,14 @@ def axes_of(axis: Any, tensor: torch.Tensor) -> tuple[int, ...]:
         if isinstance(one, bool) or not isinstance(one, int):
             raise OptionError(f"reduce needs axis=None, a whole number, or a tuple of them, and got {axis!r}.")
         if not -tensor.ndim <= one < tensor.ndim:
-            what = "is a scalar on each replica and has no axis" if tensor.ndim == 0 else f"has shape {tuple(tensor.shape)}"
-            raise OptionError(f"reduce with axis={axis!r}: the value {what}. Use axis=None to combine the replicas only.")
+            what = (
+                "is a scalar on each replica and has no axis"
+                if tensor.ndim == 0
+                else f"has shape {tuple(tensor.shape)}"
+            )
+            raise OptionError(
+                f"reduce with axis={axis!r}: the value {what}. Use axis=None to combine the replicas only."
+            )
     return tuple(sorted({one % tensor.ndim for one in axes}))
 
 
@@ -138,9 +146,15 @@ def _reduce_along(group: Group, mean: bool, tensors: Sequence[torch.Tensor], axi
             count *= tensor.shape[one]
         counts.append(count)
     if not mean:
-        return [total.to(_summed_dtype(tensor)) for total, tensor in zip(sum_over_replicas(group, sums), tensors, strict=True)]
+        return [
+            total.to(_summed_dtype(tensor))
+            for total, tensor in zip(sum_over_replicas(group, sums), tensors, strict=True)
+        ]
     # The counts travel with the sums: replicas may hold different numbers of examples.
-    weights = [torch.tensor(count, dtype=torch.float64, device=tensor.device) for count, tensor in zip(counts, tensors, strict=True)]
+    weights = [
+        torch.tensor(count, dtype=torch.float64, device=tensor.device)
+        for count, tensor in zip(counts, tensors, strict=True)
+    ]
     totals = sum_over_replicas(group, [*sums, *weights])
     pairs = zip(totals[: len(sums)], totals[len(sums) :], tensors, strict=True)
     return [(total / weight).to(tensor.dtype) for total, weight, tensor in pairs]

@@ -31,7 +31,9 @@ def all_reduce_tree(group: Group, op: ReduceOp, tree: Any) -> Any:
     for leaf in leaves:
         tensor = tensor_of(leaf, "all_reduce", torch_device(group.device))
         if tensor.dtype is torch.bool:
-            raise DistributedValueError(f"all_reduce {op.name} of booleans is not defined. Convert them first: value.long() counts.")
+            raise DistributedValueError(
+                f"all_reduce {op.name} of booleans is not defined. Convert them first: value.long() counts."
+            )
         if mean and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.to(torch.float64)
         tensors.append(tensor)

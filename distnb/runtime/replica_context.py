@@ -26,7 +26,15 @@ class ReplicaContext:
         num_replicas_in_sync: How many there are.
     """
 
-    __slots__ = ("_batch_size", "_group", "_slice_size", "outsiders", "num_replicas_in_sync", "replica_id_in_sync_group", "strategy")
+    __slots__ = (
+        "_batch_size",
+        "_group",
+        "_slice_size",
+        "num_replicas_in_sync",
+        "outsiders",
+        "replica_id_in_sync_group",
+        "strategy",
+    )
 
     def __init__(
         self,
@@ -47,7 +55,8 @@ class ReplicaContext:
         self.outsiders = outsiders  # asked by the hook that sees optimizers step
 
     def __repr__(self) -> str:
-        return f"<ReplicaContext: replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync} of {self.strategy!r}>"
+        own, total = self.replica_id_in_sync_group, self.num_replicas_in_sync
+        return f"<ReplicaContext: replica {own} of {total} of {self.strategy!r}>"
 
     @property
     def global_batch_size(self) -> int | None:
@@ -143,4 +152,3 @@ class ReplicaContext:
                 "A ReplicaContext was used outside the function of strategy.run that it belongs to. Ask "
                 "distnb.get_replica_context() anew in the function; outside it, use strategy.reduce or strategy.gather."
             )
-

@@ -53,7 +53,9 @@ class Adoption:
         mirror = find_mirror(parameter)
         return mirror is not None and mirror.sync() is self._sync
 
-    def take(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter], *, equalise: bool = True) -> None:
+    def take(
+        self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter], *, equalise: bool = True
+    ) -> None:
         """Adopt the parameters and buffers of modules, and parameters that belong to no module.
 
         Args:
@@ -83,11 +85,15 @@ class Adoption:
             if self._adopt(parameter, key):
                 yield name, parameter
         for name, buffer in root.named_buffers():
-            identity = id(buffer)
-            if identity not in self._buffers:
-                forget = self._buffers.pop
-                self._buffers[identity] = weakref.ref(buffer, lambda _, identity=identity: forget(identity, None))  # type: ignore[misc]
+            if self._is_new_buffer(buffer):
                 yield name, buffer
+
+    def _is_new_buffer(self, buffer: torch.Tensor) -> bool:
+        identity, known = id(buffer), self._buffers
+        if identity in known:
+            return False
+        known[identity] = weakref.ref(buffer, lambda _: known.pop(identity, None))
+        return True
 
     def _adopt(self, parameter: torch.nn.Parameter, key: FamilyKey) -> bool:
         mirror = find_mirror(parameter)
@@ -95,7 +101,8 @@ class Adoption:
             if mirror.sync() is self._sync:
                 return False
             raise ContextError(
-                f"Mixing different Strategy objects: a parameter that another strategy made was registered in the scope of "
+                "Mixing different Strategy objects: a parameter that another strategy made was registered in the "
+                "scope of "
                 f"{self.strategy!r}. Make the model in the scope of the strategy that trains it."
             )
         self._sync.adopt(parameter, key)
@@ -114,7 +121,7 @@ def _equalise_when_materialised(part: torch.nn.Module, group: Callable[[], Group
     handle = part.register_forward_pre_hook(hook)  # after the module's own, which materialises
 
 
-# -- equal values --------------------------------------------------------------------------------------------------------
+# -- equal values ------------------------------------------------------------------------------------------------------
 
 
 def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -130,7 +137,9 @@ def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> None:
     if not named:
         return
     descriptions = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
-    head = torch.tensor([len(named), zlib.crc32(repr(descriptions).encode())], dtype=torch.int64, device=torch_device(group.device))
+    head = torch.tensor(
+        [len(named), zlib.crc32(repr(descriptions).encode())], dtype=torch.int64, device=torch_device(group.device)
+    )
     if any(not torch.equal(other, head) for other in group.all_gather(head)):
         _refuse_unlike(group.all_gather_object(descriptions))
     pack: list[torch.Tensor] = []
@@ -167,7 +176,8 @@ def _refuse_unlike(descriptions: Sequence[Sequence[tuple[str, tuple[int, ...], s
         entries = [one[place] if place < len(one) else None for one in descriptions]
         if any(entry != entries[0] for entry in entries):
             shown = "\n".join(
-                f"  replica {replica}: " + (f"{entry[0]}, {entry[2].removeprefix('torch.')}{list(entry[1])}" if entry else "nothing")
+                f"  replica {replica}: "
+                + (f"{entry[0]}, {entry[2].removeprefix('torch.')}{list(entry[1])}" if entry else "nothing")
                 for replica, entry in enumerate(entries)
             )
             raise StructureError(
@@ -176,14 +186,15 @@ def _refuse_unlike(descriptions: Sequence[Sequence[tuple[str, tuple[int, ...], s
             )
 
 
-# -- seeing what is made ---------------------------------------------------------------------------------------------------
+# -- seeing what is made -----------------------------------------------------------------------------------------------
 
 
 class ScopeWatch:
     """Notes, while it is entered, which modules and parameters this thread makes; adopts them when it ends well.
 
-    torch tells of registrations through its global hooks. Parameters that are in no module, and copies of models,
-    are seen in `Parameter.__new__`, which is wrapped for as long as a scope is open.
+    torch tells of registrations through its global hooks. Parameters that are in no module are seen in
+    `Parameter.__new__`, and modules that are copied or unpickled in `Module.__setstate__`; both are wrapped for as long
+    as a scope is open.
     """
 
     def __init__(self, adoption: Adoption) -> None:
@@ -197,7 +208,7 @@ class ScopeWatch:
             torch_module.register_module_parameter_registration_hook(self._on_parameter),
             torch_module.register_module_buffer_registration_hook(self._on_buffer),
             torch_module.register_module_module_registration_hook(self._on_module),
-            _watch_parameters(self._on_made),
+            _watch_making(self),
         ]
         if "torchmetrics" in sys.modules:
             self._handles.append(metric_binding.watch_metrics(self._is_mine))
@@ -226,53 +237,70 @@ class ScopeWatch:
         innermost = contexts.innermost()
         return innermost is not None and innermost[0] is self._adoption.strategy and innermost[1] is None
 
-    def _note_module(self, module: torch.nn.Module) -> None:
+    def note_module(self, module: torch.nn.Module) -> None:
+        """Something was registered in a module, or it was copied or unpickled."""
         if self._is_mine():
-            self._modules.setdefault(id(module), weakref.ref(module))
+            _note(self._modules, module)
 
     def _on_parameter(self, module: torch.nn.Module, _name: str, _parameter: Any) -> None:
-        self._note_module(module)
+        self.note_module(module)
 
     def _on_buffer(self, module: torch.nn.Module, _name: str, _buffer: Any) -> None:
-        self._note_module(module)
+        self.note_module(module)
 
     def _on_module(self, module: torch.nn.Module, _name: str, child: Any) -> None:
-        self._note_module(module)
+        self.note_module(module)
 
-    def _on_made(self, parameter: torch.nn.Parameter) -> None:
+    def on_parameter_made(self, parameter: torch.nn.Parameter) -> None:
+        """A parameter was made, in a module or alone."""
         if self._is_mine():
-            self._parameters[id(parameter)] = weakref.ref(parameter)
+            _note(self._parameters, parameter)
 
 
-_listeners: list[Callable[[torch.nn.Parameter], None]] = []
+def _note(known: dict[int, weakref.ref[Any]], made: Any) -> None:
+    reference = known.get(id(made))
+    if reference is None or reference() is not made:
+        known.pop(id(made), None)  # of something that is gone: what is new comes last, as on the other replicas
+        known[id(made)] = weakref.ref(made)
+
+
+_watches: list[ScopeWatch] = []
 _plain_new: Any = None
+_plain_setstate: Any = None
 
 
-class _Listening:
-    """One listener of `_watch_parameters`; removing the last one leaves torch as it was."""
+class _Watching:
+    """A watch that is told of everything made; removing the last one leaves torch as it was."""
 
-    def __init__(self, listener: Callable[[torch.nn.Parameter], None]) -> None:
-        self._listener = listener
+    def __init__(self, watch: ScopeWatch) -> None:
+        self._watch = watch
 
     def remove(self) -> None:
-        global _plain_new
-        _listeners.remove(self._listener)
-        if not _listeners:
+        _watches.remove(self._watch)
+        if not _watches:
             torch.nn.Parameter.__new__ = _plain_new  # type: ignore[method-assign]
-            _plain_new = None
+            torch.nn.Module.__setstate__ = _plain_setstate  # type: ignore[method-assign]
 
 
-def _watch_parameters(listener: Callable[[torch.nn.Parameter], None]) -> _Listening:
-    global _plain_new
-    if not _listeners:
+def _watch_making(watch: ScopeWatch) -> _Watching:
+    global _plain_new, _plain_setstate
+    if not _watches:
         _plain_new = torch.nn.Parameter.__dict__["__new__"]
-        torch.nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[assignment]
-    _listeners.append(listener)
-    return _Listening(listener)
+        _plain_setstate = torch.nn.Module.__setstate__
+        torch.nn.Parameter.__new__ = staticmethod(_new_parameter)  # type: ignore[method-assign]
+        torch.nn.Module.__setstate__ = _set_module_state  # type: ignore[method-assign]
+    _watches.append(watch)
+    return _Watching(watch)
 
 
 def _new_parameter(cls: Any, *args: Any, **kwargs: Any) -> Any:
     parameter = _plain_new.__func__(cls, *args, **kwargs)
-    for listener in _listeners:
-        listener(parameter)
+    for watch in _watches:
+        watch.on_parameter_made(parameter)
     return parameter
+
+
+def _set_module_state(module: torch.nn.Module, state: Any) -> None:
+    _plain_setstate(module, state)
+    for watch in _watches:
+        watch.note_module(module)

@@ -254,8 +254,10 @@ class Spmd:
         text = repr(leaf)
         raise DistributedValueError(
             f"reduce {op.name} over {self._process.size} replicas got a plain value, the same on all of them: "
-            f"{text if len(text) <= 80 else text[:77] + '...'}. It sums what strategy.run returned per replica. If a function "
-            "returns a Python number, replicas that return the same one give a plain value: return a tensor, and it stays "
+            f"{text if len(text) <= 80 else text[:77] + '...'}. It sums what strategy.run returned per replica. If a "
+            "function "
+            "returns a Python number, replicas that return the same one give a plain value: return a tensor, and it "
+            "stays "
             "per replica. If it is the sum you mean, multiply by strategy.num_replicas_in_sync."
         )
 
@@ -270,7 +272,8 @@ class Spmd:
                 and not (isinstance(leaf, torch.Tensor) and self._adoption.owns(leaf))
             ):
                 raise DistributedValueError(
-                    f"gather got a plain {type(leaf).__name__}, which is the same on all {process.size} replicas, so there is "
+                    f"gather got a plain {type(leaf).__name__}, which is the same on all {process.size} replicas, so "
+                    "there is "
                     "nothing to bring together. Give it what strategy.run returned per replica, or a value of "
                     "strategy.distribute_values_from_function."
                 )
@@ -320,5 +323,6 @@ class Spmd:
             batch_size=batch_size,
             options=options,
             shared_randomness=streams.shared,
-            agree=process.group.all_gather_object if process.size > 1 else None,
+            # The group of the day: the dataset may outlive this one.
+            agree=lambda value: process.group.all_gather_object(value),
         )

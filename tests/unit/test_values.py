@@ -27,7 +27,7 @@ from distnb.values.structure import (
     unflatten,
 )
 
-Pair = collections.namedtuple("Pair", "a b")  # noqa: PYI024
+Pair = collections.namedtuple("Pair", "a b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,10 @@ class Box:
 
 
 def test_loads_no_torch() -> None:
-    code = "import sys, distnb.values.structure, distnb.strategies.context, distnb; distnb.MirroredStrategy(); assert 'torch' not in sys.modules"
+    code = (
+        "import sys, distnb.values.structure, distnb.strategies.context, distnb; distnb.MirroredStrategy();"
+        "assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -80,16 +83,18 @@ def test_is_no_plain_value(use: Any, kind: type[DistributedValues]) -> None:
 def test_attributes_teach() -> None:
     value = PerReplica([1, 2])
     with pytest.raises(AttributeError, match="local_results"):
-        value.item()  # noqa: B018
+        value.item()
     assert not callable(value)
-    assert value == value and value != PerReplica([1, 2])
+    assert value == value
+    assert value != PerReplica([1, 2])
     assert {value: 1}[value] == 1
 
 
 def test_pickles_and_copies() -> None:
     value = PerReplica([1, 2], global_batch_size=3)
     for other in (pickle.loads(pickle.dumps(value)), copy.copy(value), copy.deepcopy(value)):
-        assert other.values == (1, 2) and other.global_batch_size == 3
+        assert other.values == (1, 2)
+        assert other.global_batch_size == 3
 
 
 TREE: Any = {"b": [1, (2, Pair(3, None))], "a": Box({"c": 4}), "d": collections.OrderedDict(z=5, y=6)}
@@ -100,8 +105,10 @@ def test_flatten_and_back() -> None:
     assert leaves == [4, 1, 1, 2, 3, None, 6, 5]
     assert unflatten(shape, leaves) == TREE
     doubled = unflatten(shape, [leaf and leaf * 2 for leaf in leaves])
-    assert doubled["b"] == [2, (4, Pair(6, None))] and doubled["a"] == Box({"c": 8}, 2)
-    assert list(doubled["d"].items()) == [("z", 10), ("y", 12)] and list(doubled) == ["b", "a", "d"]
+    assert doubled["b"] == [2, (4, Pair(6, None))]
+    assert doubled["a"] == Box({"c": 8}, 2)
+    assert list(doubled["d"].items()) == [("z", 10), ("y", 12)]
+    assert list(doubled) == ["b", "a", "d"]
     assert paths(TREE)[0] == "['a'].x['c']"
 
 
@@ -111,13 +118,17 @@ def test_special_containers() -> None:
     size = torch.Size([1, 2])
     assert flatten(size)[0] == [size]
     found = map_structure(lambda t: t + 1, torch.max(torch.ones(2, 2), dim=0))
-    assert type(found).__name__ == "max" and found.values.tolist() == [2.0, 2.0]
+    assert type(found).__name__ == "max"
+    assert found.values.tolist() == [2.0, 2.0]
 
 
 def test_structures_compare_without_order() -> None:
     assert structure_of({"a": 1, "b": [2]}) == structure_of({"b": [3], "a": None})
     assert structure_of([1, 2]) != structure_of((1, 2))
-    assert str(structure_of(TREE)) == "{'a': Box(x={'c': *}, y=*), 'b': [*, (*, Pair(a=*, b=*))], 'd': OrderedDict({'y': *, 'z': *})}"
+    assert (
+        str(structure_of(TREE))
+        == "{'a': Box(x={'c': *}, y=*), 'b': [*, (*, Pair(a=*, b=*))], 'd': OrderedDict({'y': *, 'z': *})}"
+    )
     hash(structure_of(TREE))
     with pytest.raises(StructureError, match="do not match"):
         map_structure(lambda a, b: a, [1], (1,))
@@ -128,15 +139,19 @@ def test_select() -> None:
     plain = {"x": [1]}
     tree = (value, plain, Box(value))
     picked = select(tree, 1, 2)
-    assert picked == (20, plain, Box(20)) and picked[1] is plain
-    assert has_distributed(tree) and not has_distributed(plain)
+    assert picked == (20, plain, Box(20))
+    assert picked[1] is plain
+    assert has_distributed(tree)
+    assert not has_distributed(plain)
     with pytest.raises(StructureError, match="2 replica"):
         select(tree, 0, 3)
 
 
 def test_regroup() -> None:
     grouped = regroup([{"a": 1, "b": None, "c": "x"}, {"c": "y", "b": None, "a": 1}])
-    assert grouped["a"] == 1 and grouped["b"] is None and grouped["c"].values == ("x", "y")
+    assert grouped["a"] == 1
+    assert grouped["b"] is None
+    assert grouped["c"].values == ("x", "y")
     assert regroup([True, 1]).values == (True, 1)
     assert regroup([float("nan")] * 2) != regroup([float("nan")] * 2)  # one nan each, not a PerReplica
     assert isinstance(regroup([None, 1]), PerReplica)
@@ -144,4 +159,5 @@ def test_regroup() -> None:
     assert regroup([[1]]) == [1]
     with pytest.raises(StructureError) as raised:
         regroup([(1, 2), [1, 2]])
-    assert "(*, *)" in str(raised.value) and "[*, *]" in str(raised.value)
+    assert "(*, *)" in str(raised.value)
+    assert "[*, *]" in str(raised.value)
