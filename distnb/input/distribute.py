@@ -196,7 +196,6 @@ class DistributedDataset(Iterable[Any]):
         self._options = options
         self._shared = shared
         self._agree = agree if place.num_replicas > 1 else None
-        self._placement = placement_for(place.device)
         self._end_previous: Callable[[], None] | None = None
 
     def __iter__(self) -> DistributedIterator:
@@ -204,10 +203,11 @@ class DistributedDataset(Iterable[Any]):
             self._end_previous()  # persistent workers serve one iteration at a time
         with self._shared(), on_host(self._place.device):
             loads = self._source.start()
-        reader = self._reader(Maker(loads, self._place, self._placement))
+        placement = placement_for(self._place.device)
+        reader = self._reader(Maker(loads, self._place, placement))
         if self._source.exclusive:
             self._end_previous = reader.ending()
-        return DistributedIterator(reader, self._placement.hand_over, self._agree)
+        return DistributedIterator(reader, placement.hand_over, self._agree)
 
     def __len__(self) -> int:
         """Number of global batches. Raises TypeError when it is not known."""

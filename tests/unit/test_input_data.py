@@ -299,3 +299,31 @@ def test_two_iterations_at_once() -> None:
     assert all(torch.equal(a.component(0), b.component(0)) for a, b in pairs)
     assert len(pairs) == 10
     assert eventually(lambda: not reading_threads())
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_stays_on_the_host_and_batches_go_to_the_device(workers: int) -> None:
+    """As within a scope on a GPU, whose default device samplers and datasets cannot stand."""
+
+    class Made(Slow):
+        def __getitem__(self, index: int) -> Any:
+            made = torch.tensor([index])
+            assert made.device.type == "cpu"
+            return {"x": made, "name": "n"}
+
+    loader = DataLoader(Made(), batch_size=4, shuffle=True, num_workers=workers)
+    for replicas in (1, 2):
+        dataset = distribute(
+            loader, num_replicas=replicas, replica_id=0, device=Device("meta"), shared_randomness=nullcontext
+        )
+        with torch.device("meta"):
+            batches = list(dataset)
+        assert len(batches) == 10
+        x, name = batches[0]["x"], batches[0]["name"]
+        if replicas == 2:
+            x, name = x.component(0), name.component(0)
+        assert x.device.type == "meta"
+        assert len(x) == len(name) == 4 // replicas
