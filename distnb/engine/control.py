@@ -22,7 +22,18 @@ import zmq
 from distnb.engine.guard import Guard
 from distnb.strategies import live
 from distnb.wire.channel import Link
-from distnb.wire.messages import Abort, DumpStacks, Flush, Flushed, Live, Output, ProgramEnded, Shutdown, Stacks, TelemetrySample
+from distnb.wire.messages import (
+    Abort,
+    DumpStacks,
+    Flush,
+    Flushed,
+    Live,
+    Output,
+    ProgramEnded,
+    Shutdown,
+    Stacks,
+    TelemetrySample,
+)
 
 __all__ = ["Control"]
 

@@ -1,4 +1,4 @@
-"""tqdm's notebook bars are widgets, whose comms would end on the engine: here they are text bars, merged like output."""
+"""tqdm's notebook bars are widgets, whose comms would end on the engine: here they are text bars."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class _TextBars(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         plain = importlib.import_module("tqdm.std")
         module.__dict__.update(
-            tqdm=plain.tqdm, tqdm_notebook=plain.tqdm, trange=plain.trange, tnrange=plain.trange, __all__=["tqdm", "trange"]
+            tqdm=plain.tqdm,
+            tqdm_notebook=plain.tqdm,
+            trange=plain.trange,
+            tnrange=plain.trange,
+            __all__=["tqdm", "trange"],
         )
 
 

@@ -58,7 +58,7 @@ def closest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-class parse_count(argparse.Action):  # noqa: N801  (used like a function)
+class parse_count(argparse.Action):
     """A whole number, at least one."""
 
     def __call__(

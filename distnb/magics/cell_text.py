@@ -49,7 +49,8 @@ def check_no_nested_magic(body: str, first_line: int) -> None:
                 else f"Put what %%{name} does into a cell of its own."
             )
             raise OptionError(
-                f"%%{name} in line {line} is a cell magic within a distributed cell, and only one can have the cell. {cure}"
+                f"%%{name} in line {line} is a cell magic within a distributed cell, and only one can have the cell. "
+                f"{cure}"
             )
 
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["ClusterMagic"]
 
 HELP = """\
-%distnb start [-n N] [--devices cuda:0,cuda:1] [--oversubscribe]   start engines; by default one per GPU, else two on the CPU
+%distnb start [-n N] [--devices cuda:0,cuda:1] [--oversubscribe]
+                                           start engines; by default one per GPU, else two on the CPU
 %distnb stop                               end them
 %distnb restart [ENGINE …] [--missing]     replace engines by new processes: all, those named, or those that have ended
 %distnb status                             what each engine is, and does
@@ -188,7 +189,8 @@ class ClusterMagic:
             if not found.replica.isdigit() or int(found.replica) not in written:
                 there = ", ".join(map(str, written)) or "none"
                 raise OptionError(
-                    f"%distnb output {found.replica}: no such replica wrote anything in the latest distributed cell; those that did: {there}."
+                    f"%distnb output {found.replica}: no such replica wrote anything in the latest distributed cell; "
+                    f"those that did: {there}."
                 )
             written = {int(found.replica): written[int(found.replica)]}
         text = "".join(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import threading
 from collections.abc import Iterable
@@ -40,7 +41,7 @@ class Completion:
         self._commands = tuple(commands)
 
         # IPython marks matchers by attributes, which a bound method cannot have.
-        @context_matcher(identifier="distnb")
+        @context_matcher(identifier="distnb")  # type: ignore[untyped-decorator]
         def matcher(context: CompletionContext) -> SimpleMatcherResult:
             return self.words(context)
 
@@ -84,19 +85,16 @@ def _is_strategy(value: Any) -> bool:
     )
 
 
-def warm_up(shell: InteractiveShell) -> None:
+def warm_up() -> None:
     """Make the first Tab fast: Jedi takes seconds to load, and JupyterLab gives up after one."""
 
     def load() -> None:
-        try:
-            import jedi
-
-            jedi.Interpreter("import os; os.pat", [{}]).complete(1, 17)
-        except Exception:  # noqa: BLE001  (whatever fails here: completion works without it, only later)
-            pass
-        try:
-            import distnb.widgets.widget_view  # noqa: F401  (so that the first live view appears at once)
-        except ImportError:
-            pass
+        # Loaded only, and not used: Jedi is not thread-safe, and a Tab that came meanwhile would find nothing.
+        # The widget is loaded too, so that the first live view appears at once.
+        for name in ("jedi.api.interpreter", "jedi.inference.gradual.typeshed", "distnb.widgets.widget_view"):
+            try:
+                importlib.import_module(name)
+            except ImportError:
+                continue
 
     threading.Thread(target=load, name="distnb-warm-up", daemon=True).start()

@@ -109,4 +109,4 @@ class CellRunner:
                 self._show(value)
 
     def _show(self, value: Any) -> None:
-        self._shell.displayhook(value)  # type: ignore[misc]
+        self._shell.displayhook(value)

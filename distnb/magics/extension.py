@@ -8,8 +8,8 @@ from distnb import session as sessions
 from distnb.magics.cluster import ClusterMagic
 from distnb.magics.completion import Completion, warm_up
 from distnb.magics.distribute import CellRunner
-from distnb.magics.presenting import presented
 from distnb.magics.local_cell import LocalCells, StrategyName
+from distnb.magics.presenting import presented
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.runtime import choice
 from distnb.session.live_model import VariableRow
@@ -50,8 +50,9 @@ class Extension:
     def install(self) -> None:
         """Add everything."""
         shell = self._shell
-        shell.register_magic_function(self._cluster.distnb, "line", "distnb")
-        shell.register_magic_function(self._runner.distribute, "cell", "distribute")
+        register = shell.magics_manager.register_function
+        register(self._cluster.distnb, "line", "distnb")
+        register(self._runner.distribute, "cell", "distribute")
         self._local.install()
         shell.ast_transformers.append(self._scope)
         self._dispatch.install(shell)
@@ -63,9 +64,8 @@ class Extension:
         sessions.on_change.append(self._follow)
         self._follow(sessions.current())
         # The cell that loads the extension may go on to use it.
-        self._depth = 1
         self.front.begin_cell()
-        warm_up(shell)
+        warm_up()
 
     def remove(self) -> None:
         """Take everything away."""

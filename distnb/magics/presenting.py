@@ -33,4 +33,4 @@ def _render_plainly(error: BaseException) -> None:
         return [f"\x1b[31m{name}\x1b[0m: {text}" if text else f"\x1b[31m{name}\x1b[0m"]
 
     # IPython asks the exception itself how it wants to be shown.
-    error._render_traceback_ = MethodType(render, error)  # type: ignore[union-attr]
+    error._render_traceback_ = MethodType(render, error)  # type: ignore[attr-defined]

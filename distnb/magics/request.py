@@ -98,20 +98,23 @@ def _from_word(
             return Request(word, StrategySpec("default"), local=True)
         if len(devices) > 1:
             raise OptionError(
-                f"%%distribute one_device takes one device and got {len(devices)}: {', '.join(devices)}. Use mirrored for several."
+                f"%%distribute one_device takes one device and got {len(devices)}: {', '.join(devices)}. "
+                "Use mirrored for several."
             )
         return Request(word, StrategySpec("one_device", devices or (_best_device(),)), local=True)
     if replicas is not None and devices and replicas != len(devices):
         raise OptionError(
-            f"%%distribute {word}: -n {replicas} and {len(devices)} devices ({', '.join(devices)}) contradict each other. Give one of the two."
+            f"%%distribute {word}: -n {replicas} and {len(devices)} devices ({', '.join(devices)}) contradict each "
+            "other. Give one of the two."
         )
     if len(set(devices)) < len(devices) and not oversubscribe:
         raise OptionError(
-            f"%%distribute {word}: a device is named twice in {', '.join(devices)}. If replicas are to share it, add --oversubscribe."
+            f"%%distribute {word}: a device is named twice in {', '.join(devices)}. If replicas are to share it, "
+            "add --oversubscribe."
         )
     options = {"gradient_reduction": gradients, "oversubscribe": oversubscribe}
     kept = tuple(sorted((name, value) for name, value in options.items() if value and value != "sum"))
-    # Spelt as the strategy's own class does it: equal arguments name the same strategy object. Devices count themselves.
+    # Spelt as the strategy's own class does it: equal arguments name the same strategy object.
     spec = StrategySpec(word, devices, 0 if devices else replicas or 0, kept)
     return Request(word, spec, local=False, oversubscribe=oversubscribe)
 

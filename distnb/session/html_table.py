@@ -21,14 +21,15 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, numer
     right = set(numeric)
 
     def cells(tag: str, values: Sequence[object], style: str = "") -> str:
+        styles = [_CELL.format(align="right" if i in right else "left") + style for i in range(len(values))]
         return "".join(
-            f'<{tag} style="{_CELL.format(align="right" if i in right else "left")}{style}">{html.escape(str(value))}</{tag}>'
-            for i, value in enumerate(values)
+            f'<{tag} style="{own}">{html.escape(str(value))}</{tag}>' for own, value in zip(styles, values, strict=True)
         )
 
     head = cells("th", header, ";color:#808080;font-weight:normal")
     body = "".join(f'<tr style="background:none">{cells("td", row)}</tr>' for row in rows)
-    return f'<table style="border-collapse:collapse;font-size:12px;margin:2px 0"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    style = "border-collapse:collapse;font-size:12px;margin:2px 0"
+    return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def human_bytes(nbytes: int | None) -> str:

@@ -1,14 +1,12 @@
 """The output of all replicas, merged into that of one cell: events in, instructions out, no IO and no clock.
 
-What the replicas write is one sequence of entries. A line of one replica that another has just written too joins
-its entry; an entry is shown when no replica can join it any more, or after `HOLD_S`. Each replica's own order is
-kept. Figures are shown at once and completed afterwards; unfinished lines (progress bars) are shown in an area of
-their own until they end.
+Lines that several replicas write within `HOLD_S` are shown once, marked with whose they are; each replica's own order
+is kept. Figures are completed after they are shown; unfinished lines (progress bars) are shown in an area of their
+own until they end.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from distnb.session.figures import Bundle, align, combine, is_figure, mark, plain_text
+from distnb.session.merging import Step, Weave
 from distnb.session.pacing import Pace
 from distnb.session.screen import Screen
 from distnb.wire.messages import Display, Output
@@ -84,18 +83,19 @@ class _Slot:
     shown: str | None = None  # digest of what is shown
     changed: float = 0.0
     dirty: bool = False
+    step: Step[_Content] | None = None
 
 
 @dataclass
-class _Entry:
-    """A step of the merged sequence. The key says what another replica must do to join."""
+class _Content:
+    """What a step of the merged sequence shows: a text, a figure's place, or another rich display."""
 
-    key: tuple[str, str]
-    since: float
-    replicas: set[int]
     text: str = ""
     slot: _Slot | None = None
     bundle: Bundle | None = None
+
+
+_Entry = Step[_Content]
 
 
 class OutputMerger:
@@ -110,19 +110,16 @@ class OutputMerger:
     def __init__(self, total: int, name: str, hold_s: float = HOLD_S) -> None:
         self._total = total
         self._name = name
-        self._hold = hold_s if total > 1 else 0.0
-        self._active = set(range(total))
+        self._weave: Weave[_Content] = Weave(total, hold_s if total > 1 else 0.0)
         self._screens: dict[tuple[int, _Stream], Screen] = {}
-        self._entries: dict[int, _Entry] = {}  # by position, which grows
-        self._positions = itertools.count()
-        self._places: dict[tuple[str, str], list[int]] = {}
-        self._last = dict.fromkeys(range(total), -1)
+        self._coming: deque[_Entry] = deque()  # released, and not yet shown
         self._slots: list[_Slot] = []  # of figures not yet complete on every replica
         self._figures: dict[int, list[Bundle]] = {}
         self._named: dict[tuple[int, str], _Slot] = {}
         self._named_slots: list[_Slot] = []
         self._named_count: dict[int, int] = {}
         self._all_slots: list[_Slot] = []
+        self._numbers = itertools.count()
         self._seen: set[int] = set()  # replicas with output since the last clearing
         self._area: tuple[str, ...] = ()
         self._area_drawn = 0.0
@@ -143,12 +140,12 @@ class OutputMerger:
             event: What it wrote or showed.
             now: Seconds of the same steady clock as `collect`'s.
         """
-        if event.replica not in self._last:
+        if not 0 <= event.replica < self._total:
             return
         if isinstance(event, Output):
             self._feed_text(event.replica, event.stream, event.text, now)
         elif event.clear != "no":
-            self._join(("clear", event.clear), event.replica, now)
+            self._weave.add(("clear", event.clear), event.replica, _Content(), now)
         else:
             self._feed_display(event, now)
 
@@ -159,33 +156,42 @@ class OutputMerger:
             self._unskip(key, now)
             if key in self._screens:
                 self._add_lines(replica, key[1], self._screens[key].finish(), now)
-        self._active.discard(replica)
+        self._weave.active.discard(replica)
 
     def _feed_text(self, replica: int, stream: _Stream, text: str, now: float) -> None:
         key = (replica, stream)
-        if not self._flood[replica].take(text.count("\n") + len(text) / 500, now):
-            self._omitted += self._skipped.get(key, "").count("\n") + text.count("\n")
-            self._skipped[key] = text[-1_000:]
-            self._omitted -= self._skipped[key].count("\n")
-            self._omitting.add(replica)
-            return
-        self._unskip(key, now)
         screen = self._screens.setdefault(key, Screen())
+        lines = text.count("\n")
+        units = lines + len(text) / 500
+        granted = self._flood[replica].grant(units, now)
+        if granted:
+            self._unskip(key, now)
+        if granted < units:
+            head, text = _split_lines(text, int(lines * granted / units))
+            self._add_lines(replica, stream, screen.feed(head, now), now)
+            self._skip(key, text)
+            return
         self._add_lines(replica, stream, screen.feed(text, now), now)
         if len(screen.rows[-1]) > _LONGEST_LINE:
             self._add_lines(replica, stream, screen.finish(), now)
 
+    def _skip(self, key: tuple[int, _Stream], text: str) -> None:
+        """A flood: only the end of it is kept, to be shown after all."""
+        self._screens[key].finish()
+        whole = self._skipped.get(key, "") + text
+        self._skipped[key] = whole[-1_000:].partition("\n")[2] if len(whole) > 1_000 else whole
+        self._omitted += whole.count("\n") - self._skipped[key].count("\n")
+        self._omitting.add(key[0])
+
     def _unskip(self, key: tuple[int, _Stream], now: float) -> None:
-        """The end of what a flood swept away is shown after all."""
         if key in self._skipped:
-            text = self._skipped.pop(key).partition("\n")[2]
-            self._add_lines(*key, self._screens.setdefault(key, Screen()).feed(text, now), now)
+            self._add_lines(*key, self._screens[key].feed(self._skipped.pop(key), now), now)
 
     def _add_lines(self, replica: int, stream: _Stream, lines: Iterable[str], now: float) -> None:
         for line in lines:
             if len(line) > _LONGEST_LINE:
                 line = f"{line[:_LONGEST_LINE]} … {len(line) - _LONGEST_LINE:,} more characters"
-            self._join((stream, line), replica, now, text=line)
+            self._weave.add((stream, line), replica, _Content(line), now)
 
     def _feed_display(self, event: Display, now: float) -> None:
         bundle = Bundle.of(event.data, event.metadata)
@@ -198,29 +204,31 @@ class OutputMerger:
         elif name is not None:
             self._feed_named(replica, str(name), bundle, now)
         elif (text := plain_text(bundle.data)) is not None:
-            self._join(("stdout", text), replica, now, text=text)
+            self._weave.add(("stdout", text), replica, _Content(text), now)
         elif is_figure(bundle.data):
             self._feed_figure(replica, bundle, now)
         else:
-            self._join(("rich", bundle.digest), replica, now, bundle=bundle)
+            self._weave.add(("rich", bundle.digest), replica, _Content(bundle=bundle), now)
 
     def _feed_named(self, replica: int, name: str, bundle: Bundle, now: float) -> None:
         # Names may be random, so the replicas' displays are paired by their order.
         count = self._named_count[replica] = self._named_count.get(replica, 0) + 1
         if count > len(self._named_slots):
-            self._named_slots.append(self._new_slot())
-            self._append(_Entry(("slot", self._named_slots[-1].name), now, {replica}, slot=self._named_slots[-1]))
+            self._named_slots.append(self._new_slot(replica, now))
         slot = self._named[replica, name] = self._named_slots[count - 1]
+        if slot.step is not None:
+            self._weave.follow(slot.step, replica)
         slot.group[replica], slot.dirty = bundle, True
 
     def _feed_figure(self, replica: int, bundle: Bundle, now: float) -> None:
         self._figures.setdefault(replica, []).append(bundle)
         groups = align(self._figures)
         while len(self._slots) < len(groups):
-            self._slots.append(self._new_slot())
-            self._append(_Entry(("slot", self._slots[-1].name), now, {replica}, slot=self._slots[-1]))
+            self._slots.append(self._new_slot(replica, now))
         for slot, group in zip(self._slots, groups, strict=True):
             if slot.group != group:
+                if slot.step is not None and replica in group and replica not in slot.group:
+                    self._weave.follow(slot.step, replica)
                 slot.group, slot.dirty = group, True
         # Nothing before a figure that is the same everywhere will change any more.
         equal = [i for i, group in enumerate(groups) if _is_everywhere(group, self._total)]
@@ -230,29 +238,14 @@ class OutputMerger:
                 self._figures[each].pop(0)
         del self._slots[: max(0, done)]
 
-    def _new_slot(self) -> _Slot:
-        slot = _Slot(f"{self._name}-{len(self._all_slots)}")
+    def _new_slot(self, replica: int, now: float) -> _Slot:
+        slot = _Slot(self._new_name())
         self._all_slots.append(slot)
+        slot.step = self._weave.add_fixed(("slot", slot.name), replica, _Content(slot=slot), now)
         return slot
 
-    def _join(
-        self, key: tuple[str, str], replica: int, now: float, text: str = "", bundle: Bundle | None = None
-    ) -> None:
-        """Let a replica join the first entry of this key that lies after all it did before, or make a new one."""
-        places = self._places.get(key)
-        if places:
-            at = bisect.bisect_right(places, self._last[replica])
-            if at < len(places):
-                self._last[replica] = places[at]
-                self._entries[places[at]].replicas.add(replica)
-                return
-        self._append(_Entry(key, now, {replica}, text=text, bundle=bundle))
-
-    def _append(self, entry: _Entry) -> None:
-        position = next(self._positions)
-        self._entries[position] = entry
-        self._places.setdefault(entry.key, []).append(position)
-        self._last[next(iter(entry.replicas))] = position
+    def _new_name(self) -> str:
+        return f"{self._name}-{next(self._numbers)}"
 
     # -- instructions out ------------------------------------------------------------------------------------------
 
@@ -260,7 +253,7 @@ class OutputMerger:
     def idle(self) -> bool:
         """Whether `collect` would have nothing to do, now or later, without new events."""
         return (
-            not self._entries
+            not len(self._weave)
             and not self._area
             and not any(slot.dirty for slot in self._all_slots)
             and not any(screen.open for screen in self._screens.values())
@@ -280,13 +273,9 @@ class OutputMerger:
             for replica in range(self._total):
                 self.ended(replica, now)
         out: list[Instruction] = []
-        for position in self._in_order():
-            entry = self._entries[position]
-            if not final and not self._ready(entry, position, now):
-                break
-            del self._entries[position]
-            self._forget(entry, position)
-            self._release(entry, out, now)
+        self._coming.extend(self._weave.release(now, final=final))
+        while self._coming:
+            self._release(self._coming.popleft(), out, now)
         if final:
             self._show_tail(out)
         for slot in self._all_slots:
@@ -295,50 +284,23 @@ class OutputMerger:
         self._draw_area(out, now, final=final)
         return _joined(out)
 
-    def _in_order(self) -> list[int]:
-        """The entries in an order that does not depend on which replica was faster.
-
-        Each replica's n-th own step after a common one comes with the others' n-th ones, the lowest replica first.
-        """
-        levels = dict.fromkeys(range(self._total), 0)
-        keyed = []
-        for position, entry in self._entries.items():
-            # A figure's place is fixed: whose it is may still change.
-            who = entry.replicas if entry.slot is None else levels.keys()
-            level = 1 + max(levels[replica] for replica in who)
-            levels.update(dict.fromkeys(who, level))
-            keyed.append((level, min(entry.replicas), position))
-        return [position for _, _, position in sorted(keyed)]
-
-    def _ready(self, entry: _Entry, position: int, now: float) -> bool:
-        if now - entry.since >= self._hold:
-            return True
-        if entry.slot is not None:
-            return self._active <= entry.slot.group.keys()
-        return all(replica in entry.replicas or self._last[replica] > position for replica in self._active)
-
-    def _forget(self, entry: _Entry, position: int) -> None:
-        places = self._places[entry.key]
-        places.remove(position)
-        if not places:
-            del self._places[entry.key]
-
     def _release(self, entry: _Entry, out: list[Instruction], now: float) -> None:
         if entry.key[0] == "clear":
             self._clear(entry, out)
             return
         self._seen |= entry.replicas
-        if entry.slot is not None or entry.bundle is not None:
+        content = entry.content
+        if content.slot is not None or content.bundle is not None:
             if not self._displays.take(1, now):
                 self._omitted_displays += 1
                 return
-            if entry.slot is not None:
-                self._draw(entry.slot, out, now, first=True)
-            elif entry.bundle is not None:
+            if content.slot is not None:
+                self._draw(content.slot, out, now, first=True)
+            elif content.bundle is not None:
                 if len(entry.replicas) < self._total:
                     out.append(Write("stdout", f"{mark(entry.replicas)}\n"))
-                out.append(Show(f"{self._new_slot().name}", entry.bundle))
-        elif self._lines.take(1 + entry.text.count("\n") + len(entry.text) / 500, now):
+                out.append(Show(self._new_name(), content.bundle))
+        elif self._lines.take(1 + entry.content.text.count("\n") + len(entry.content.text) / 500, now):
             self._show_omitted(out)
             out.append(self._text(entry))
         else:
@@ -347,14 +309,14 @@ class OutputMerger:
             self._tail.append(entry)
 
     def _text(self, entry: _Entry) -> Write:
-        text = entry.text
+        text = entry.content.text
         if self._total > 1:
             prefix = mark(entry.replicas) + " "
             text = prefix + text.replace("\n", "\n" + " " * len(prefix))
         return Write("stderr" if entry.key[0] == "stderr" else "stdout", text + "\n")
 
     def _count_omitted(self, entry: _Entry) -> None:
-        self._omitted += 1 + entry.text.count("\n")
+        self._omitted += 1 + entry.content.text.count("\n")
         self._omitting |= entry.replicas
 
     def _show_omitted(self, out: list[Instruction]) -> None:
@@ -371,7 +333,7 @@ class OutputMerger:
             out.append(
                 Write(
                     "stdout",
-                    f"… {self._omitted_displays:,} displays left out: a cell shows at most 2 a second once it has shown 60.\n",
+                    f"… {self._omitted_displays:,} displays left out: a cell shows 2 a second once it has shown 60.\n",
                 )
             )
             self._omitted_displays = 0
@@ -411,13 +373,13 @@ class OutputMerger:
             self._forget_displays(lambda replica: replica in entry.replicas)
 
     def _forget_displays(self, whose: Callable[[int], bool]) -> None:
-        pending = {entry.slot.name for entry in self._entries.values() if entry.slot is not None}
+        pending = {step.content.slot.name for step in (*self._weave, *self._coming) if step.content.slot is not None}
         for slot in self._all_slots:
             # What follows the clearing waits in the sequence, and stays.
             if slot.name not in pending and slot.group:
                 slot.group = {replica: bundle for replica, bundle in slot.group.items() if not whose(replica)}
                 slot.dirty = slot.shown is not None
-        if all(whose(replica) for replica in self._last):
+        if all(whose(replica) for replica in range(self._total)):
             for slot in self._all_slots:
                 if slot.name not in pending:
                     slot.shown, slot.dirty = None, False
@@ -440,6 +402,12 @@ class OutputMerger:
         if lines != self._area:
             self._area, self._area_drawn = lines, now
             out.append(Area(lines))
+
+
+def _split_lines(text: str, count: int) -> tuple[str, str]:
+    """The first so many lines, and the rest."""
+    parts = text.split("\n", count)
+    return "".join(part + "\n" for part in parts[:count]), parts[count]
 
 
 def _is_everywhere(group: dict[int, Bundle], total: int) -> bool:

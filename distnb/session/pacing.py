@@ -24,20 +24,26 @@ class Pace:
         self._then: float | None = None
         self._shut = False
 
-    @property
-    def shut(self) -> bool:
-        """Whether it ran empty and has not filled up since."""
-        return self._shut
-
     def take(self, units: float, now: float) -> bool:
         """Take so many units, or none and False."""
-        if self._then is not None:
-            self._level = min(self._burst, self._level + (now - self._then) * self._per_second)
-        self._then = now
-        if self._shut and self._level >= self._reopen:
-            self._shut = False
+        self._fill(now)
         if self._shut or units > self._level:
             self._shut = True
             return False
         self._level -= units
         return True
+
+    def grant(self, units: float, now: float) -> float:
+        """Take as many of these units as there are; returns how many."""
+        self._fill(now)
+        granted = 0.0 if self._shut else min(units, self._level)
+        self._level -= granted
+        self._shut = granted < units
+        return granted
+
+    def _fill(self, now: float) -> None:
+        if self._then is not None:
+            self._level = min(self._burst, self._level + (now - self._then) * self._per_second)
+        self._then = now
+        if self._shut and self._level >= self._reopen:
+            self._shut = False

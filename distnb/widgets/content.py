@@ -95,7 +95,8 @@ def _variables(model: LiveModel) -> str:
     header = ("variable", "kind", "type", "shape", "dtype", "lives on", "size")
     rows = [(v.name, v.kind, v.type_name, v.shape, v.dtype, v.devices, human_bytes(v.nbytes)) for v in model.variables]
     count = "1 variable" if len(rows) == 1 else f"{len(rows)} variables"
-    return f'<details><summary style="color:#808080">{count} on the replicas</summary>{html_table(header, rows, numeric=(6,))}</details>'
+    table = html_table(header, rows, numeric=(6,))
+    return f'<details><summary style="color:#808080">{count} on the replicas</summary>{table}</details>'
 
 
 def _first_and_last(line: Line) -> str:

@@ -215,7 +215,7 @@ class Front:
     def _guarded(self, action: Callable[[CellView], object], view: CellView) -> None:
         try:
             action(view)
-        except Exception:
+        except Exception:  # noqa: BLE001
             # A view that cannot be drawn must not end a training; it is told once.
             if not self._complained:
                 self._complained = True

@@ -33,8 +33,9 @@ def picture(model: LiveModel) -> str:
         return ""
     columns = min(_PER_ROW, len(curves))
     width, height = columns * _WIDTH, -(-len(curves) // columns) * _HEIGHT
+    total = max(1, len(model.rows))
     charts = "".join(
-        f'<g transform="translate({i % columns * _WIDTH},{i // columns * _HEIGHT})">{_chart(curve, max(1, len(model.rows)))}</g>'
+        f'<g transform="translate({i % columns * _WIDTH},{i // columns * _HEIGHT})">{_chart(curve, total)}</g>'
         for i, curve in enumerate(curves)
     )
     return (
@@ -94,9 +95,8 @@ def _chart(curve: Curve, total: int) -> str:
     parts = [_title(curve, [(replicas, line.last) for replicas, line in lines.items()], total)]
     for tick in nice_ticks(y_low, y_high):
         parts.append(f'<path d="M{_LEFT} {y(tick):.1f}H{_WIDTH - _RIGHT}" stroke="{_GREY}" stroke-opacity=".22"/>')
-        parts.append(
-            f'<text x="{_LEFT - 5}" y="{y(tick) + 3.5:.1f}" text-anchor="end" fill="{_GREY}">{short_number(tick)}</text>'
-        )
+        at = f'x="{_LEFT - 5}" y="{y(tick) + 3.5:.1f}"'
+        parts.append(f'<text {at} text-anchor="end" fill="{_GREY}">{short_number(tick)}</text>')
     for tick in nice_ticks(x_low, x_high):
         parts.append(
             f'<text x="{x(tick):.1f}" y="{_HEIGHT - 6}" text-anchor="middle" fill="{_GREY}">{short_number(tick)}</text>'

@@ -28,7 +28,8 @@ class PictureView(LiveView):
     def _html(self, now: float) -> str:
         table, svg = replica_table(self.model), picture(self.model)
         chart = as_image(svg, head_text(self.model, now)) if svg else ""
-        return f"<div>{head_text(self.model, now)}</div>{chart}{html_table(table.header, table.rows, numeric=table.numeric)}"
+        cells = html_table(table.header, table.rows, numeric=table.numeric)
+        return f"<div>{head_text(self.model, now)}</div>{chart}{cells}"
 
     def _publish(self, html: str, now: float, *, update: bool) -> None:
         self.publisher.display(

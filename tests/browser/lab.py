@@ -83,7 +83,14 @@ class Server:
         path = self.notebooks / name
         notebook = {
             "cells": [
-                {"cell_type": "code", "id": f"cell{i}", "metadata": {}, "source": source, "outputs": [], "execution_count": None}
+                {
+                    "cell_type": "code",
+                    "id": f"cell{i}",
+                    "metadata": {},
+                    "source": source,
+                    "outputs": [],
+                    "execution_count": None,
+                }
                 for i, source in enumerate(cells)
             ],
             "metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},

@@ -33,7 +33,9 @@ class ReplaySession:
         self.namespace = SimpleNamespace()
 
     def status(self) -> tuple[Any, ...]:
-        return tuple(SimpleNamespace(engine=i, device=f"cpu:{i}", state="idle", pid=0, host="") for i in range(self.replicas))
+        return tuple(
+            SimpleNamespace(engine=i, device=f"cpu:{i}", state="idle", pid=0, host="") for i in range(self.replicas)
+        )
 
     latest_program = property(lambda self: self._programs)
 
@@ -100,10 +102,23 @@ class Player:
             for replica in range(self.replicas):
                 loss = 2.3 * math.exp(-4 * step / steps) + 0.05 * math.sin(step * 1.7)
                 local = loss + 0.08 * math.sin(step * 2.3 + 2 * replica)
-                yield Live(replica, self.program, replica, ((step * 0.02, step, {"loss": loss, "local loss": local, "accuracy": 1 - loss / 2.4}),))
+                yield Live(
+                    replica,
+                    self.program,
+                    replica,
+                    ((step * 0.02, step, {"loss": loss, "local loss": local, "accuracy": 1 - loss / 2.4}),),
+                )
                 if step % 10 == 0:
                     yield TelemetrySample(
-                        replica, self.program, replica, step * 0.02, step * 4, step * 4 * 16, 412_000_000 + step * 10_000, None, f"cell 3, line {12 + step % 4}"
+                        replica,
+                        self.program,
+                        replica,
+                        step * 0.02,
+                        step * 4,
+                        step * 4 * 16,
+                        412_000_000 + step * 10_000,
+                        None,
+                        f"cell 3, line {12 + step % 4}",
                     )
                 if step % 50 == 0:
                     yield self.text(replica, f"epoch {step // 50}\n")
@@ -124,7 +139,9 @@ class Player:
     def figures(self, equal: float = 0.0) -> Iterator[Any]:
         for replica in range(self.replicas):
             color = (37, 99, 235) if equal or replica % 2 == 0 else (234, 88, 12)
-            yield Display(replica, self.program, replica, {"image/png": png(*color), "text/plain": "<Figure size 120x80>"})
+            yield Display(
+                replica, self.program, replica, {"image/png": png(*color), "text/plain": "<Figure size 120x80>"}
+            )
 
     def flood(self, seconds: float = 2.0) -> Iterator[Any]:
         end, line = time.monotonic() + seconds, 0

@@ -105,7 +105,7 @@ def test_a_file_gets_a_line_now_and_then() -> None:
     assert "\r" not in stream.getvalue()
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------------------------
 
 
 def test_a_line_stays_bounded_and_keeps_its_extremes() -> None:
@@ -211,7 +211,7 @@ def test_the_notebooks_own_points() -> None:
     assert set(model.curves["loss"].lines) == {0, 1}
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------
+# -- pictures --------------------------------------------------------------------------------------------------------
 
 
 def trained(replicas: int = 2) -> LiveModel:

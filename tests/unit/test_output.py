@@ -48,13 +48,30 @@ def test_a_double_within_the_hold_is_folded() -> None:
     assert text_of(merger.collect(HOLD_S - 0.01)) == "[0-1] hello\n"
 
 
-def test_different_lines_do_not_wait() -> None:
+def test_different_lines_wait_no_longer() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(out(0, "loss 0.1\n"), 0.0)
-    merger.feed(out(1, "loss 0.2\n"), 0.001)
-    # Replica 1 is past the first line: nobody can join it any more. The second may still be said by replica 0.
-    assert text_of(merger.collect(0.002)) == "[0] loss 0.1\n"
-    assert text_of(merger.collect(HOLD_S + 0.002)) == "[1] loss 0.2\n"
+    merger.feed(out(1, "loss 0.2\n"), 0.1)
+    assert text_of(merger.collect(HOLD_S)) == "[0] loss 0.1\n"
+    assert text_of(merger.collect(0.1 + HOLD_S)) == "[1] loss 0.2\n"
+
+
+def test_a_shared_line_may_slide_behind_what_one_alone_wrote() -> None:
+    merger = OutputMerger(2, "m")
+    merger.feed(out(0, "100% 19.7it/s\ncareful\n"), 0.0)
+    merger.feed(out(1, "100% 19.9it/s\ncareful\n"), 0.1)
+    assert text_of(merger.collect(0.5)) == "[0] 100% 19.7it/s\n[1] 100% 19.9it/s\n[0-1] careful\n"
+
+
+def test_a_slow_replica_keeps_nobody_back() -> None:
+    merger, shown = OutputMerger(2, "m"), ""
+    for tick in range(100):
+        now = tick * 0.05
+        merger.feed(out(0, f"fast {tick}\n"), now)
+        if tick % 10 == 0:
+            merger.feed(out(1, f"slow {tick}\n"), now)
+        shown += text_of(merger.collect(now))
+        assert f"fast {tick - 4}\n" in shown or tick < 4
 
 
 def test_each_replicas_order_is_kept() -> None:
@@ -97,7 +114,9 @@ def test_an_ended_replica_is_not_waited_for() -> None:
     merger.feed(out(1, "unfinished"), 0.0)
     merger.ended(1, 0.0)
     merger.feed(out(0, "hello\n"), 0.0)
-    assert text_of(merger.collect(0.0)) == "[0] hello\n[1] unfinished\n"
+    assert text_of(merger.collect(0.0)) == "[0] hello\n"
+    merger.ended(0, 0.0)
+    assert text_of(merger.collect(0.0)) == "[1] unfinished\n"
 
 
 def test_streams_stay_apart_and_in_order() -> None:
@@ -225,19 +244,29 @@ def test_the_chiefs_own_figure_shifts_nothing() -> None:
     merger.feed(png(0, "only the chief's"), 0.1)
     merger.feed(png(0, "BBBB"), 0.2)
     shown = merger.collect(1.0)
-    assert [each for each in shown if isinstance(each, Show)][1].bundle.data.get("image/png") == "BBBB"
-    assert "[0]" in [each for each in shown if isinstance(each, Show)][0].bundle.data["text/html"]
+    first, second = (each.bundle.data for each in shown if isinstance(each, Show))
+    assert "[0]" in first["text/html"]
+    assert second["image/png"] == "BBBB"
 
 
 def test_display_ids_are_updated() -> None:
     merger = OutputMerger(2, "m")
     for replica in range(2):
-        merger.feed(Display(replica, 1, replica, {"text/html": "<b>0</b>"}, transient={"display_id": f"r{replica}"}), 0.0)
+        merger.feed(
+            Display(replica, 1, replica, {"text/html": "<b>0</b>"}, transient={"display_id": f"r{replica}"}), 0.0
+        )
     (shown,) = merger.collect(0.0)
     assert shown.bundle.data["text/html"] == "<b>0</b>"
     for replica in range(2):
         merger.feed(
-            Display(replica, 1, replica, {"text/html": f"<b>{replica}</b>"}, transient={"display_id": f"r{replica}"}, update=True),
+            Display(
+                replica,
+                1,
+                replica,
+                {"text/html": f"<b>{replica}</b>"},
+                transient={"display_id": f"r{replica}"},
+                update=True,
+            ),
             1.0,
         )
     (change,) = merger.collect(1.0)

@@ -1,0 +1,347 @@
+"""The magics in an IPython shell, against a session that only remembers what it was asked."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from IPython.core.completer import provisionalcompleter
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+
+import distnb
+from distnb import session as sessions
+from distnb.errors import OptionError
+from distnb.magics import load_ipython_extension, unload_ipython_extension
+from distnb.magics.cell_text import check_no_nested_magic, padded
+from distnb.magics.request import read_request
+from distnb.options import StrategySpec
+from tests.browser.replay import ReplaySession, install
+
+
+@pytest.fixture
+def shell() -> Iterator[InteractiveShell]:
+    made = InteractiveShell()
+    load_ipython_extension(made)
+    yield made
+    unload_ipython_extension(made)
+    sessions._current = None
+    made.history_manager.end_session()
+
+
+@pytest.fixture
+def session(shell: InteractiveShell) -> ReplaySession:
+    return install(2)
+
+
+def run(shell: InteractiveShell, source: str) -> tuple[Any, str]:
+    """Run a cell. Returns its result, and what it printed."""
+    with capture_output() as captured:
+        result = shell.run_cell(source)
+    return result, re.sub(r"\x1b\[[0-9;]*m", "", captured.stdout + captured.stderr)
+
+
+def error_of(shell: InteractiveShell, source: str) -> str:
+    """The text that a failing cell shows. It is shown once, and without frames of ours."""
+    result, text = run(shell, source)
+    assert not result.success
+    message = str(result.error_before_exec or result.error_in_exec)
+    assert text.count(message) == 1
+    assert "distnb/magics" not in text
+    return message
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_loading_twice_and_unloading(shell: InteractiveShell) -> None:
+    before = len(shell.input_transformer_manager.cleanup_transforms), len(shell.ast_transformers)
+    load_ipython_extension(shell)
+    assert (len(shell.input_transformer_manager.cleanup_transforms), len(shell.ast_transformers)) == before
+    unload_ipython_extension(shell)
+    assert shell.ast_transformers == []
+    assert "distribute" not in shell.magics_manager.magics["cell"]
+    unload_ipython_extension(shell)
+    result, _ = run(shell, "1 + 1")
+    assert result.result == 2
+    load_ipython_extension(shell)
+
+
+def test_loading_needs_no_torch() -> None:
+    code = "import sys, distnb.magics.extension as e; assert not {'torch', 'anywidget', 'jedi'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# -- lines of %%distribute -------------------------------------------------------------------------------------------
+
+
+def test_words_make_the_specs_of_their_classes() -> None:
+    assert read_request("default", {}).spec == StrategySpec("default")
+    assert read_request("one_device --devices /gpu:1", {}).spec == StrategySpec("one_device", ("cuda:1",))
+    assert read_request("mirrored", {}).spec == StrategySpec("mirrored")
+    assert read_request("mirrored -n 3", {}).spec == StrategySpec("mirrored", (), 3)
+    assert read_request("mirrored --gradients sum", {}).spec == StrategySpec("mirrored")
+    request = read_request("mirrored --devices cuda:0,cuda:0 --oversubscribe --gradients mean", {})
+    assert request.spec == StrategySpec(
+        "mirrored", ("cuda:0", "cuda:0"), 0, (("gradient_reduction", "mean"), ("oversubscribe", True))
+    )
+    assert request.oversubscribe
+
+
+def test_the_word_and_the_class_name_the_same_object() -> None:
+    from distnb.runtime import choice
+    from distnb.strategies import resolve
+
+    choice.register_remote(None)
+    made = distnb.MirroredStrategy(devices=["cuda:0", "cuda:1"], gradient_reduction="mean")
+    assert resolve(read_request("mirrored --devices cuda:0,cuda:1 --gradients mean", {}).spec) is made
+    assert resolve(read_request("one_device --devices cpu:0", {}).spec) is distnb.OneDeviceStrategy("cpu:0")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", ["needs a strategy", "default, one_device, mirrored"]),
+        ("mirorred", ["mirorred", "did you mean mirrored"]),
+        ("tpu", ["not in this version"]),
+        ("x", ["'x' is a int", "strategy is needed"]),
+        ("mirrored -n 0", ["-n 0", "1 or more"]),
+        ("mirrored -n two", ["two", "whole number"]),
+        ("mirrored -n", ["-n", "Usage"]),
+        ("mirrored --gradients max", ["max", "sum", "mean"]),
+        ("mirrored --device cuda:0", ["--device", "did you mean --devices"]),
+        ("mirrored --devices gpu:x", ["gpu:x", "cuda:1"]),
+        ("mirrored --devices cuda:0,cuda:0", ["twice", "--oversubscribe"]),
+        ("mirrored -n 3 --devices cuda:0,cuda:1", ["contradict"]),
+        ("mirrored extra", ["extra"]),
+        ("mirrored 'open", ["cannot be read"]),
+        ("default -n 2", ["cannot honour -n", "own process"]),
+        ("default --gradients mean", ["cannot honour --gradients"]),
+        ("one_device --devices cuda:0,cuda:1", ["one device", "got 2"]),
+        ("one_device --oversubscribe", ["cannot honour --oversubscribe"]),
+    ],
+)
+def test_nonsense_is_told_with_the_cure(line: str, words: list[str]) -> None:
+    with pytest.raises(OptionError) as caught:
+        read_request(line, {"x": 1})
+    for word in words:
+        assert word in str(caught.value)
+
+
+# -- cells on replicas -----------------------------------------------------------------------------------------------
+
+
+def test_a_cell_reaches_the_session_with_its_line_numbers(shell: InteractiveShell, session: ReplaySession) -> None:
+    result, text = run(shell, "%%distribute mirrored -n 2\nx = 1\n# replay: lines\n")
+    assert result.success
+    source, spec, keywords = session.cells[0]
+    assert source.split("\n")[:3] == ["# %%distribute mirrored -n 2", "x = 1", "# replay: lines"]
+    assert spec == StrategySpec("mirrored", (), 2)
+    assert keywords["label"] == f"Cell In[{shell.execution_count}]"
+    assert keywords["in_scope"] is False
+    assert text == "[0-1] hello\n[0] I am 0\n[1] I am 1\n"
+
+
+def test_line_numbers_under_another_magic() -> None:
+    body = "a\nb\n"
+    assert padded("%%time\n%%distribute mirrored\na\nb\n", "mirrored", body) == "\n# %%distribute mirrored\na\nb\n"
+    assert padded("something else", "mirrored", body) == "# %%distribute mirrored\na\nb\n"
+
+
+def test_time_around_works(shell: InteractiveShell, session: ReplaySession) -> None:
+    result, text = run(shell, "%%time\n%%distribute mirrored\n# replay: lines\n")
+    assert result.success
+    assert "[0-1] hello" in text
+    assert "Wall time" in text
+    assert session.cells[0][0].split("\n")[:3] == ["", "# %%distribute mirrored", "# replay: lines"]
+
+
+def test_output_stands_before_the_error(shell: InteractiveShell, session: ReplaySession) -> None:
+    result, text = run(shell, "%%distribute mirrored\n# replay: train 1 1\n")
+    assert not result.success
+    assert isinstance(result.error_in_exec, ValueError)
+    assert text.index("epoch 1") < text.index("ValueError: wrong shape")
+    assert text.count("ValueError: wrong shape") == 1
+
+
+def test_a_cell_without_a_cluster_starts_one_and_says_so(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def start(n: Any, devices: Any, **keywords: Any) -> Any:
+        asked.append((n, devices))
+        return install(2)
+
+    monkeypatch.setattr(sessions, "start", start)
+    _, text = run(shell, "%%distribute mirrored -n 2\n# replay: lines\n")
+    assert "No cluster is running: starting one with 2 engines." in text
+    assert asked == [(2, None)]
+    assert "[0-1] hello" in text
+
+
+def test_nested_cell_magics_are_refused_by_name(shell: InteractiveShell, session: ReplaySession) -> None:
+    message = error_of(shell, "%%distribute mirrored\nx = 1\n%%time\ny = 2\n")
+    assert "%%time in line 3" in message
+    assert "above %%distribute" in message
+    assert session.cells == []
+
+
+def test_text_that_looks_like_a_nested_magic_is_none() -> None:
+    check_no_nested_magic('x = """\n%%time\n"""\n# %%time\n"%%time"\n%time f()\n', 2)
+    with pytest.raises(OptionError, match="%%bash in line 4"):
+        check_no_nested_magic("x = 1\n\n%%bash\nls\n", 2)
+
+
+def test_a_comment_above_is_told_kindly(shell: InteractiveShell, session: ReplaySession) -> None:
+    for source in ("# train\n%%distribute mirrored\nx", "\n# a\n\n%%distribute default\nx"):
+        assert "must be the first line" in error_of(shell, source)
+    assert session.cells == []
+
+
+def test_typos_are_told_once_and_plainly(shell: InteractiveShell) -> None:
+    assert "did you mean mirrored" in error_of(shell, "%%distribute miror\nx = 1")
+
+
+# -- cells in the notebook -------------------------------------------------------------------------------------------
+
+
+def test_default_runs_here_with_plain_objects(shell: InteractiveShell) -> None:
+    result, text = run(shell, "%%distribute default\nx = [1]\nprint(strategy)\nx")
+    assert result.result == [1]
+    assert text.startswith("DefaultStrategy()")
+    assert shell.user_ns["x"] == [1]
+
+
+def test_default_errors_are_the_cells_own(shell: InteractiveShell) -> None:
+    result, text = run(shell, "%%distribute default\nx = 1\n1 / 0\n")
+    assert isinstance(result.error_in_exec, ZeroDivisionError)
+    assert text.count("ZeroDivisionError: division by zero") == 1
+    assert "----> 3 1 / 0" in text
+    assert "%%distribute default" in text
+    assert "distnb/" not in text
+    assert "run_cell_magic" not in text
+
+
+def test_default_awaits_and_keeps_future_imports(shell: InteractiveShell) -> None:
+    result, _ = run(shell, "%%distribute default\nimport asyncio\nawait asyncio.sleep(0)\ny = 5")
+    assert result.success
+    source = "%%distribute default\n'doc'\nfrom __future__ import annotations  # why\ndef f(x: nothing) -> None: ...\n"
+    result, text = run(shell, source)
+    assert result.success, text
+    assert run(shell, "strategy")[0].result.spec.kind == "default"
+
+
+def test_one_device_binds_its_device(shell: InteractiveShell) -> None:
+    result, _ = run(shell, "%%distribute one_device --devices cpu:0\nstrategy")
+    assert result.result is distnb.OneDeviceStrategy("cpu:0")
+
+
+def test_a_strategy_object_by_its_name(shell: InteractiveShell, session: ReplaySession) -> None:
+    run(shell, "import distnb\nmine = distnb.OneDeviceStrategy('cpu:0')\nmy_default = distnb.get_strategy()")
+    assert run(shell, "%%distribute mine\nstrategy is mine")[0].result is True
+    assert run(shell, "%%distribute my_default\nstrategy is my_default")[0].result is True
+    assert "has its options already" in error_of(shell, "%%distribute mine -n 2\nx")
+
+
+def test_a_users_strategy_keeps_its_name(shell: InteractiveShell) -> None:
+    run(shell, "import distnb\nstrategy = 'mine'")
+    run(shell, "%%distribute default\nkind = strategy.spec.kind")
+    assert shell.user_ns["kind"] == "default"
+    assert shell.user_ns["strategy"] == "mine"
+
+
+def test_a_cell_that_assigns_strategy_keeps_what_it_assigned(shell: InteractiveShell) -> None:
+    run(shell, "strategy = 'mine'")
+    run(shell, "%%distribute default\nstrategy = 'new'")
+    assert shell.user_ns["strategy"] == "new"
+
+
+def test_default_called_as_a_function(shell: InteractiveShell) -> None:
+    with capture_output() as captured:
+        shell.run_cell_magic("distribute", "default", "z = 3\nprint(z, strategy)\n")
+    assert captured.stdout == "3 DefaultStrategy()\n"
+    with pytest.raises(ZeroDivisionError):
+        shell.run_cell_magic("distribute", "default", "1/0\n")
+
+
+# -- %distnb ---------------------------------------------------------------------------------------------------------
+
+
+def test_help_and_unknown_commands(shell: InteractiveShell) -> None:
+    assert "%distnb start [-n N]" in run(shell, "%distnb")[1]
+    assert "did you mean start" in error_of(shell, "%distnb strat")
+    assert "whole number" in error_of(shell, "%distnb start -n many")
+    assert "takes nothing more" in error_of(shell, "%distnb stop now")
+    assert "numbers" in error_of(shell, "%distnb restart first")
+    assert "not both" in error_of(shell, "%distnb restart 1 --missing")
+    assert "ways to draw" in error_of(shell, "%distnb live loud")
+
+
+def test_without_a_cluster(shell: InteractiveShell) -> None:
+    assert "No cluster is running" in run(shell, "%distnb status")[1]
+    assert "No cluster is running" in run(shell, "%distnb stop")[1]
+    assert "%distnb start" in error_of(shell, "%distnb restart")
+    assert "cpu:0" in run(shell, "%distnb devices")[1] or "cuda" in run(shell, "%distnb devices")[1]
+
+
+def test_status_and_output(shell: InteractiveShell, session: ReplaySession, tmp_path: Any) -> None:
+    assert "cpu:1" in run(shell, "%distnb status")[1]
+    run(shell, "%%distribute mirrored\n# replay: lines\n")
+    text = run(shell, "%distnb output")[1]
+    assert "── replica 1 ──\nhello\nI am 1\n" in text
+    assert "I am 0" not in run(shell, "%distnb output 1")[1]
+    assert "those that did: 0, 1" in error_of(shell, "%distnb output 7")
+    run(shell, f"%distnb output --save {tmp_path / 'all.txt'}")
+    assert "I am 1" in (tmp_path / "all.txt").read_text()
+
+
+# -- the live view in a terminal -------------------------------------------------------------------------------------
+
+
+def test_a_terminal_ends_with_a_line(shell: InteractiveShell, session: ReplaySession) -> None:
+    _, text = run(shell, "%%distribute mirrored\n# replay: train 0.5\n")
+    assert "mirrored · 2 replicas · ended" in text
+    assert "loss: " in text
+
+
+def test_live_in_an_ordinary_cell(shell: InteractiveShell) -> None:
+    _, text = run(shell, "import distnb\nfor i in range(3): distnb.live(loss=3 - i)")
+    assert "loss: 3 → 1" in text
+
+
+def test_a_quick_cell_shows_no_view(shell: InteractiveShell, session: ReplaySession) -> None:
+    assert run(shell, "%%distribute mirrored\n# replay: lines\n")[1].count("\n") == 3
+
+
+# -- completion ------------------------------------------------------------------------------------------------------
+
+
+def complete(shell: InteractiveShell, text: str) -> set[str]:
+    with provisionalcompleter():
+        return {completion.text for completion in shell.Completer.completions(text, len(text))}
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("%%distribute mi", {"mirrored"}),
+        ("%%distribute ", {"default", "one_device", "mirrored", "my_strategy"}),
+        ("%%distribute mirrored --g", {"--gradients"}),
+        ("%%distribute mirrored --gradients m", {"mean"}),
+        ("%distnb sta", {"start", "status"}),
+        ("%distnb live w", {"widget"}),
+    ],
+)
+def test_completion(shell: InteractiveShell, line: str, expected: set[str]) -> None:
+    shell.user_ns["my_strategy"] = distnb.OneDeviceStrategy("cpu:0")
+    assert expected <= complete(shell, line)
+
+
+def test_names_complete_inside_a_distributed_cell(shell: InteractiveShell) -> None:
+    shell.user_ns["learning_rate"] = 0.1
+    assert "learning_rate" in complete(shell, "%%distribute mirrored\nx = learning_r")
