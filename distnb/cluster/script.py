@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -46,26 +47,29 @@ def run_script(command: Sequence[str], devices: Sequence[Device]) -> int:
         KeyboardInterrupt: The user ended it. All replicas are gone then.
         StartError: A replica could not be started.
     """
-    directory = make_run_directory()
-    store = RendezvousStore()
-    run = _Run(directory, mark=len(devices) > 1)
-    try:
+    with ExitStack() as undo:  # each step is undone, also when undoing another fails
+        directory = make_run_directory()
+        undo.callback(remove_run_directory, directory)
+        store = RendezvousStore()
+        undo.callback(store.close)
+        # torch loads here while it loads in the replicas; who asks early waits in the queue.
+        serving = threading.Thread(target=store.serve, name="distnb-store", daemon=True)
+        # An interpreter that ends while a thread imports torch may crash; so that is waited for, after the replicas.
+        undo.callback(lambda: serving.is_alive() and serving.join())
+        run = _Run(directory, mark=len(devices) > 1)
+        undo.callback(run.close)
         for rank, device in enumerate(devices):
             environment = script_environment(rank, device, devices, store.host, store.port)
             run.start_replica(
                 [*_PYTHON, "distnb.cluster.replica", str(os.getpid()), str(directory), str(rank), *command], environment
             )
         run.start_guard()
-        # torch loads here while it loads in the replicas; who asks early waits in the queue.
-        threading.Thread(target=store.serve, name="distnb-store", daemon=True).start()
-        return run.wait()
-    except KeyboardInterrupt:
-        run.end_all(interrupt=True)
-        raise
-    finally:
-        run.close()
-        store.close()
-        remove_run_directory(directory)
+        serving.start()
+        try:
+            return run.wait()
+        except KeyboardInterrupt:
+            run.end_all(interrupt=True)
+            raise
 
 
 class _Run:

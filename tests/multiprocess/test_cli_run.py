@@ -124,7 +124,7 @@ if os.environ["RANK"] == "0":
 time.sleep(1000)
 """
     )
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 40
     assert done.returncode == 1
     assert "replica 0 of 2 failed. The other replica was ended." in done.stderr
 
