@@ -21,6 +21,10 @@ from distnb.errors import GradientError
 __all__ = ["Bucket", "Plan", "ReducingGroup", "Started", "Weighting"]
 
 
+Member = tuple[Family, int]
+"""A parameter: its family, and its place there."""
+
+
 class Started(Protocol):
     """A collective under way."""
 
@@ -71,14 +75,21 @@ class Weighting(NamedTuple):
 class Bucket:
     """Some of a plan's slots, all of one device and dtype, and their flat tensor while it travels."""
 
-    def __init__(self, indices: list[int], slots: Sequence[Slot], whole: bool) -> None:
-        self.indices = indices
-        self.whole = whole
+    def __init__(self, indices: list[int], slots: Sequence[Slot], members: Sequence[Member]) -> None:
+        self.members = [members[index] for index in indices]
+        self._families = list(dict.fromkeys(family for family, _ in self.members))
         self.pack: Pack | None = None
-        self.waiting_for = len(indices)
         self._pool = PackPool([slots[index] for index in indices])
         self._started: Started | None = None
         self._complete = True
+
+    def fresh(self) -> list[torch.Tensor | None]:
+        """During a pass: the gradients that it made so far."""
+        return [family.params[place].grad for family, place in self.members]
+
+    def plain(self) -> bool:
+        """During a pass: whether there was no gradient before it."""
+        return not any(family.aside or family.local for family in self._families)
 
     def start(
         self, group: ReducingGroup, gradients: list[torch.Tensor | None], scale: float, weight: float, alone: bool
@@ -108,7 +119,6 @@ class Bucket:
         """Be ready for the next pass, whatever became of this one."""
         self.pack = None
         self._started = None
-        self.waiting_for = len(self.indices)
 
 
 class Plan:
@@ -119,7 +129,6 @@ class Plan:
         members: Per index of the plan: (family, place in it).
         slots: Per index: how the gradient looks.
         sparse: The indices whose gradients are sparse: those are gathered, not packed.
-        only: The family, where there is one and all of its parameters take part.
         launched: Number of buckets that have started in this pass, always the first ones.
     """
 
@@ -132,11 +141,8 @@ class Plan:
         self.launched = 0
         self.version = families[0].layout_version
         self.buckets = self._cut(bucket_nbytes)
-        self.only = (
-            families[0] if len(families) == 1 and len(families[0].active) == len(families[0].references) else None
-        )
-        self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.indices}
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: dict[Member, RemovableHandle] = {}
+        self._last: dict[int, Member] | None = {}
 
     def _cut(self, bucket_nbytes: int | None) -> list[Bucket]:
         open_ones: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -153,7 +159,7 @@ class Plan:
                 cut.append(open_ones.pop(key))
                 sizes[key] = 0
         cut.extend(open_ones.values())
-        return [Bucket(indices, self.slots, indices == list(range(len(self.slots)))) for indices in cut]
+        return [Bucket(indices, self.slots, self.members) for indices in cut]
 
     @property
     def low_precision(self) -> bool:
@@ -164,17 +170,12 @@ class Plan:
 
     def start_bucket(self, bucket: Bucket, group: ReducingGroup, weighting: Weighting, alone: bool) -> None:
         """Start one bucket, with the local parts of earlier passes in it."""
-        if bucket.whole and self.only is not None:
-            gradients = self.only.fresh()
-        else:
-            places = [self.members[index] for index in bucket.indices]
-            gradients = [family.params[place].grad for family, place in places]
+        gradients = bucket.fresh()
         scale = weighting.scale
         if any(family.local for family in self.families):
-            places = [self.members[index] for index in bucket.indices]
             gradients = [
                 family.with_local_part(place, gradient, scale, weighting.local_scale)
-                for (family, place), gradient in zip(places, gradients, strict=True)
+                for (family, place), gradient in zip(bucket.members, gradients, strict=True)
             ]
             scale = 1.0
         bucket.start(group, gradients, scale, weighting.weight, alone)
@@ -182,16 +183,14 @@ class Plan:
 
     def take_away(self, bucket: Bucket) -> None:
         """After a bucket started during the pass: what arrives later must not be taken for what it carries."""
-        for index in bucket.indices:
-            family, place = self.members[index]
+        for family, place in bucket.members:
             if not family.is_gone(place):
                 family.params[place].grad = None
 
     def refuse_leftovers(self) -> None:
         """Raise where a bucket started during the pass, and further gradients came for it afterwards."""
         for bucket in self.buckets[: self.launched]:
-            for index in bucket.indices:
-                family, place = self.members[index]
+            for family, place in bucket.members:
                 if family.params[place].grad is not None:
                     raise GradientError(
                         f"Parameter {place} of {family.description} got gradients twice in one backward pass: it is "
@@ -202,6 +201,8 @@ class Plan:
 
     def reset(self) -> None:
         """Be ready for the next pass."""
+        if self._last and self.launched:
+            self._keep_last_hooks(self._last)
         self.launched = 0
         for bucket in self.buckets:
             bucket.forget()
@@ -209,26 +210,38 @@ class Plan:
     # Overlap with the pass -------------------------------------------------------------------------------
 
     def attach(self, ready: ReadyBucket) -> None:
-        """Have `ready(plan, bucket)` called during a pass when all gradients of the next bucket are there."""
+        """Have `ready(plan, bucket)` called during a pass when all gradients of the next bucket are there.
+
+        The first pass has a hook on every parameter, and tells which gradient of each bucket comes last: hooks
+        on those are enough later. Should the order change, buckets start later than they could.
+        """
         plan = weakref.ref(self)
-        for index, (family, place) in enumerate(self.members):
-            parameter = family.references[place]()
-            if parameter is not None and index in self._bucket_of:
-                hook = functools.partial(_arrived, plan, index, ready)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        for number, bucket in enumerate(self.buckets):
+            for family, place in bucket.members:
+                parameter = family.references[place]()
+                if parameter is not None:
+                    hook = functools.partial(_arrived, plan, number, (family, place), ready)
+                    self._hooks[family, place] = parameter.register_post_accumulate_grad_hook(hook)
 
     def detach(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
-        self._hooks = []
+        self._hooks = {}
 
-    def arrived(self, index: int, ready: ReadyBucket) -> None:
-        """Count a gradient in; start whatever has become complete, in order."""
-        self._bucket_of[index].waiting_for -= 1
-        while self.launched < len(self.buckets) and self.buckets[self.launched].waiting_for == 0:
-            if not ready(self, self.buckets[self.launched]):
+    def arrived(self, number: int, member: Member, ready: ReadyBucket) -> None:
+        """A gradient is there: start whatever has become complete, in order."""
+        if self._last is not None:
+            self._last[number] = member
+        while self.launched < len(self.buckets):
+            bucket = self.buckets[self.launched]
+            if any(gradient is None for gradient in bucket.fresh()) or not ready(self, bucket):
                 return
+
+    def _keep_last_hooks(self, last: dict[int, Member]) -> None:
+        for member in [member for member in self._hooks if member not in last.values()]:
+            self._hooks.pop(member).remove()
+        self._last = None
 
 
 class ReadyBucket(Protocol):
@@ -237,7 +250,9 @@ class ReadyBucket(Protocol):
     def __call__(self, plan: Plan, bucket: Bucket) -> bool: ...
 
 
-def _arrived(plan: weakref.ref[Plan], index: int, ready: ReadyBucket, _parameter: torch.Tensor) -> None:
+def _arrived(
+    plan: weakref.ref[Plan], number: int, member: Member, ready: ReadyBucket, _parameter: torch.Tensor
+) -> None:
     found = plan()
     if found is not None:
-        found.arrived(index, ready)
+        found.arrived(number, member, ready)

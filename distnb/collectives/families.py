@@ -17,10 +17,17 @@ __all__ = ["Family", "LocalPart"]
 
 
 class _Gone:
-    """Stands where a parameter was that no longer exists: it never has a gradient."""
+    """Stands where a parameter was that no longer exists: it never has a gradient, whatever is set."""
 
-    grad = None
     requires_grad = False
+
+    @property
+    def grad(self) -> None:
+        return None
+
+    @grad.setter
+    def grad(self, value: object) -> None:
+        pass
 
 
 _GONE: Any = _Gone()

@@ -23,12 +23,12 @@ def finish(plan: Plan, group: ReducingGroup, weighting: Weighting) -> None:
     batch = _Batch()
     for bucket in plan.buckets:
         views, used = bucket.finish(weighting.divide_by_weight)
-        if used is None and bucket.whole and plan.only is not None and not plan.only.aside and not plan.only.some_gone:
-            for parameter, view in zip(plan.only.params, views, strict=True):
-                parameter.grad = view
+        if used is None and bucket.plain():
+            for (family, place), view in zip(bucket.members, views, strict=True):
+                family.params[place].grad = view
             continue
-        for position, (index, view) in enumerate(zip(bucket.indices, views, strict=True)):
-            batch.place(*plan.members[index], view if used is None or used[position] else None)
+        for position, ((family, place), view) in enumerate(zip(bucket.members, views, strict=True)):
+            batch.place(family, place, view if used is None or used[position] else None)
     for index in plan.sparse:
         family, place = plan.members[index]
         gradient, scale = family.params[place].grad, weighting.scale

@@ -31,8 +31,9 @@ from distnb.errors import OptionError
 __all__ = ["GradientSync", "is_mirrored", "mark_aggregated"]
 
 # A family of at least this size is cut into buckets that start during the pass; smaller ones wait for its end.
-OVERLAP_NBYTES = 16 * 2**20
-BUCKET_NBYTES = 8 * 2**20
+OVERLAP_NBYTES = {"cpu": 2**20, "cuda": 4 * 2**20}
+# A bucket holds at least so much, and at least an eighth of its family: each costs a round of messages.
+BUCKET_NBYTES = {"cpu": 2**19, "cuda": 4 * 2**20}
 
 
 @dataclass
@@ -261,7 +262,7 @@ class GradientSync:
         for family in self._families:
             family.lay_out(fresh.get(family) or family.fresh())
         families = agree(this.group, self._families, touched, describe_frame(calling_frame()))
-        large = [family for family in families if sum(slot.nbytes for slot in family.slots) >= OVERLAP_NBYTES]
+        large = [family for family in families if _is_large(family)]
         small = [family for family in families if family not in large]
         plans = [self._overlapped_plan(family) for family in large]
         if small:
@@ -277,7 +278,7 @@ class GradientSync:
         if plan is None or plan.version != family.layout_version:
             if plan is not None:
                 plan.detach()
-            plan = self._overlapped[family] = Plan([family], BUCKET_NBYTES)
+            plan = self._overlapped[family] = Plan([family], _bucket_nbytes(family))
             plan.attach(self._ready)
         return plan
 
@@ -355,6 +356,22 @@ class GradientSync:
 
 
 _SUM = Weighting()
+
+
+def _size(family: Family) -> tuple[int, str]:
+    """(bytes, type of device) of the gradients that are packed."""
+    dense = [slot for slot in family.slots if not slot.sparse]
+    return sum(slot.nbytes for slot in dense), dense[0].device.type if dense else "cpu"
+
+
+def _is_large(family: Family) -> bool:
+    nbytes, kind = _size(family)
+    return nbytes >= OVERLAP_NBYTES.get(kind, OVERLAP_NBYTES["cuda"])
+
+
+def _bucket_nbytes(family: Family) -> int:
+    nbytes, kind = _size(family)
+    return max(BUCKET_NBYTES.get(kind, BUCKET_NBYTES["cuda"]), nbytes // 8)
 
 
 def _some(gradients: list[torch.Tensor | None]) -> bool:

@@ -610,7 +610,7 @@ def models_that_differ(r: Replica) -> None:
 @case
 def large_models_overlap(r: Replica) -> None:
     old = module_under_test.OVERLAP_NBYTES, module_under_test.BUCKET_NBYTES
-    module_under_test.OVERLAP_NBYTES, module_under_test.BUCKET_NBYTES = 900, 500
+    module_under_test.OVERLAP_NBYTES, module_under_test.BUCKET_NBYTES = {"cpu": 900, "cuda": 0}, {"cpu": 300, "cuda": 0}
     try:
         deep = lambda: nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(4, 4), nn.Tanh())])  # noqa: E731
         model, plain = r.make(deep)
