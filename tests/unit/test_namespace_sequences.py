@@ -1,0 +1,31 @@
+"""Sequences of cells on a notebook and engines in one process, compared name by name with one IPython."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.sequences import SEQUENCES
+from tests.worlds import DoubleWorld, PlainWorld, compare, run_all
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    torch.set_num_threads(1)
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_as_in_one_ipython(name: str, replicas: int) -> None:
+    cells = SEQUENCES[name]
+    plain = PlainWorld()
+    run_all(plain, cells)
+    double = DoubleWorld(replicas)
+    run_all(double, cells)
+    compare(plain.names(), double.names())

@@ -1,0 +1,292 @@
+"""Worlds in which the same sequence of cells is run: plain IPython, engines in this process, a real cluster.
+
+A sequence is a list of `ordinary(text)` and `distributed(text)` cells. In the plain world both run in one IPython;
+in the others the distributed ones run on replicas. `compare` then looks at the namespaces name by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import linecache
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import numpy
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+from distnb.engine.namespace import EngineNamespace
+from distnb.engine.objects import Objects
+from distnb.session.handles import HANDLES
+from distnb.session.namespace import NotebookNamespace
+from distnb.topology import Device, Team
+from distnb.values import PerReplica, structure
+from distnb.wire import codec
+from distnb.wire.environment import apply_environment, capture_environment
+from distnb.wire.messages import Apply
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One cell of a sequence; `raises` names the exception that it must end with."""
+
+    text: str
+    distributed: bool
+    raises: type[BaseException] | None = None
+
+
+def ordinary(text: str, raises: type[BaseException] | None = None) -> Cell:
+    return Cell(text, False, raises)
+
+
+def distributed(text: str, raises: type[BaseException] | None = None) -> Cell:
+    return Cell(text, True, raises)
+
+
+def both(text: str) -> list[Cell]:
+    """A cell that is run here, then there, then here, with the same text."""
+    return [ordinary(text), distributed(text), ordinary(text), distributed(text)]
+
+
+class Process:
+    """An IPython of its own, in this process."""
+
+    def __init__(self) -> None:
+        config = Config()
+        config.HistoryManager.enabled = False
+        self.shell = InteractiveShell(config=config)
+        self.user_ns = self.shell.user_ns
+        self.user_ns["__name__"] = "__main__"
+        self.user_ns["get_ipython"] = self.get_shell
+
+        self._environment = capture_environment()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Give this process its own random state, working directory and default dtype for the while."""
+        outside = capture_environment()
+        apply_environment(self._environment)
+        try:
+            yield
+        finally:
+            self._environment = capture_environment()
+            apply_environment(outside)
+
+    def get_shell(self) -> InteractiveShell:
+        return self.shell
+
+    def run(self, text: str, number: int) -> None:
+        """Run a cell to its end, or raise what it raises."""
+        source = self.shell.transform_cell(text)
+        name = f"<cell {number}>"
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        exec(compile(source, name, "exec"), self.user_ns)
+
+    def names(self) -> dict[str, Any]:
+        """What the user sees."""
+        hidden = self.shell.user_ns_hidden
+        return {
+            name: value
+            for name, value in self.user_ns.items()
+            if not name.startswith("_") and name not in ("In", "Out", "exit", "quit", "open", "get_ipython", "rid") and hidden.get(name) is not value
+        }
+
+
+class PlainWorld:
+    """Everything in one IPython."""
+
+    def __init__(self) -> None:
+        self.process = Process()
+        self.process.user_ns["rid"] = lambda: 0
+        self._number = 0
+
+    def run(self, cell: Cell) -> None:
+        self._number += 1
+        self.process.run(cell.text, self._number)
+
+    def names(self) -> dict[str, Any]:
+        return self.process.names()
+
+
+class DoubleWorld:
+    """A notebook and its engines as namespaces of this process, with bytes between them."""
+
+    def __init__(self, replicas: int = 2, *, via: Callable[[list[Any]], list[Any]] | None = None) -> None:
+        self.notebook = Process()
+        self.notebook.user_ns["rid"] = lambda: 0
+        self.engines: list[Process] = []
+        self.namespaces: list[EngineNamespace] = []
+        for replica in range(replicas):
+            self.add_engine(replica)
+        self.team = Team(tuple(range(replicas)), (Device("cpu"),) * replicas, 1, "", 0)
+        self.notices: list[str] = []
+        self.namespace = NotebookNamespace(self.notebook.user_ns, self.perform, self.notices.append)
+        self.sent_nbytes = 0
+        self._number = 0
+        self._programs = 1000
+
+    def add_engine(self, replica: int) -> None:
+        """A new engine, in the place of an old one if there was one."""
+        process = Process()
+        process.user_ns["rid"] = functools.partial(int, replica)
+        namespace = EngineNamespace(process.user_ns, Objects(), engine=replica, reserved=("rid",))
+        if replica < len(self.engines):
+            self.engines[replica], self.namespaces[replica] = process, namespace
+        else:
+            self.engines.append(process)
+            self.namespaces.append(namespace)
+
+    def _send(self, message: Any) -> Any:
+        frames = [bytes(frame) for frame in codec.encode(message)]
+        self.sent_nbytes += sum(map(len, frames))
+        return codec.decode(frames)
+
+    def run(self, cell: Cell, team: Team | None = None) -> None:
+        self._number += 1
+        if not cell.distributed:
+            self.notebook.run(cell.text, self._number)
+            return
+        team = team or self.team
+        delivery = self.namespace.outgoing(cell.text, team)
+        effects, errors = {}, []
+        for replica, engine in enumerate(team.engines):
+            namespace, process = self.namespaces[engine], self.engines[engine]
+            with process.active():
+                namespace.open(self._send(delivery), replica)
+                mark = namespace.begin(cell.text)
+                failed = False
+                try:
+                    process.run(cell.text, self._number)
+                except Exception as error:
+                    failed = True
+                    errors.append(error)
+                effects[replica] = self._send(namespace.finish(mark, self._number, failed))
+        self.namespace.incoming(cell.text, team, effects)
+        if errors:
+            raise errors[0]
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `strategy.run` from an ordinary cell does with the namespace."""
+        payload, delivery = self.namespace.outgoing_call((function, args, kwargs), {}, self.team)
+        effects = {}
+        for replica, namespace in enumerate(self.namespaces):
+            with self.engines[replica].active():
+                (engine_function, engine_args, engine_kwargs), _ = namespace.open_call(self._send(payload), delivery, replica)
+                own = structure.select((engine_args, engine_kwargs), replica)
+                result = structure.map_structure(
+                    lambda leaf, replica=replica: leaf if structure.is_immutable(leaf) else PerReplica.own(replica, leaf, len(self.namespaces)),
+                    engine_function(*own[0], **own[1]),
+                )
+                effects[replica] = self._send(namespace.close_call(0, result))
+        return self.namespace.result(self.team, 0, effects)
+
+    def perform(self, engines: Sequence[int], operation: str, target: Any, payload: Any = None) -> dict[int, Any]:
+        self._programs += 1
+        message = Apply(self._programs, operation, target, payload)
+        answers = {}
+        for engine in engines:
+            with self.engines[engine].active():
+                answers[engine] = self._send(self.namespaces[engine].apply(self._send(message)))
+        return answers
+
+    def names(self) -> dict[str, Any]:
+        return self.notebook.names()
+
+
+def run_all(world: Any, cells: Iterable[Cell]) -> str:
+    """Run a sequence. Returns what was printed."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        for cell in cells:
+            try:
+                world.run(cell)
+            except Exception as error:
+                if cell.raises is None or not isinstance(error, cell.raises):
+                    raise
+            else:
+                if cell.raises is not None:
+                    raise AssertionError(f"{cell.text!r} was to raise {cell.raises.__name__}")
+    return printed.getvalue()
+
+
+# -- comparing -----------------------------------------------------------------------------------------------------
+
+
+def compare(plain: dict[str, Any], other: dict[str, Any]) -> None:
+    """Assert that two namespaces are the same: names, values on every replica, and which names share an object."""
+    assert sorted(plain) == sorted(other)
+    for name in plain:
+        for component in components(other[name]):
+            difference = differ(plain[name], component, name)
+            assert difference is None, difference
+    names = sorted(plain)
+    for first in names:
+        for second in names:
+            if first < second and not _is_immutable(plain[first]):
+                shared = plain[first] is plain[second]
+                assert shared == (other[first] is other[second]), f"{first} is {second}: {shared} in one IPython"
+
+
+def components(value: Any) -> tuple[Any, ...]:
+    """A value as each replica has it."""
+    return value.values if isinstance(value, HANDLES) else (value,)
+
+
+def _is_immutable(value: Any) -> bool:
+    return isinstance(value, int | float | str | bytes | bool | tuple | types.ModuleType | type(None) | frozenset)
+
+
+def differ(one: Any, other: Any, where: str, seen: frozenset[tuple[int, int]] = frozenset()) -> str | None:
+    """Where two values differ, in words; None if they don't."""
+    if isinstance(other, HANDLES):
+        other = other.values[0]
+    if (id(one), id(other)) in seen:
+        return None
+    seen |= {(id(one), id(other))}
+    if isinstance(one, type) and isinstance(other, type):
+        alike = one.__qualname__ == other.__qualname__ and _attributes(one) == _attributes(other)
+        return None if alike else f"{where}: {one} and {other}: {_attributes(one) ^ _attributes(other)}"
+    if type(one).__qualname__ != type(other).__qualname__:
+        return f"{where}: {type(one)} and {type(other)}"
+    if isinstance(one, torch.Tensor):
+        alike = one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other) and one.requires_grad == other.requires_grad
+        return None if alike else f"{where}: {one} and {other}"
+    if isinstance(one, numpy.ndarray):
+        return None if one.dtype == other.dtype and numpy.array_equal(one, other) else f"{where}: {one} and {other}"
+    if isinstance(one, dict):
+        if list(map(str, one)) != list(map(str, other)):
+            return f"{where}: keys {list(one)} and {list(other)}"
+        return _first(differ(one[key], value, f"{where}[{key!r}]", seen) for key, value in zip(one, other.values(), strict=True))
+    if isinstance(one, list | tuple):
+        if len(one) != len(other):
+            return f"{where}: {one} and {other}"
+        return _first(differ(a, b, f"{where}[{i}]", seen) for i, (a, b) in enumerate(zip(one, other, strict=True)))
+    if isinstance(one, types.FunctionType):
+        return _differ_functions(one, other, where, seen)
+    if isinstance(one, types.ModuleType):
+        return None if one.__name__ == other.__name__ else f"{where}: {one} and {other}"
+    if type(one).__module__ == "__main__" or hasattr(one, "__dict__"):
+        return differ(vars(one), vars(other), f"vars({where})", seen) if hasattr(one, "__dict__") else None
+    if hasattr(one, "__next__"):
+        return None  # looking at it would change it
+    return None if one == other or (one != one and other != other) else f"{where}: {one!r} and {other!r}"
+
+
+def _attributes(cls: type) -> set[str]:
+    return set(vars(cls)) - {"__dict__", "__doc__", "__module__", "__slotnames__", "__weakref__"}
+
+
+def _differ_functions(one: Any, other: Any, where: str, seen: Any) -> str | None:
+    if one.__code__.co_code != other.__code__.co_code or one.__name__ != other.__name__:
+        return f"{where}: the code of {one} and {other}"
+    cells = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other)]
+    return differ(cells[0], cells[1], f"closure of {where}", seen) or differ(one.__defaults__, other.__defaults__, f"defaults of {where}", seen)
+
+
+def _first(found: Iterable[str | None]) -> str | None:
+    return next((difference for difference in found if difference is not None), None)
