@@ -54,8 +54,7 @@ def run_script(command: Sequence[str], devices: Sequence[Device]) -> int:
         undo.callback(store.close)
         # torch loads here while it loads in the replicas; who asks early waits in the queue.
         serving = threading.Thread(target=store.serve, name="distnb-store", daemon=True)
-        # An interpreter that ends while a thread imports torch may crash; so that is waited for, after the replicas.
-        undo.callback(lambda: serving.is_alive() and serving.join())
+        undo.callback(_finish, serving)
         run = _Run(directory, mark=len(devices) > 1)
         undo.callback(run.close)
         for rank, device in enumerate(devices):
@@ -70,6 +69,12 @@ def run_script(command: Sequence[str], devices: Sequence[Device]) -> int:
         except KeyboardInterrupt:
             run.end_all(interrupt=True)
             raise
+
+
+def _finish(thread: threading.Thread) -> None:
+    """Wait for a thread if it was started: an interpreter that ends while one imports torch may crash."""
+    if thread.is_alive():
+        thread.join()
 
 
 class _Run:
