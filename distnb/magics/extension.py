@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distnb import session as sessions
+from distnb.magics import tracebacks
 from distnb.magics.cluster import ClusterMagic
 from distnb.magics.completion import Completion, warm_up
 from distnb.magics.distribute import CellRunner
@@ -57,6 +58,7 @@ class Extension:
         shell.ast_transformers.append(self._scope)
         self._dispatch.install(shell)
         self._completion.install()
+        tracebacks.install(shell)
         shell.events.register("pre_run_cell", self._before)
         shell.events.register("post_run_cell", self._after)
         live.sink = self.front.live
@@ -73,6 +75,7 @@ class Extension:
         self._local.remove()
         shell.ast_transformers[:] = [each for each in shell.ast_transformers if each is not self._scope]
         self._completion.remove()
+        tracebacks.remove(shell)
         shell.events.unregister("pre_run_cell", self._before)
         shell.events.unregister("post_run_cell", self._after)
         for kind, name in (("line", "distnb"), ("cell", "distribute")):
