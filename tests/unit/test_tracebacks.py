@@ -21,13 +21,13 @@ def test_the_traceback_ends_at_the_users_line() -> None:
 
 def test_it_is_shown_so_in_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
     shell = InteractiveShell()
-    shell.history_manager.enabled = False
     tracebacks.install(shell)
     try:
         result = shell.run_cell("from distnb.topology import parse_device\nparse_device('cuda:x')")
         assert type(result.error_in_exec).__name__ == "OptionError"
     finally:
         tracebacks.remove(shell)
+        shell.history_manager.end_session()
     shown = capsys.readouterr().out
     assert "is no device" in shown
     assert "topology.py" not in shown
