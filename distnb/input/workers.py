@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -130,8 +131,20 @@ class _WorkerBatches(Iterator[Load]):
 def end_workers(iterator: Any) -> None:
     """Shut the workers of a DataLoader's iterator down: tracebacks may hold the iterator for long."""
     shutdown = getattr(iterator, "_shutdown_workers", None)
-    if shutdown is not None:
+    if shutdown is not None and not getattr(iterator, "_shutdown", False):
+        # Torch waits 5 s for one that is stuck, then ends it without letting it tidy up.
+        hurry = threading.Timer(_TIDY_UP_S, _interrupt, (iterator._workers,))
+        hurry.daemon = True
+        hurry.start()
         shutdown()
+        hurry.cancel()
+
+
+def _interrupt(workers: list[Any]) -> None:
+    for worker in workers:
+        if worker.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, signal.SIGINT)
 
 
 def free_workers(iterator: Any) -> None:
@@ -146,9 +159,7 @@ def free_workers(iterator: Any) -> None:
     _remove_worker_pids(id(iterator))  # else torch's handler raises in the main thread, wherever that is
     iterator._worker_pids_set = False
     iterator._workers_done_event.set()
-    for worker in workers:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.pid, signal.SIGINT)  # lets it tidy up
+    _interrupt(workers)
     for worker in workers:
         worker.join(_TIDY_UP_S)
         worker.kill()

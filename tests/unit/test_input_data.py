@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -249,11 +251,30 @@ def test_an_interrupt_while_waiting_ends_the_iteration(monkeypatch: pytest.Monke
     assert list(iterator) == []
 
 
+@pytest.mark.parametrize("prefetch", [None, 0])
+def test_a_real_interrupt_while_a_worker_is_stuck(prefetch: int | None) -> None:
+    iterator = iter(threaded_with(prefetch, Slow(stuck=4)))
+    next(iterator)
+    main = threading.main_thread().ident
+    assert main is not None
+    began = time.monotonic()
+    threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert time.monotonic() - began < 2
+    assert list(iterator) == []
+    assert eventually(lambda: not reading_threads() and not multiprocessing.active_children(), 40)
+
+
+def threaded_with(prefetch: int | None, data: Any) -> DistributedDataset:
+    return over(0, DataLoader(data, batch_size=4, num_workers=1), options=InputOptions(prefetch=prefetch))
+
+
 def test_a_stuck_worker_is_ended() -> None:
     iterator = iter(threaded(Slow(stuck=4)))
     assert next(iterator).component(0).tolist() == [0, 1]
     iterator.close()
-    assert eventually(lambda: not reading_threads(), 20)
+    assert eventually(lambda: not reading_threads(), 40)
     gc.collect()
 
 
