@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import multiprocessing
 import os
 import socket
 import sys
@@ -58,6 +59,7 @@ class Agent:
         self._engine = engine
         self._device = device
         self._guard = Guard()
+        self._failure: BaseException | None = None  # keeps the frames of a failed program until its reply is out
         self._objects = Objects()
         self._namespace = EngineNamespace(shell.user_ns, self._objects)
         context: zmq.Context[Any] = zmq.Context()
@@ -121,6 +123,8 @@ class Agent:
         # A pipelined sender has more underway; taking it here saves a turn of the event loop for each.
         while message is not None:
             self._programs.send(self.perform(message))
+            # Only now: destructors of what a failed cell held may take seconds (a DataLoader waits for its workers).
+            self._failure = None
             message = self._programs.receive()
         self._stream.flush(zmq.POLLIN)
 
@@ -144,6 +148,7 @@ class Agent:
         return reply
 
     def _failed(self, program: int, error: BaseException, value: Any = None) -> Reply:
+        self._failure = error
         if self._guard.aborted:
             return Reply(program, "interrupted" if self._guard.interrupted else "aborted", value=value)
         return Reply(program, "error", failure.report(error), value=value)
@@ -154,6 +159,7 @@ class Agent:
     def _run_cell(self, message: RunCell, replica: int) -> Reply:
         program, mark = message.program, None
         failed: BaseException | None = None
+        children = set(multiprocessing.active_children())
 
         def body() -> None:
             nonlocal mark
@@ -169,12 +175,18 @@ class Agent:
             self._guard.call(program, body)
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
             failed = error
+            if self._guard.interrupted:
+                end_children(children)
         groups.program_ended(failed is not None)
         # An unfinished scope binds nothing: its variables were never made equal.
         effects = None
         if mark is not None and not (failed and message.in_scope):
             effects = self._namespace.finish(mark, program, failed is not None)
-        return Reply(program, "ok", value=effects) if failed is None else self._failed(program, failed, effects)
+        error, failed = failed, None  # its traceback holds this frame: a cycle would keep all that the cell held
+        try:
+            return Reply(program, "ok", value=effects) if error is None else self._failed(program, error, effects)
+        finally:
+            del error
 
     def _call(self, message: CallFunction, replica: int) -> Reply:
         def body() -> Any:
@@ -220,6 +232,15 @@ class Agent:
             self._control.live(values)
 
         live.sink = sink
+
+
+def end_children(kept: set[Any]) -> None:
+    """End the worker processes that an interrupted program started, as Ctrl-C in a terminal would.
+
+    They do not hear of the interrupt, and a DataLoader waits five seconds for each that is in the middle of an item.
+    """
+    for child in set(multiprocessing.active_children()) - kept:
+        child.terminate()
 
 
 def _end_cell(code: object = None) -> None:

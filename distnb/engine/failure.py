@@ -36,9 +36,8 @@ def report(error: BaseException) -> ErrorReport:
 
 
 def _pickle(error: BaseException) -> bytes | None:
-    bare = error.with_traceback(None)
     try:
-        data = cloudpickle.dumps(bare)
+        data = cloudpickle.dumps(error)  # without its traceback: pickle leaves that out
         return data if type(pickle.loads(data)).__name__ == type(error).__name__ else None
     except Exception:  # noqa: BLE001
         return None  # an exception may hold anything, and fail in any way; its text and traceback still travel
