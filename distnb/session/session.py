@@ -318,21 +318,26 @@ class Session:
             program = self._dispatch.number()
             payload, delivery = self.namespace.outgoing_call(args, kwargs, team)
             message = CallFunction(program, team, spec, method, payload, delivery)
-            outcome = self._dispatch.send(program, dict.fromkeys(team.engines, message))
+            try:
+                outcome = self._dispatch.send(program, dict.fromkeys(team.engines, message))
+            except BaseException:
+                self.namespace.failed(payload)
+                raise
             if wait:
-                return self._finish_call(outcome, team)
-            pending = Pending(lambda: self._finish_call(outcome, team))
+                return self._finish_call(outcome, team, payload)
+            pending = Pending(lambda: self._finish_call(outcome, team, payload))
             self._unsettled.append(pending)
             if len(self._unsettled) > _MOST_UNSETTLED:
                 resolve(self._unsettled.pop(0))
             return pending
 
-    def _finish_call(self, outcome: Outcome, team: Team) -> Any:
+    def _finish_call(self, outcome: Outcome, team: Team, payload: Any) -> Any:
         with self._dispatch.turn():
             self._dispatch.wait(outcome)
             if outcome.ok:
                 values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
                 return self.namespace.result(team, outcome.program, values)
+            self.namespace.failed(payload)
             self._renew_group(team)
         raise_failure(outcome, team)
         return None
