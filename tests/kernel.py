@@ -177,7 +177,7 @@ class Notebook:
         try:
             return dict(self._client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic())))
         except queue.Empty:
-            pids = [self.pid, *processes.children_of_this_run()]
+            pids = sorted({self.pid, *processes.children_of_this_run()})
             raise AssertionError(f"not done in {timeout_s} s\n{processes.stacks(pids)}") from None
 
     def _reply(self, message: str) -> dict[str, Any]:

@@ -56,19 +56,48 @@ before = kept.weight.detach().sum().item()
 """
 
 
+class Notebooks:
+    """One notebook for as long as it works: a test that fails does not spoil the next one's."""
+
+    def __init__(self, engines: int) -> None:
+        self.engines = engines
+        self.current: Notebook | None = None
+
+    def get(self) -> Notebook:
+        if self.current is None:
+            self.current = Notebook(self.engines).__enter__()
+            self.current.run("import torch; torch.set_num_threads(1)")
+            self.current.run(SETUP)
+            self.current.run(KEPT)
+        return self.current
+
+    def close(self) -> None:
+        if self.current is not None:
+            self.current.close()
+            self.current = None
+
+
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 engines", "4 engines"])
-def notebook(request: pytest.FixtureRequest) -> Iterator[Notebook]:
-    with Notebook(request.param) as notebook:
-        notebook.run("import torch; torch.set_num_threads(1)")
-        notebook.run(SETUP)
-        notebook.run(KEPT)
-        yield notebook
+def notebooks(request: pytest.FixtureRequest) -> Iterator[Notebooks]:
+    notebooks = Notebooks(request.param)
+    notebooks.get()
+    yield notebooks
+    notebooks.close()
 
 
-@pytest.fixture(autouse=True)
-def _everything_works_afterwards(notebook: Notebook) -> Iterator[None]:
-    yield
-    works(notebook, notebook.engines)
+@pytest.fixture
+def notebook(notebooks: Notebooks, request: pytest.FixtureRequest) -> Iterator[Notebook]:
+    """It works before the test, and must work again afterwards."""
+    notebook, failed_before = notebooks.get(), request.session.testsfailed
+    yield notebook
+    if request.session.testsfailed > failed_before:
+        notebooks.close()
+        return
+    try:
+        works(notebook, notebook.engines)
+    except BaseException:
+        notebooks.close()
+        raise
 
 
 def works(notebook: Notebook, replicas: int) -> None:
@@ -115,10 +144,10 @@ def step():
 strategy.run(step)
 """,
     "reduce": """
+values = strategy.run(lambda: torch.ones(3) * (1 + distnb.replica_id()))
 if distnb.replica_id() == 1:
     meet(FOLDER, "fails")
     raise ValueError("mine")
-values = strategy.run(lambda: torch.ones(3) * (1 + distnb.replica_id()))
 meet(FOLDER, "waits")
 strategy.reduce("sum", values, axis=None)
 """,
@@ -197,9 +226,10 @@ MISMATCHES = {
     ),
     "different order, same size": (
         "a, b = torch.ones(4), torch.full((4,), 10.0)\n"
-        "if distnb.replica_id() == 0:\n    dist.all_reduce(a)\n    dist.all_reduce(b)\n"
-        "else:\n    dist.all_reduce(b)\n    dist.all_reduce(a)",
-        ("line 4", "line 7"),
+        "def first():\n    dist.all_reduce(a)\n"
+        "def second():\n    dist.all_reduce(b)\n"
+        "for reduce in (first, second) if distnb.replica_id() == 0 else (second, first):\n    reduce()",
+        ("different order",),
     ),
     "one calls more": (
         "dist.all_reduce(torch.ones(4))\nif distnb.replica_id() == 0:\n    dist.all_reduce(torch.ones(4))",
@@ -250,7 +280,7 @@ INTERRUPTED = {
 @pytest.mark.parametrize("by", ["stop button", "magic"])
 @pytest.mark.parametrize("what", INTERRUPTED)
 def test_the_user_interrupts(notebook: Notebook, tmp_path: Path, what: str, by: str) -> None:
-    children = len(processes.children_of_this_run())
+    before = set(processes.children_of_this_run())
     if by == "magic":  # from a thread: the main one is busy with the cell
         go = tmp_path / "go"
         notebook.run(
@@ -271,9 +301,13 @@ def test_the_user_interrupts(notebook: Notebook, tmp_path: Path, what: str, by: 
     assert ran.error_name == "KeyboardInterrupt", ran
     if by == "magic":
         notebook.run("stopper.join(); del stopper, _stop")
-    processes.wait_until(
-        lambda: len(processes.children_of_this_run()) <= children, LIMIT_S, "DataLoader workers are still there"
-    )
+    processes.wait_until(lambda: not new_workers(before), LIMIT_S, "DataLoader workers are still there")
+
+
+def new_workers(before: set[int]) -> list[str]:
+    """What engines have forked since."""
+    new = [processes.describe(p) for pid, p in processes.children_of_this_run().items() if pid not in before]
+    return [line for line in new if "distnb.engine" in line]
 
 
 def test_code_that_no_signal_reaches_gives_the_prompt_back(notebook: Notebook) -> None:
