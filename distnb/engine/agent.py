@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -85,7 +85,7 @@ class Agent:
             pipes=pipes,
         )
         self._executor = Executor(engine, shell, self._control)
-        self._handlers: dict[type, Callable[[Any, int], Any]] = {
+        self._handlers: dict[type, Callable[[Any, int], Reply]] = {
             RunCell: self._run_cell,
             CallFunction: self._call,
             Apply: self._apply,
@@ -182,11 +182,10 @@ class Agent:
         effects = None
         if mark is not None and not (failed and message.in_scope):
             effects = self._namespace.finish(mark, program, failed is not None)
-        error, failed = failed, None  # its traceback holds this frame: a cycle would keep all that the cell held
         try:
-            return Reply(program, "ok", value=effects) if error is None else self._failed(program, error, effects)
+            return Reply(program, "ok", value=effects) if failed is None else self._failed(program, failed, effects)
         finally:
-            del error
+            failed = None  # its traceback holds this frame: a cycle would keep all that the cell held
 
     def _call(self, message: CallFunction, replica: int) -> Reply:
         def body() -> Any:
@@ -217,12 +216,12 @@ class Agent:
 
     # -- the shell of the engine -----------------------------------------------------------------------------------
 
-    def _adapt_shell(self, logs: dict[str, int]) -> None:
+    def _adapt_shell(self, logs: Mapping[Literal["stdout", "stderr"], int]) -> None:
         """Turn everything that a cell writes, shows or asks towards the notebook."""
         progress_bars.install()
         engine, control = self._engine, self._control
-        sys.stdout = ReplicaStream(engine, "stdout", control, logs["stdout"], 1, sys.stdout)  # type: ignore[assignment]
-        sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)  # type: ignore[assignment]
+        sys.stdout = ReplicaStream(engine, "stdout", control, logs["stdout"], 1, sys.stdout)
+        sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)
         self._shell.display_pub = ReplicaDisplayPublisher(engine, control, self._shell.display_pub, parent=self._shell)
         self._shell.user_ns["exit"] = self._shell.user_ns["quit"] = _end_cell
         builtins.input = _no_input

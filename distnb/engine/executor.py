@@ -60,7 +60,7 @@ class Executor:
             if tree.body:
                 self._execute(self._compile(tree, filename, "exec"))
             if last is not None:
-                self._show(self._execute(self._compile(ast.Expression(last.value), filename, "eval")))  # type: ignore[attr-defined]
+                self._show(self._execute(self._compile(ast.Expression(last.value), filename, "eval")))
         except SystemExit:
             pass
 

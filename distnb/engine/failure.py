@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import types
+from typing import Any
 
 import cloudpickle
 import torch.distributed
@@ -62,6 +63,7 @@ def _users_part(error: BaseException) -> types.TracebackType | None:
 
 
 def _draw(error: BaseException, traceback: types.TracebackType | None, theme: str) -> tuple[str, ...]:
-    kind = SyntaxTB if isinstance(error, SyntaxError) else AutoFormattedTB
-    drawer = kind(theme_name=theme) if kind is SyntaxTB else AutoFormattedTB(mode="Context", theme_name=theme)
+    drawer: Any = AutoFormattedTB(mode="Context", theme_name=theme)
+    if isinstance(error, SyntaxError):
+        drawer = SyntaxTB(theme_name=theme)
     return tuple(str(line) for line in drawer.structured_traceback(type(error), error, traceback, tb_offset=0))

@@ -31,8 +31,8 @@ class ReplicaStream(io.TextIOBase):
     Outside a program they go to the log and to the stream that was there before.
     """
 
-    encoding = "utf-8"  # type: ignore[assignment]  # libraries ask for it
-    errors = "replace"  # type: ignore[assignment]
+    encoding = "utf-8"  # libraries ask for it
+    errors = "replace"
 
     def __init__(
         self,
@@ -129,12 +129,12 @@ class ReplicaDisplayPublisher(DisplayPublisher):
     """
 
     def __init__(self, engine: int, control: Control, before: Any = None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self._before = before
         self._engine = engine
         self._control = control
 
-    def publish(  # type: ignore[override]
+    def publish(
         self,
         data: dict[str, Any],
         metadata: dict[str, Any] | None = None,
