@@ -40,6 +40,9 @@ class _Watched(LocalProcessLauncher):  # type: ignore[misc]
     def _log_output(self, stop_data: object = None) -> None:
         """The log is read by whoever has to explain the end."""
 
+    def _start_streaming(self) -> None:
+        """Never: under a debugging log level every line of the log would be copied into the user's cell."""
+
 
 class EngineProcessLauncher(_Watched, LocalEngineLauncher):  # type: ignore[misc]
     """Starts one engine."""
