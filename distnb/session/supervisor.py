@@ -114,10 +114,13 @@ class Supervisor:
             return {engine: hello for engine, hello in self._hellos.items() if engine in wanted}
 
     def forget(self, engines: Iterable[int]) -> None:
-        """These engines are about to be replaced: their hello does not count any more."""
+        """These engines are about to be replaced: their hello does not count any more, nor what they are stuck in."""
         with self._changed:
             for engine in engines:
                 self._hellos.pop(engine, None)
+        with self._lock:
+            for engine in engines:
+                self._state.stuck.pop(engine, None)
 
     def wait_ended(self, program: int, timeout_s: float) -> bool:
         """Wait until all that a program wrote has been published. False if that took too long."""
