@@ -66,8 +66,7 @@ def runtime_for(strategy: Owner) -> Runtime:
     raise NoClusterError(
         f"{strategy!r} needs several replicas, and this process was started alone. Start the script on each of them: "
         f"`distnb run {_script()} -n 2` (torchrun works too). In a notebook, %load_ext distnb and %distnb start give "
-        "engines; "
-        "in a plain script, distnb.start() does."
+        "engines; in a plain script, distnb.start() does."
     )
 
 

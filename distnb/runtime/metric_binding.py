@@ -82,8 +82,7 @@ def bind(metric: Any) -> None:
             if not has_distributed((args, kwargs)):
                 raise ContextError(
                     f"{type(metric).__name__}.update was called outside replicas with plain values. A metric that was "
-                    "made "
-                    "in a scope is updated by each replica, with its own part: call update in the function that "
+                    "made in a scope is updated by each replica, with its own part: call update in the function that "
                     "strategy.run calls, or give it the PerReplica values that run returned."
                 )
             args, kwargs = select((args, kwargs), process.rank, process.size)

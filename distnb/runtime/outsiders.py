@@ -90,8 +90,7 @@ class OutsiderCheck:
                 f"{shown} has trainable parameters that were not made in strategy.scope(), and strategy.run of "
                 f"{self._strategy!r} uses it: every replica would train a copy of its own. Make the model within "
                 "`with strategy.scope():`; to take trained weights over, call model.load_state_dict(...) there. A "
-                "model that "
-                "is not to be trained can be frozen: model.requires_grad_(False)."
+                "model that is not to be trained can be frozen: model.requires_grad_(False)."
             )
 
     def _is_wrapped(self, parameter: torch.Tensor) -> bool:

@@ -81,8 +81,7 @@ def _sum_pack(group: Group, tensors: Sequence[torch.Tensor], wire: torch.dtype) 
         raise CollectiveMismatchError(
             "The replicas reduced structures of tensors with different shapes; here they are "
             f"{[tuple(tensor.shape) for tensor in tensors]}. Give tensors of equal shapes on every replica, or reduce "
-            "over an "
-            "axis along which they may differ."
+            "over an axis along which they may differ."
         )
     sums = []
     begin = 0

@@ -80,6 +80,18 @@ class Adoption:
         ready = [(name, tensor) for name, tensor in new if not is_lazy(tensor)]
         make_equal(self._group(), ready)
 
+    def take_restored(self, values: Iterable[Any]) -> None:
+        """Adopt modules, optimizers and parameters that were copied from another replica, values included."""
+        modules, loose = [], []
+        for value in values:
+            if isinstance(value, torch.nn.Module):
+                modules.append(value)
+            elif isinstance(value, torch.optim.Optimizer):
+                loose += [parameter for group in value.param_groups for parameter in group["params"]]
+            elif isinstance(value, torch.nn.Parameter):
+                loose.append(value)
+        self.take(_roots(modules), loose, equalise=False)
+
     def _new_of(self, root: torch.nn.Module, key: FamilyKey) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in root.named_parameters():
             if self._adopt(parameter, key):
@@ -102,11 +114,16 @@ class Adoption:
                 return False
             raise ContextError(
                 "Mixing different Strategy objects: a parameter that another strategy made was registered in the "
-                "scope of "
-                f"{self.strategy!r}. Make the model in the scope of the strategy that trains it."
+                f"scope of {self.strategy!r}. Make the model in the scope of the strategy that trains it."
             )
         self._sync.adopt(parameter, key)
         return True
+
+
+def _roots(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those of the modules that are in none of the others."""
+    inner = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in inner]
 
 
 def _equalise_when_materialised(part: torch.nn.Module, group: Callable[[], Group]) -> None:
@@ -227,8 +244,7 @@ class ScopeWatch:
         # What was made and dropped must be gone on every replica, or none: garbage collectors run when they like.
         gc.collect()
         modules = [module for reference in self._modules.values() if (module := reference()) is not None]
-        inner = {id(part) for module in modules for part in module.modules() if part is not module}
-        roots = [module for module in modules if id(module) not in inner]
+        roots = _roots(modules)
         in_modules = {id(parameter) for root in roots for parameter in root.parameters()}
         alive = [parameter for reference in self._parameters.values() if (parameter := reference()) is not None]
         self._adoption.take(roots, [parameter for parameter in alive if id(parameter) not in in_modules])

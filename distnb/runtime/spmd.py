@@ -63,8 +63,14 @@ class SpmdProcess:
             runtime = self._runtimes[strategy] = Spmd(self, strategy)
         return runtime
 
+    def strategy_of(self, parameter: torch.Tensor) -> Any:
+        """The strategy in whose scope a parameter was made; None if there is none."""
+        return next((strategy for strategy, each in self._runtimes.items() if each.adoption.owns(parameter)), None)
+
 
 _current: SpmdProcess | None = None
+# A new engine gets its objects before it joins a group, and gradients are kept in sync within one.
+_restored: dict[Any, list[Any]] = {}
 
 
 def current() -> SpmdProcess | None:
@@ -92,7 +98,20 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
     use_device(device)
     if device.type == "cuda":
         streams.use_cuda(device.index)
+    while _restored:
+        strategy, values = _restored.popitem()
+        process.runtime_of(strategy).adoption.take_restored(values)
     return process
+
+
+def adopt_restored(strategy: Owner, value: Any) -> None:
+    """Keep in sync, from the next program on, what was copied to this process from another replica.
+
+    Args:
+        strategy: The one in whose scope it was made.
+        value: A module, an optimizer or a parameter, with the values that the other replicas hold.
+    """
+    _restored.setdefault(strategy, []).append(value)
 
 
 def leave() -> None:
@@ -255,10 +274,8 @@ class Spmd:
         raise DistributedValueError(
             f"reduce {op.name} over {self._process.size} replicas got a plain value, the same on all of them: "
             f"{text if len(text) <= 80 else text[:77] + '...'}. It sums what strategy.run returned per replica. If a "
-            "function "
-            "returns a Python number, replicas that return the same one give a plain value: return a tensor, and it "
-            "stays "
-            "per replica. If it is the sum you mean, multiply by strategy.num_replicas_in_sync."
+            "function returns a Python number, replicas that return the same one give a plain value: return a "
+            "tensor, and it stays per replica. If it is the sum you mean, multiply by strategy.num_replicas_in_sync."
         )
 
     def gather(self, strategy: Owner, value: Any, axis: int) -> Any:
@@ -273,9 +290,8 @@ class Spmd:
             ):
                 raise DistributedValueError(
                     f"gather got a plain {type(leaf).__name__}, which is the same on all {process.size} replicas, so "
-                    "there is "
-                    "nothing to bring together. Give it what strategy.run returned per replica, or a value of "
-                    "strategy.distribute_values_from_function."
+                    "there is nothing to bring together. Give it what strategy.run returned per replica, or a value "
+                    "of strategy.distribute_values_from_function."
                 )
             tensor = tensor_of(select(leaf, process.rank, process.size), "gather")
             place = checked_axis(axis, tensor, "gather")

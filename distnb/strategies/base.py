@@ -53,7 +53,10 @@ class Strategy:
     spec: StrategySpec
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
-        raise OptionError("distnb.Strategy is the base of strategies. Make a MirroredStrategy or OneDeviceStrategy, or ask get_strategy().")
+        raise OptionError(
+            "distnb.Strategy is the base of strategies. Make a MirroredStrategy or OneDeviceStrategy, or ask "
+            "get_strategy()."
+        )
 
     @classmethod
     def _of(cls, spec: StrategySpec) -> Self:
@@ -77,7 +80,9 @@ class Strategy:
         if name in METHODS:
             return getattr(self, METHODS[name])
         if name == "extended":
-            raise AttributeError("A strategy has no 'extended': its methods are the strategy's own (worker_devices, colocate_with, …).")
+            raise AttributeError(
+                "A strategy has no 'extended': its methods are the strategy's own (worker_devices, colocate_with, …)."
+            )
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     @property
@@ -131,7 +136,7 @@ class Strategy:
         return tensor.device
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context whose backward passes accumulate gradients on each replica; the next pass outside aggregates them."""
+        """A context whose backward passes gather gradients on each replica; the next pass outside aggregates them."""
         return self.runtime.no_sync(self)
 
     def assert_in_sync(self, value: Any) -> None:
@@ -243,7 +248,9 @@ class Strategy:
         contexts.require_cross_replica(self, "distribute_values_from_function")
         return self.runtime.distribute_values_from_function(self, value_fn)
 
-    def distribute_dataset(self, dataset: Any, options: InputOptions | None = None, *, batch_size: int | None = None) -> Any:
+    def distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None, *, batch_size: int | None = None
+    ) -> Any:
         """A dataset whose batches are global batches, cut into one slice for each replica.
 
         Args:

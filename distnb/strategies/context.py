@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from distnb.errors import ContextError
-from distnb.runtime import contexts
+from distnb.runtime import choice, contexts
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.strategies.base import Strategy
 from distnb.strategies.default import DefaultStrategy
@@ -33,7 +34,7 @@ _default_context: ReplicaContext | None = None
 def get_strategy() -> Strategy:
     """The strategy in whose scope, or in whose `run`, this is called; outside, the default strategy."""
     innermost = contexts.innermost()
-    return DefaultStrategy() if innermost is None else innermost[0]  # type: ignore[no-any-return]
+    return DefaultStrategy() if innermost is None else innermost[0]
 
 
 def has_strategy() -> bool:
@@ -62,7 +63,7 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def replica_id() -> int:
-    """Which replica this process is; in the notebook and in ordinary scripts 0.
+    """Which replica this process is; 0 in the notebook, and in scripts that were started alone.
 
     Example:
         >>> replica_id()
@@ -73,7 +74,9 @@ def replica_id() -> int:
         return innermost[1].replica_id_in_sync_group
     spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it
     process = spmd.current() if spmd is not None else None
-    return process.rank if process is not None else 0
+    if process is not None:
+        return process.rank  # type: ignore[no-any-return]
+    return int(os.environ["RANK"]) if choice.started_by_launcher() else 0
 
 
 def is_chief() -> bool:
@@ -91,7 +94,10 @@ def on_chief(function: Callable[P, T]) -> Callable[P, T | None]:
         saved
     """
     if not callable(function):
-        raise ContextError(f"on_chief takes a function and got {function!r}. Write on_chief(function)(arguments), or use it as a decorator.")
+        raise ContextError(
+            f"on_chief takes a function and got {function!r}. Write on_chief(function)(arguments), or use it as a "
+            "decorator."
+        )
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T | None:

@@ -45,13 +45,13 @@ class MirroredStrategy(Strategy):
         doubles = sorted({name for name in names if names.count(name) > 1})
         if doubles and not oversubscribe:
             raise OptionError(
-                f"{doubles[0]} was named for several replicas, which would share it. If that is what you mean (one GPU for a "
-                "classroom), say oversubscribe=True."
+                f"{doubles[0]} was named for several replicas, which would share it. If that is what you mean (one "
+                "GPU for a classroom), say oversubscribe=True."
             )
         if cross_device_ops is not None:
             raise OptionError(
-                f"cross_device_ops={cross_device_ops!r} cannot be honoured: NCCL is used where each replica has a GPU of its "
-                "own, Gloo elsewhere. Leave it out."
+                f"cross_device_ops={cross_device_ops!r} cannot be honoured: NCCL is used where each replica has a GPU "
+                "of its own, Gloo elsewhere. Leave it out."
             )
         if gradient_reduction not in ("sum", "mean"):
             raise OptionError(f"gradient_reduction={gradient_reduction!r}: write 'sum' or 'mean'.")
@@ -64,8 +64,9 @@ class MirroredStrategy(Strategy):
         if oversubscribe:
             options.append(("oversubscribe", True))
         strategy = cls._of(StrategySpec(cls.kind, names, 0, tuple(options)))
-        if choice.has_remote():
-            # In a notebook the engines start now, if there are none, and devices that they lack are refused here.
+        if choice.has_remote() or choice.started_by_launcher():
+            # In a notebook the engines start now, if there are none; in a script the replicas meet, and share their
+            # random numbers from here on. Devices that they lack are refused here.
             _ = strategy.num_replicas_in_sync
         return strategy
 

@@ -38,8 +38,9 @@ def compute_average_loss(
     losses = torch.as_tensor(per_example_loss)
     if losses.ndim == 0:
         raise OptionError(
-            "compute_average_loss got a scalar and needs the loss of each example. Compute it with reduction='none'; a loss that "
-            "is a mean over the replica's slice cannot be scaled rightly, because slices may differ in size."
+            "compute_average_loss got a scalar and needs the loss of each example. Compute it with reduction='none'; "
+            "a loss that is a mean over the replica's slice cannot be scaled rightly, because slices may differ in "
+            "size."
         )
     if not losses.is_floating_point():
         losses = losses.to(torch.get_default_dtype())
@@ -77,18 +78,25 @@ def _replica(function: str, cure: str = "") -> ReplicaContext:
     replica = get_replica_context()
     if replica is None:
         raise ContextError(
-            f"distnb.nn.{function} was called in the cross-replica context of {get_strategy()!r}, where no replica's loss is. "
-            f"Call it in the function that strategy.run calls{cure}."
+            f"distnb.nn.{function} was called in the cross-replica context of {get_strategy()!r}, where no replica's "
+            f"loss is. Call it in the function that strategy.run calls{cure}."
         )
     return replica
 
 
 def _checked_size(size: Any) -> int:
-    if isinstance(size, torch.Tensor) and size.ndim == 0 and not size.is_floating_point() and size.dtype is not torch.bool:
+    if (
+        isinstance(size, torch.Tensor)
+        and size.ndim == 0
+        and not size.is_floating_point()
+        and size.dtype is not torch.bool
+    ):
         size = int(size)
     whole = hasattr(size, "__index__") and not isinstance(size, (bool, torch.Tensor))
     if not whole or int(size) <= 0:
-        raise OptionError(f"global_batch_size={size!r}: give the number of examples in the global batch, a whole number above 0.")
+        raise OptionError(
+            f"global_batch_size={size!r}: give the number of examples in the global batch, a whole number above 0."
+        )
     return int(size)
 
 
@@ -100,7 +108,7 @@ def _global_count(losses: torch.Tensor) -> int:
         return max(int(replica.all_reduce("sum", local)), 1)
     if replica.slice_size is not None and replica.slice_size != local:
         raise OptionError(
-            f"compute_average_loss got {local} losses, and this replica's slice of the batch has {replica.slice_size} examples, so the "
-            "divisor is not the batch's size. Say what to divide by: global_batch_size=."
+            f"compute_average_loss got {local} losses, and this replica's slice of the batch has {replica.slice_size} "
+            "examples, so the divisor is not the batch's size. Say what to divide by: global_batch_size=."
         )
     return max(replica.global_batch_size, 1)

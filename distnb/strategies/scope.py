@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["is_mirrored"]
+from distnb.options import StrategySpec
+
+__all__ = ["adopt_restored", "is_mirrored", "spec_of"]
 
 
 def is_mirrored(value: Any) -> bool:
@@ -18,18 +20,58 @@ def is_mirrored(value: Any) -> bool:
     registry = sys.modules.get("distnb.collectives.mirrored")
     if torch is None or registry is None:
         return False
-    if isinstance(value, torch.Tensor):
-        return bool(registry.is_mirrored(value))
-    if isinstance(value, torch.nn.Module):
-        if getattr(value, "distributed_available_fn", None) is not None:
-            return _is_bound(value)
-        parameters = list(value.parameters())
-    elif isinstance(value, torch.optim.Optimizer):
-        parameters = [parameter for group in value.param_groups for parameter in group["params"]]
-    else:
-        return False
+    if isinstance(value, torch.nn.Module) and _is_metric(value):
+        return _is_bound(value)
+    parameters = _parameters(value)
     trainable = [parameter for parameter in parameters if parameter.requires_grad] or parameters
     return bool(trainable) and all(map(registry.is_mirrored, trainable))
+
+
+def spec_of(value: Any) -> StrategySpec | None:
+    """The strategy in whose scope a module, optimizer or parameter was made; None if there is none."""
+    spmd = sys.modules.get("distnb.runtime.spmd")
+    process = spmd.current() if spmd is not None else None
+    if process is None or not is_mirrored(value):
+        return None
+    for parameter in _parameters(value):
+        strategy = process.strategy_of(parameter)
+        if strategy is not None:
+            return strategy.spec  # type: ignore[no-any-return]
+    return None
+
+
+def adopt_restored(value: Any, spec: StrategySpec | None) -> None:
+    """Keep in sync what was copied to this engine from another replica, as `is_mirrored` objects are there.
+
+    Args:
+        value: A module, an optimizer, a parameter or a metric, with the values that the other replicas hold.
+        spec: What `spec_of` said where it came from.
+    """
+    if _is_metric(value):
+        if _is_bound(value):
+            from distnb.runtime.metric_binding import bind
+
+            bind(value)
+    elif spec is not None:
+        from distnb.runtime.spmd import adopt_restored as adopt
+        from distnb.strategies.base import resolve
+
+        adopt(resolve(spec), value)
+
+
+def _parameters(value: Any) -> list[Any]:
+    torch = sys.modules["torch"]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, torch.nn.Module):
+        return list(value.parameters())
+    if isinstance(value, torch.optim.Optimizer):
+        return [parameter for group in value.param_groups for parameter in group["params"]]
+    return []
+
+
+def _is_metric(value: Any) -> bool:
+    return getattr(value, "distributed_available_fn", None) is not None
 
 
 def _is_bound(metric: Any) -> bool:

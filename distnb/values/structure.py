@@ -68,7 +68,9 @@ def _children(kind: _Kind, tree: Any) -> list[tuple[Any, Any]]:
     if kind == "dict":
         return list(tree.items())
     if kind == "data":
-        return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+        return [
+            (field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
+        ]
     return list(zip(tree._fields, tree, strict=True)) if kind == "named" else list(enumerate(tree))
 
 
@@ -119,10 +121,16 @@ class Spec:
         if self.kind == "leaf":
             return "*"
         if self.kind == "dict":
-            inner = "{" + ", ".join(f"{key!r}: {child}" for key, child in zip(self.keys, self.children, strict=True)) + "}"
+            inner = (
+                "{" + ", ".join(f"{key!r}: {child}" for key, child in zip(self.keys, self.children, strict=True)) + "}"
+            )
             return inner if self.name == "dict" else f"{self.name}({inner})"
         if self.kind in ("named", "data"):
-            return f"{self.name}(" + ", ".join(f"{key}={child}" for key, child in zip(self.keys, self.children, strict=True)) + ")"
+            return (
+                f"{self.name}("
+                + ", ".join(f"{key}={child}" for key, child in zip(self.keys, self.children, strict=True))
+                + ")"
+            )
         inner = ", ".join(map(str, self.children))
         if self.kind == "list":
             return f"[{inner}]"
@@ -149,7 +157,9 @@ def structure_of(tree: Any) -> Spec:
     if kind in ("leaf", "value"):
         return LEAF
     pairs = _ordered(kind, tree)
-    return Spec(kind, type(tree).__name__, tuple(key for key, _ in pairs), tuple(structure_of(child) for _, child in pairs))
+    return Spec(
+        kind, type(tree).__name__, tuple(key for key, _ in pairs), tuple(structure_of(child) for _, child in pairs)
+    )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -290,8 +289,8 @@ def test_compute_average_loss() -> None:
 
 
 @pytest.fixture
-def metrics() -> Iterator[Any]:
-    yield distnb.metrics
+def metrics() -> Any:
+    return distnb.metrics
 
 
 def test_metrics_are_torchmetrics(metrics: Any) -> None:
