@@ -27,7 +27,7 @@ from distnb.engine.namespace import EngineNamespace
 from distnb.engine.objects import Objects
 from distnb.engine.output import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.runtime import spmd
-from distnb.strategies import live, progress
+from distnb.strategies import live
 from distnb.topology import Device, Team
 from distnb.values.structure import select
 from distnb.wire import codec
@@ -133,7 +133,7 @@ class Agent:
         team: Team | None = getattr(message, "team", None)
         replica = team.rank_of(self._engine) if team else 0
         began = time.monotonic()
-        progress.reset()
+        telemetry.program_began()
         self._control.program_began(message.program, replica)
         try:
             reply = self._handlers[type(message)](message, replica)

@@ -78,6 +78,7 @@ class Control:
         self._asleep = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._running: tuple[int, int] | None = None  # (program, replica)
+        self._latest = (0, 0)
         self._began = self._next_sample = 0.0
         self._step = 0
         self._thread = threading.Thread(target=self._serve, name="distnb-control", daemon=True)
@@ -92,17 +93,16 @@ class Control:
         """From now on events belong to this program."""
         self._began = time.monotonic()
         self._step = 0
-        self._next_sample = self._began + _TELEMETRY_S
-        self._running = (program, replica)
+        self._next_sample = max(self._next_sample, self._began)  # many short programs are sampled as one long one
+        self._running = self._latest = (program, replica)
 
     def program_ended(self, event: ProgramEnded | None) -> None:
         """Tell the notebook at once; all that the program wrote goes out before. None: the reply alone tells."""
-        running, self._running = self._running, None
-        if event is None:
-            return
-        if running is not None and self._next_sample - time.monotonic() < _TELEMETRY_S / 2:
-            self._events.append(self._sample(self._engine, *running))
-        self.emit(event, urgent=True)
+        if event is not None or time.monotonic() >= self._next_sample:
+            self._measure()
+        self._running = None
+        if event is not None:
+            self.emit(event, urgent=True)
 
     @property
     def running(self) -> tuple[int, int] | None:
@@ -149,7 +149,8 @@ class Control:
                 if fd in ready:
                     forward(os.read(fd, 1 << 16))
             self._guard.press()
-            self._measure()
+            if self._running is not None and time.monotonic() >= self._next_sample:
+                self._measure()
             self._flush()
 
     def _obey(self, order: Any) -> None:
@@ -160,15 +161,15 @@ class Control:
         elif isinstance(order, DumpStacks):
             self.emit(Stacks(self._engine, _all_stacks()))
         elif isinstance(order, Flush):
+            if self._latest[0]:
+                self._measure()
             self.emit(Flushed(self._engine, order.number))
         elif isinstance(order, Shutdown):
             self._on_shutdown()
 
     def _measure(self) -> None:
-        running, now = self._running, time.monotonic()
-        if running is not None and now >= self._next_sample:
-            self._next_sample = now + _TELEMETRY_S
-            self._events.append(self._sample(self._engine, *running))
+        self._next_sample = time.monotonic() + _TELEMETRY_S
+        self._events.append(self._sample(self._engine, *self._latest))
 
     def _flush(self) -> None:
         self._events.extendleft(reversed(self._read_points()))

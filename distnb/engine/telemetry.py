@@ -15,13 +15,16 @@ __all__ = ["program_began", "remember_cell", "sample"]
 
 _process: psutil.Process | None = None
 _labels: dict[str, str] = {}
-_began = 0.0
+_loaded = time.monotonic()
+_steps_before = _examples_before = 0
 
 
 def program_began() -> None:
-    """From now on seconds are counted from here; on the main thread."""
-    global _began
-    _began = time.monotonic()
+    """A program begins: `progress` counts it from zero, and samples go on counting."""
+    global _steps_before, _examples_before
+    _steps_before += progress.steps
+    _examples_before += progress.examples
+    progress.reset()
 
 
 def remember_cell(filename: str, label: str) -> None:
@@ -47,9 +50,9 @@ def sample(engine: int, program: int, replica: int) -> TelemetrySample:
         engine=engine,
         program=program,
         replica=replica,
-        seconds=time.monotonic() - _began if _began else 0.0,
-        steps=progress.steps,
-        examples=progress.examples,
+        seconds=time.monotonic() - _loaded,
+        steps=_steps_before + progress.steps,
+        examples=_examples_before + progress.examples,
         rss_nbytes=int(_process.memory_info().rss),
         device_nbytes=_device_nbytes(),
         where=_where(),

@@ -138,8 +138,10 @@ class ReplicaRow:
     _history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=64))
 
     def measured(self, sample: TelemetrySample, steps_before: int, examples_before: int) -> None:
-        """Take a sample; what earlier programs of the same cell counted is added."""
-        self.steps, self.examples = steps_before + sample.steps, examples_before + sample.examples
+        """Take a sample; what had been counted before the cell is taken off."""
+        if sample.steps < steps_before:
+            steps_before = examples_before = 0  # another process has taken the engine's place
+        self.steps, self.examples = sample.steps - steps_before, sample.examples - examples_before
         self.seconds, self.where = sample.seconds, sample.where or self.where
         self.rss_nbytes, self.device_nbytes = sample.rss_nbytes, sample.device_nbytes
         if self._history and sample.seconds < self._history[-1][0]:
@@ -179,6 +181,7 @@ class LiveModel:
 
     Args:
         title: The strategy's word, for the status line.
+        counted_before: (steps, examples) that each engine had counted when the cell began.
 
     Attributes:
         curves: By name, in the order in which they came.
@@ -188,7 +191,7 @@ class LiveModel:
         fresh: Points that were added since `take_fresh` was called: {name: {replica: [(step, value), …]}}.
     """
 
-    def __init__(self, title: str = "") -> None:
+    def __init__(self, title: str = "", counted_before: Mapping[int, tuple[int, int]] | None = None) -> None:
         self.title = title
         self.curves: dict[str, Curve] = {}
         self.rows: dict[int, ReplicaRow] = {}
@@ -199,7 +202,7 @@ class LiveModel:
         self.variables: list[VariableRow] = []
         self.fresh: dict[str, dict[int, list[tuple[float, float]]]] = {}
         self._step_base: dict[int, float] = {}  # a cell may run many programs, each of which counts from one
-        self._counted: dict[int, tuple[int, int]] = {}
+        self._counted_before = dict(counted_before or {})
         self._program: dict[int, int] = {}
 
     def feed(self, event: Any, now: float) -> None:
@@ -212,7 +215,7 @@ class LiveModel:
                 self._add(event.replica, step, values)
         elif isinstance(event, TelemetrySample):
             row = self._begin_program(event.replica, event.engine, event.program)
-            row.measured(event, *self._counted.get(event.replica, (0, 0)))
+            row.measured(event, *self._counted_before.get(event.engine, (0, 0)))
         elif isinstance(event, Status):
             self._status(event)
         elif isinstance(event, ProgramEnded | Died):
@@ -263,7 +266,6 @@ class LiveModel:
             row.engine = engine
             lasts = [curve.lines[replica].points[-1][0] for curve in self.curves.values() if replica in curve.lines]
             self._step_base[replica] = max(lasts, default=0.0)
-            self._counted[replica] = (row.steps, row.examples)
         return row
 
     def _add(self, replica: int, step: float, values: Mapping[str, float]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from distnb.session.live_model import LiveModel, VariableRow
@@ -29,14 +29,20 @@ class CellView:
         publisher: Where the cell's output goes.
         make_view: Makes the live view when it is time.
         replicas: Replicas to expect of a program that was not announced (`strategy.run` from an ordinary cell).
-        title: The strategy's word.
+        counted_before: (steps, examples) that each engine had counted before.
     """
 
-    def __init__(self, publisher: Publisher, make_view: MakeView, replicas: int = 1, title: str = "") -> None:
+    def __init__(
+        self,
+        publisher: Publisher,
+        make_view: MakeView,
+        replicas: int = 1,
+        counted_before: Mapping[int, tuple[int, int]] | None = None,
+    ) -> None:
         self.name = f"distnb-{uuid.uuid4().hex[:12]}"
         self.publisher = publisher
         publisher.on_clear = self._reappear
-        self.model = LiveModel(title)
+        self.model = LiveModel(counted_before=counted_before)
         self._make_view = make_view
         self._replicas = replicas
         self._view: LiveView | None = None
@@ -132,8 +138,8 @@ class CellView:
         if self.finished:
             return
         if self._view is None:
-            long = bool(self._running) and self.model.began is not None and now - self.model.began >= APPEAR_S
-            if self._has_live or long:
+            long = self.model.began is not None and now - self.model.began >= APPEAR_S
+            if self._has_live or (long and (self._running or self.model.steps)):
                 self._view = self._make_view(self.model, self.publisher, f"{self.name}-live")
                 self._view.show(now)
                 self._next_draw = now + self._view.period_s

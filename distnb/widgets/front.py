@@ -20,7 +20,7 @@ from distnb.widgets.base import LiveView
 from distnb.widgets.cell_view import VIEW_EVENTS, CellView
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
 from distnb.widgets.views import NoView, PictureView, TextView
-from distnb.wire.messages import Died
+from distnb.wire.messages import Died, TelemetrySample
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -65,6 +65,7 @@ class Front:
         self._session: Session | None = None
         self._unsubscribe: Callable[[], None] = lambda: None
         self._replicas = 1
+        self._counted: dict[int, tuple[int, int]] = {}  # steps and examples of each engine so far
         self._closed = False
         self._complained = False
 
@@ -106,7 +107,7 @@ class Front:
             if previous is not None:
                 self._retire(previous)
             publisher = publisher_for(self._shell, "distnb")
-            self._current = CellView(publisher, self._make_view, self._replicas)
+            self._current = CellView(publisher, self._make_view, self._replicas, self._counted)
 
     def _retire(self, view: CellView) -> None:
         """Its cell is over: what still comes for it is sent to it by name."""
@@ -197,6 +198,8 @@ class Front:
             if view is not None:
                 self._guarded(lambda view: view.feed_here(event, now), view)  # noqa: B023  (called at once)
                 continue
+            if isinstance(event, TelemetrySample):
+                self._counted[event.engine] = (event.steps, event.examples)
             for each in self._views_of(event):
                 self._guarded(lambda view: view.feed(event, now), each)  # noqa: B023
 

@@ -221,7 +221,8 @@ class TelemetrySample:
     """What a replica's control thread measured.
 
     Attributes:
-        steps, examples: Counted by `Strategy.run` since the program began.
+        seconds: Of the engine's own steady clock.
+        steps, examples: Counted by `Strategy.run` since the engine began.
         rss_nbytes: Resident memory of the engine; device_nbytes: allocated on the accelerator, or None.
         where: The user's line that the replica is in, when known ("cell 3, line 12").
     """

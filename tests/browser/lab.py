@@ -64,6 +64,7 @@ class Server:
             f"--{expose}.expose_app_in_browser=True",
         ]
         env = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(home / ".jupyter")}
+        env["JUPYTER_RUNTIME_DIR"] = str(home / "run")
         self._log = (home / "server.log").open("w")
         self._process = subprocess.Popen(command, cwd=self.notebooks, env=env, stdout=self._log, stderr=self._log)
         self._wait()
@@ -139,6 +140,7 @@ class OpenNotebook:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
         self.page.close()
 
     def _wait_for_kernel(self) -> None:

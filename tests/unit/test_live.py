@@ -166,10 +166,10 @@ def test_fresh_points_of_a_fast_loop_are_joined() -> None:
 
 
 def test_steps_go_on_over_the_programs_of_a_cell() -> None:
-    model = started(1)
+    model = LiveModel(counted_before={0: (100, 0)})
     for program in range(1, 4):
         model.feed(Live(0, program, 0, ((0.0, 1, {"loss": 1.0}),)), 0.0)
-        model.feed(TelemetrySample(0, program, 0, 0.1, 1, 16, 10), 0.0)
+        model.feed(TelemetrySample(0, program, 0, 0.1 * program, 100 + program, 16 * program, 10), 0.0)
     assert [point[0] for point in model.curves["loss"].lines[0].points] == [1, 2, 3]
     assert (model.rows[0].steps, model.rows[0].examples) == (3, 48)
 

@@ -1,0 +1,32 @@
+"""One server and one browser for each module of browser tests; skipped, with the reason, where there is no Chromium."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.browser.lab import FLAGS, Server, chromium
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Any]:
+    """A running Chromium. (pytest-playwright takes the name `browser`.)"""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = chromium()
+    if path is None:
+        pytest.skip("no Chromium on this machine (Debian and Ubuntu: apt install chromium)")
+    with api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A JupyterLab server."""
+    pytest.importorskip("jupyterlab", reason="JupyterLab is not installed")
+    server = Server(tmp_path_factory.mktemp("lab"))
+    yield server
+    server.close()
