@@ -9,10 +9,10 @@ This module runs on the replicas.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import threading
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from distnb.collectives import membership, transport, world
 from distnb.collectives.group import Group, Pending
 from distnb.collectives.membership import Member
+from distnb.collectives.rendezvous import StoreClient
 from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted
 from distnb.topology import Device, Team, parse_device
 
@@ -30,6 +31,7 @@ _active: Member | None = None
 _group: Group | None = None
 _joining: membership.Attempt | None = None
 _lock = threading.RLock()
+_pid = os.getpid()
 _SCRIPT = -1  # the key of the group that was joined from the environment
 
 
@@ -55,11 +57,11 @@ def join(team: Team, rank: int, device: Device, *, timeout_s: float | None = Non
     member = _members.get(team.engines)
     if member is not None and member is _active and member.generation == team.generation and _group is not None:
         return _group
-    return _join(team.engines, team, rank, device, membership.store_of(team.store_host, team.store_port), timeout_s)
+    return _join(team.engines, team, rank, device, StoreClient.at(team.store_host, team.store_port), timeout_s)
 
 
 def _join(
-    key: tuple[int, ...], team: Team, rank: int, device: Device, store: Callable[[], dist.Store], timeout_s: float | None
+    key: tuple[int, ...], team: Team, rank: int, device: Device, client: StoreClient, timeout_s: float | None
 ) -> Group:
     global _active, _group, _joining
     world.install()
@@ -76,7 +78,7 @@ def _join(
             member = None
         if member is None:
             member = Member(key, rank, device, team.devices)
-        member.advance(team, store, attempt, timeout_s)
+        member.advance(team, client, attempt, timeout_s)
         with _lock:
             _members[key] = member
             member.world.enter()
@@ -119,7 +121,7 @@ def join_from_env() -> Group:
         device = parse_device(os.environ["DISTNB_DEVICE"])
     team = Team(tuple(range(size)), (device,) * size, 0, os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0)))
     prefixed = dist.PrefixStore("distnb", store)
-    group = _join((_SCRIPT, *team.engines), team, rank, device, lambda: prefixed, None)
+    group = _join((_SCRIPT, *team.engines), team, rank, device, StoreClient(lambda: prefixed), None)
     program_began(1)
     return group
 
@@ -188,10 +190,28 @@ def _at_exit() -> None:
             member.end(failed=getattr(sys, "last_value", None) is not None)
         except CollectiveMismatchError as error:
             print(f"distnb: {error}", file=sys.stderr)
+    if os.getpid() != _pid:
+        return
     membership.stop_tending()
     transport.stop_releasing()
     for each in list(_members.values()):
         each.keep_for_ever()
 
 
+def _in_forked_child() -> None:
+    """A forked child, such as a DataLoader's worker, is no replica.
+
+    It takes no lock, which the parent's threads may hold, and destroys nothing, which would wait for those threads.
+    """
+    global _active, _group
+    members = list(_members.values())
+    if members:
+        # Garbage of the parent can be the last to hold what Gloo's threads served.
+        gc.freeze()
+    for member in members:
+        member.forget_in_child()
+    _active = _group = None
+
+
 atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from distnb.collectives import board, rendezvous, transport
 from distnb.collectives.operations import GuardedProcessGroup
 from distnb.collectives.process_group import GroupCore
-from distnb.collectives.rendezvous import Card
+from distnb.collectives.rendezvous import Card, StoreClient
 from distnb.collectives.transport import Transport
 from distnb.collectives.world import World
 from distnb.errors import CollectiveError, ProgramAborted
 from distnb.topology import Device, Team
 
-__all__ = ["Attempt", "Member", "stop_tending", "store_of", "tend_all"]
+__all__ = ["Attempt", "Member", "stop_tending", "tend_all"]
 
 _PERIOD_S = 0.1
 
@@ -50,11 +50,6 @@ class _Parts:
     board: board.Board
 
 
-def store_of(host: str, port: int) -> Callable[[], dist.Store]:
-    """How to connect to the store that listens there, once it is needed."""
-    return lambda: rendezvous.connect(host, port)
-
-
 class Member:
     """One team, as this replica of it sees it.
 
@@ -76,7 +71,7 @@ class Member:
         self.world = World(self.group, dist.HashStore(), self._backend_name, self._backend_config)
         self._names: Counter[str] = Counter()
         self._subgroups: weakref.WeakSet[GuardedProcessGroup] = weakref.WeakSet()
-        self._store: Callable[[], dist.Store] | None = None
+        self._client: StoreClient | None = None
         self._prefix = ""
         self._attempt: Attempt | None = None
         self._timeout_s: float | None = None
@@ -129,22 +124,23 @@ class Member:
 
     # -- forming -----------------------------------------------------------------------------------------------------
 
-    def advance(self, team: Team, store: Callable[[], dist.Store], attempt: Attempt, timeout_s: float | None) -> None:
+    def advance(self, team: Team, client: StoreClient, attempt: Attempt, timeout_s: float | None) -> None:
         """Be connected in the team's generation."""
         if self.generation == team.generation:
             if self.group.failure is not None:
                 raise CollectiveError(f"Generation {team.generation} of this team's process group was aborted. Join a newer one.")
             return
         self.suspend()
-        self._store, self._prefix, self._attempt, self._timeout_s = store, team.prefix, attempt, timeout_s
+        self._client, self._prefix, self._attempt, self._timeout_s = client, team.prefix, attempt, timeout_s
         self.group.connect()
         self.generation = team.generation
-        self.world.set_store(dist.PrefixStore(f"{team.prefix}/user", rendezvous.fresh(store())))
+        self.world.set_store(dist.PrefixStore(f"{team.prefix}/user", client.store()))
         self._attempt = None
 
     def _form(self, group: GroupCore) -> _Parts:
-        assert self._store is not None
-        store = dist.PrefixStore(f"{self._prefix}/{group.label}", self._store())
+        client = self._client
+        assert client is not None
+        store = dist.PrefixStore(f"{self._prefix}/{group.label}", client.store())
         rank, size = group.rank(), group.size()
         slowly = 0.0
 
@@ -173,6 +169,7 @@ class Member:
                 staged=frozenset({"cuda"}) if self.device.type == "cuda" and not self._uses_nccl else frozenset(),
                 local=local,
                 check=check,
+                on_abandon=client.spoil,
             )
         finally:
             group.waited()
@@ -218,6 +215,11 @@ class Member:
         """See to it that the interpreter's end waits for nothing."""
         for group in self.groups():
             group.keep_for_ever()
+
+    def forget_in_child(self) -> None:
+        """In a forked child: see to it that nothing here is used or destroyed, and that no connection is kept open."""
+        for group in self.groups():
+            group.forget_in_child()
 
     def set_environment(self, team: Team) -> None:
         """What torchrun would have set."""

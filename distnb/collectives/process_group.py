@@ -195,6 +195,13 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
             while _under_way(self._open, self._watched) and time.monotonic() < until:
                 time.sleep(0.01)
 
+    def forget_in_child(self) -> None:
+        """In a forked child: let go of the connections, which would otherwise stay open when the replica dies."""
+        self.failure = CollectiveError("A forked child of a replica, such as a DataLoader's worker, cannot take part in its collectives.")
+        if self._transport is not None:
+            self._transport.keep_for_ever()
+            self._transport.connections.forget_in_child()
+
     def _ready(self) -> Transport:
         if self.failure is not None:
             self.raise_failure()

@@ -10,13 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from distnb.errors import CollectiveError
 
-__all__ = ["Card", "connect", "fresh", "host", "meet"]
+__all__ = ["Card", "StoreClient", "host", "meet"]
 
 _CONNECT_S = 60.0
 
@@ -48,24 +47,43 @@ def host() -> str:
     return f"{socket.gethostname()}/{boot}/{namespace}/{os.getuid()}"
 
 
-def connect(address: str, port: int) -> dist.Store:
-    """A connection of our own to the store that listens there.
+class StoreClient:
+    """A connection to a store, made when it is first needed and kept: a new one can take seconds on a busy machine.
 
-    Raises:
-        CollectiveError: Nobody answers.
+    Args:
+        connect: Makes a connection.
     """
+
+    def __init__(self, connect: Callable[[], dist.Store]) -> None:
+        self._connect = connect
+        self._store: dist.Store | None = None
+
+    @classmethod
+    def at(cls, address: str, port: int) -> StoreClient:
+        """The client of the TCPStore that listens there; one for the whole process."""
+        if (address, port) not in _clients:
+            _clients[address, port] = cls(lambda: _connect(address, port))
+        return _clients[address, port]
+
+    def store(self) -> dist.Store:
+        """The connection. Raises CollectiveError if nobody answers."""
+        if self._store is None:
+            self._store = self._connect()
+        return self._store
+
+    def spoil(self) -> None:
+        """A thread was left behind that may block in this connection for long: use another one from now on."""
+        self._store = None
+
+
+_clients: dict[tuple[str, int], StoreClient] = {}
+
+
+def _connect(address: str, port: int) -> dist.Store:
     try:
         return dist.TCPStore(address, port, None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
     except RuntimeError as error:
         raise CollectiveError(f"The rendezvous store at {address}:{port} does not answer: {error}") from error
-
-
-def fresh(store: Any) -> dist.Store:
-    """A second connection to the same store, for a thread that may block in it; the same one if it offers none."""
-    try:
-        return store.clone()  # type: ignore[no-any-return]
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return store  # type: ignore[no-any-return]
 
 
 def meet(

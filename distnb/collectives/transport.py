@@ -116,16 +116,18 @@ def form(
     staged: frozenset[str],
     local: bool,
     check: Callable[[], None],
+    on_abandon: Callable[[], None],
 ) -> Transport:
     """Connect with the other replicas, all of which are known to be on their way here.
 
     Args:
-        store: Where addresses are exchanged, under a prefix that nobody used before. Used by a thread of its own.
+        store: Where addresses are exchanged, under a prefix that nobody used before.
         rank, size: Who is who.
         nccl: The GPU of this replica if the group has NCCL, else None.
         staged: See `Transport`.
         local: All replicas are on this machine: listen on loopback only.
         check: Called while waiting; raises when there is no point any more.
+        on_abandon: Called when a thread is left behind that may block in the store's connection.
 
     Raises:
         CollectiveError: The connection failed.
@@ -145,8 +147,13 @@ def form(
     threading.Thread(target=make, name="distnb-form", daemon=True).start()
     began = time.monotonic()
     while not finished.wait(0.05):
-        check()
+        try:
+            check()
+        except BaseException:
+            on_abandon()
+            raise
         if time.monotonic() - began > _HOPELESS_S:
+            on_abandon()
             raise CollectiveError(
                 f"Replica {rank} met the other {size - 1} replicas at the store, but could not connect to them within "
                 f"{_HOPELESS_S:.0f} s. A firewall between the machines, or the wrong network interface (set GLOO_SOCKET_IFNAME)?"

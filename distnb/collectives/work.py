@@ -82,13 +82,15 @@ class CollectiveWork(dist.Work):  # type: ignore[misc]
 
     def _wait_longer(self, limit: float | None) -> None:
         group, inner, began = self._group, self._inner, time.monotonic()
-        while (error := _ended(inner)) is not None:
+        while True:
             # What timed out while it ended shows no error when asked again.
             if inner.is_completed() and (error := _ended(inner)) is not None:
                 group.explain(self._epoch, self.number, error)
             group.examine(self._epoch, self.number)
             if limit is not None and time.monotonic() - began > limit:
                 group.ran_out_of_time(self._epoch, self.number, limit)
+            if _ended(inner) is None:
+                return
 
     def is_completed(self) -> bool:
         return self._gave_up() or self._inner.is_completed()
@@ -124,7 +126,13 @@ class CollectiveWork(dist.Work):  # type: ignore[misc]
         group = self._group
         if group.failure is not None and group.epoch == self._epoch and not self._inner.is_completed():
             group.raise_failure()
-        value = self._inner.get_future().value()
+        failed: RuntimeError | None = None
+        try:
+            value = self._inner.get_future().value()
+        except RuntimeError as error:
+            failed = error.with_traceback(None)
+        if failed is not None:
+            group.explain(self._epoch, self.number, failed)
         if self._staging is not None:
             value = self._staging.copy_back()
         group.finished(self)
@@ -235,7 +243,7 @@ class MessageWork(dist.Work):  # type: ignore[misc]
         try:
             self._inner.wait()
         except RuntimeError as error:
-            self._error = error
+            self._error = error.with_traceback(None)
         self._ended.set()
         self._group.finished(self)
         if self._future is not None:

@@ -43,9 +43,9 @@ def case(function: Callable[[Group], Any]) -> Callable[[Group], Any]:
     return function
 
 
-def mark() -> None:
-    """From here on the time counts."""
-    _marked[0] = time.monotonic()
+def mark(after_s: float = 0.0) -> None:
+    """From here on, or from some seconds later on, the time counts."""
+    _marked[0] = time.monotonic() + after_s
 
 
 def team(generation: int, engines: tuple[int, ...] | None = None) -> Team:
@@ -299,11 +299,11 @@ def other_operation(group: Group) -> None:
 @case
 def other_operation_late(group: Group) -> None:
     tensor = torch.ones(10)
+    mark(1.0)
     if group.rank == 0:
         dist.all_reduce(tensor)
     else:
         time.sleep(1.0)
-        mark()
         dist.all_gather([torch.ones(10) for _ in range(group.size)], tensor)
 
 
@@ -384,10 +384,10 @@ def fewer_calls(group: Group) -> None:
 
 @case
 def fewer_calls_late(group: Group) -> None:
+    mark(1.0)
     if group.rank != 1:
         dist.barrier()
     time.sleep(1.0)
-    mark()
 
 
 @case
