@@ -7,33 +7,117 @@ from tests.worlds import Cell, both, distributed, ordinary
 _IMPORTS = "import torch, numpy as np, random, math, functools, collections, dataclasses, enum"
 
 SEQUENCES: dict[str, list[Cell]] = {
-    "plain values": [distributed("a = 1\nb = 2.5\nc = 'x'\nd = None\ne = (1, ('y', 2.0))\nf = frozenset({1})\ng = b'z'\nh = a == 1")],
+    "plain values": [
+        distributed("a = 1\nb = 2.5\nc = 'x'\nd = None\ne = (1, ('y', 2.0))\nf = frozenset({1})\ng = b'z'\nh = a == 1")
+    ],
     "reading": [ordinary("x = 3\nys = [1, 2]"), distributed("z = x + sum(ys)")],
-    "augmented": [ordinary("n = 1"), distributed("n += 1"), distributed("n *= 10"), ordinary("n -= 1"), distributed("n **= 2")],
-    "append in a loop": [ordinary("history = []"), distributed("for i in range(5):\n    history.append(i * i)"), ordinary("history.append(-1)"), distributed("history.append(len(history))")],
-    "same text here and there": [ordinary("total = 0\nlog = []"), *both("total += 1\nlog.append(total)\nlast = log[-1]")],
+    "augmented": [
+        ordinary("n = 1"),
+        distributed("n += 1"),
+        distributed("n *= 10"),
+        ordinary("n -= 1"),
+        distributed("n **= 2"),
+    ],
+    "append in a loop": [
+        ordinary("history = []"),
+        distributed("for i in range(5):\n    history.append(i * i)"),
+        ordinary("history.append(-1)"),
+        distributed("history.append(len(history))"),
+    ],
+    "same text here and there": [
+        ordinary("total = 0\nlog = []"),
+        *both("total += 1\nlog.append(total)\nlast = log[-1]"),
+    ],
     "same text from nothing": both("values = [i for i in range(4)]\nvalues.append(9)\ncount = len(values)"),
-    "aliases made here": [ordinary("a = [1]\nb = a\nd = {'k': a}"), distributed("b.append(2)\nd['k'].append(3)"), ordinary("a.append(4)"), distributed("n = len(d['k'])")],
-    "aliases made there": [distributed("a = b = [1]\nc = a"), distributed("b.append(2)"), distributed("d = {'x': c}\nd['x'].append(3)\nn = len(a)")],
-    "alias of the notebook's": [ordinary("a = [1, [2]]"), distributed("b = a\nc = a[1]"), distributed("c.append(3)"), ordinary("b.append(4)"), distributed("n = len(a), len(c)")],
-    "container of the notebook's": [ordinary("a = [1]"), distributed("box = {'a': a}"), ordinary("a.append(2)"), distributed("n = len(box['a'])\nbox['a'].append(3)")],
-    "rebinding inside": [ordinary("a = [1]\nd = {'k': a}"), distributed("d['k'] = [7]"), distributed("d['k'].append(8)\na.append(2)")],
-    "replaced by an equal one": [ordinary("x = [0]\na = [x]"), distributed("n = len(a)"), ordinary("y = [0]\na[0] = y"), distributed("a[0].append(1)")],
-    "two names, one list, read apart": [ordinary("a = [1]\nb = a"), distributed("a.append(2)"), distributed("b.append(3)"), ordinary("a.append(4)"), distributed("n = len(b)")],
-    "cycle": [ordinary("a = []\na.append(a)\na.append(1)"), distributed("a[0].append(2)\nn = len(a)"), ordinary("a.append(3)"), distributed("n = len(a[0][0])")],
-    "dicts and sets": [ordinary("d = {'a': 1}\ns = {1, 2}"), distributed("d['b'] = 2\ns.add(3)\ndel d['a']"), ordinary("d.clear()\ns.discard(1)"), distributed("n = len(d), len(s)\nd.update(z=1)")],
+    "aliases made here": [
+        ordinary("a = [1]\nb = a\nd = {'k': a}"),
+        distributed("b.append(2)\nd['k'].append(3)"),
+        ordinary("a.append(4)"),
+        distributed("n = len(d['k'])"),
+    ],
+    "aliases made there": [
+        distributed("a = b = [1]\nc = a"),
+        distributed("b.append(2)"),
+        distributed("d = {'x': c}\nd['x'].append(3)\nn = len(a)"),
+    ],
+    "alias of the notebook's": [
+        ordinary("a = [1, [2]]"),
+        distributed("b = a\nc = a[1]"),
+        distributed("c.append(3)"),
+        ordinary("b.append(4)"),
+        distributed("n = len(a), len(c)"),
+    ],
+    "container of the notebook's": [
+        ordinary("a = [1]"),
+        distributed("box = {'a': a}"),
+        ordinary("a.append(2)"),
+        distributed("n = len(box['a'])\nbox['a'].append(3)"),
+    ],
+    "rebinding inside": [
+        ordinary("a = [1]\nd = {'k': a}"),
+        distributed("d['k'] = [7]"),
+        distributed("d['k'].append(8)\na.append(2)"),
+    ],
+    "replaced by an equal one": [
+        ordinary("x = [0]\na = [x]"),
+        distributed("n = len(a)"),
+        ordinary("y = [0]\na[0] = y"),
+        distributed("a[0].append(1)"),
+    ],
+    "two names, one list, read apart": [
+        ordinary("a = [1]\nb = a"),
+        distributed("a.append(2)"),
+        distributed("b.append(3)"),
+        ordinary("a.append(4)"),
+        distributed("n = len(b)"),
+    ],
+    "cycle": [
+        ordinary("a = []\na.append(a)\na.append(1)"),
+        distributed("a[0].append(2)\nn = len(a)"),
+        ordinary("a.append(3)"),
+        distributed("n = len(a[0][0])"),
+    ],
+    "dicts and sets": [
+        ordinary("d = {'a': 1}\ns = {1, 2}"),
+        distributed("d['b'] = 2\ns.add(3)\ndel d['a']"),
+        ordinary("d.clear()\ns.discard(1)"),
+        distributed("n = len(d), len(s)\nd.update(z=1)"),
+    ],
     "containers of the library": [
-        ordinary(f"{_IMPORTS}\nq = collections.deque([1])\nc = collections.Counter('aab')\nd = collections.defaultdict(list)\no = collections.OrderedDict(a=1)\nb = bytearray(b'x')"),
+        ordinary(
+            f"{_IMPORTS}\nq = collections.deque([1])\nc = collections.Counter('aab')\nd = collections.defaultdict(list)\no = collections.OrderedDict(a=1)\nb = bytearray(b'x')"
+        ),
         distributed("q.append(2)\nc.update('b')\nd['k'].append(1)\no['b'] = 2\nb.extend(b'y')"),
         ordinary("q.appendleft(0)\nc['z'] += 1\nd['k'].append(2)\no.move_to_end('a')\nb.append(33)"),
         distributed("n = list(q), dict(c), dict(d), list(o), bytes(b)\nn = str(n)"),
     ],
-    "numpy in place": [ordinary(f"{_IMPORTS}\na = np.zeros(3)\nv = a[1:]"), distributed("a[0] = 1\nv[0] = 5"), ordinary("a[2] = 7"), distributed("s = float(a.sum())\nt = float(v[1])")],
-    "tensors in place": [ordinary(f"{_IMPORTS}\nt = torch.zeros(3)\nv = t[:2]"), distributed("t += 1\nv[0] = 9"), ordinary("v[1] = 4"), distributed("s = t.sum().item()")],
-    "tensors made there": [ordinary(_IMPORTS), distributed("t = torch.arange(4.)\nu = t[1:]"), distributed("u += 1\ns = t.sum().item()"), distributed("w = t @ t\nn = w.item()")],
-    "a loss appended": [ordinary(f"{_IMPORTS}\nlosses = []"), distributed("loss = torch.tensor(2.5)\nlosses.append(loss)\nlosses.append(loss.item())"), distributed("losses[0] += 1\nn = losses[0].item()")],
+    "numpy in place": [
+        ordinary(f"{_IMPORTS}\na = np.zeros(3)\nv = a[1:]"),
+        distributed("a[0] = 1\nv[0] = 5"),
+        ordinary("a[2] = 7"),
+        distributed("s = float(a.sum())\nt = float(v[1])"),
+    ],
+    "tensors in place": [
+        ordinary(f"{_IMPORTS}\nt = torch.zeros(3)\nv = t[:2]"),
+        distributed("t += 1\nv[0] = 9"),
+        ordinary("v[1] = 4"),
+        distributed("s = t.sum().item()"),
+    ],
+    "tensors made there": [
+        ordinary(_IMPORTS),
+        distributed("t = torch.arange(4.)\nu = t[1:]"),
+        distributed("u += 1\ns = t.sum().item()"),
+        distributed("w = t @ t\nn = w.item()"),
+    ],
+    "a loss appended": [
+        ordinary(f"{_IMPORTS}\nlosses = []"),
+        distributed("loss = torch.tensor(2.5)\nlosses.append(loss)\nlosses.append(loss.item())"),
+        distributed("losses[0] += 1\nn = losses[0].item()"),
+    ],
     "objects of a notebook class": [
-        ordinary("class Account:\n    rate = 2\n    def __init__(self):\n        self.items = []\n    def add(self, x):\n        self.items.append(x * self.rate)\na = Account()"),
+        ordinary(
+            "class Account:\n    rate = 2\n    def __init__(self):\n        self.items = []\n    def add(self, x):\n        self.items.append(x * self.rate)\na = Account()"
+        ),
         distributed("a.add(1)\nb = a\nkind = type(a).__name__"),
         ordinary("Account.rate = 5\na.add(1)"),
         distributed("a.add(1)\na.extra = 'e'"),
@@ -41,7 +125,9 @@ SEQUENCES: dict[str, list[Cell]] = {
         distributed("gone = not hasattr(a, 'extra')"),
     ],
     "class defined there": [
-        distributed("class Point:\n    def __init__(self, x):\n        self.x = x\n    def double(self):\n        return Point(self.x * 2)\np = Point(2)"),
+        distributed(
+            "class Point:\n    def __init__(self, x):\n        self.x = x\n    def double(self):\n        return Point(self.x * 2)\np = Point(2)"
+        ),
         ordinary("q = Point(5).double().x"),
         distributed("r = Point(q).double().x\nsame = type(p) is Point"),
     ],
@@ -60,7 +146,13 @@ SEQUENCES: dict[str, list[Cell]] = {
         ordinary("c = scaled(2)"),
         distributed("d = scaled(2)"),
     ],
-    "function defined there": [distributed("def f(x):\n    return x + K\nK = 3\na = f(1)"), ordinary("K = 4\nb = f(1)"), distributed("c = f(1)"), ordinary("def f(x):\n    return -x"), distributed("d = f(1)")],
+    "function defined there": [
+        distributed("def f(x):\n    return x + K\nK = 3\na = f(1)"),
+        ordinary("K = 4\nb = f(1)"),
+        distributed("c = f(1)"),
+        ordinary("def f(x):\n    return -x"),
+        distributed("d = f(1)"),
+    ],
     "functions that call functions": [
         ordinary("base = [1]\ndef inner():\n    return len(base)\ndef outer():\n    return inner() + 1"),
         distributed("a = outer()"),
@@ -70,67 +162,191 @@ SEQUENCES: dict[str, list[Cell]] = {
         distributed("c = outer()"),
     ],
     "closures": [
-        ordinary("def counter():\n    n = 0\n    def up():\n        nonlocal n\n        n += 1\n        return n\n    def get():\n        return n\n    return up, get\nup, get = counter()"),
+        ordinary(
+            "def counter():\n    n = 0\n    def up():\n        nonlocal n\n        n += 1\n        return n\n    def get():\n        return n\n    return up, get\nup, get = counter()"
+        ),
         distributed("a = up()\nb = get()"),
         ordinary("c = up()"),
         distributed("d = get()\nup()"),
         ordinary("e = get()"),
     ],
     "defaults, partials, decorators": [
-        ordinary(f"{_IMPORTS}\ndef add(x, seen=[]):\n    seen.append(x)\n    return len(seen)\np = functools.partial(add, 7)\n@functools.wraps(add)\ndef wrapped(*a):\n    return add(*a)"),
+        ordinary(
+            f"{_IMPORTS}\ndef add(x, seen=[]):\n    seen.append(x)\n    return len(seen)\np = functools.partial(add, 7)\n@functools.wraps(add)\ndef wrapped(*a):\n    return add(*a)"
+        ),
         distributed("a = add(1)\nb = p()\nc = wrapped(2)"),
         ordinary("d = add(3)"),
         distributed("e = add(4)"),
     ],
-    "function that assigns a global": [ordinary("n = 1\ndef bump():\n    global n\n    n += 1"), distributed("bump()\nbump()"), ordinary("bump()"), distributed("bump()")],
-    "lambda and recursion": [distributed("sq = lambda x: x * x\ndef fact(n):\n    return 1 if n == 0 else n * fact(n - 1)\na = fact(5)"), ordinary("b = fact(4) + sq(3)"), distributed("c = fact(3) + sq(2)")],
-    "imports": [distributed("import math\nimport os.path as path\nfrom collections import OrderedDict as OD\nimport json.decoder"), ordinary("a = math.floor(2.5)\nb = json.decoder.JSONDecoder.__name__"), distributed("c = math.ceil(a + 0.5)\nd = OD is not None")],
-    "import here, use there": [ordinary("import json\nimport xml.dom.minidom\nfrom math import *"), distributed("a = json.dumps([1])\nb = xml.dom.minidom.parseString('<a/>').firstChild.tagName\nc = floor(sqrt(16))")],
-    "del": [ordinary("a = 1\nb = [1]\nc = 2"), distributed("del a\nd = len(b)"), ordinary("del b"), distributed("known = 'b' in globals()\ndel c\ndel d")],
-    "del then read": [ordinary("x = [1]"), distributed("n = len(x)"), ordinary("del x"), distributed("x", raises=NameError), ordinary("x = 5"), distributed("y = x")],
-    "an error half-way": [ordinary("log = []"), distributed("a = 1\nlog.append(1)\nb = [a]\n1 / 0\nc = 3", raises=ZeroDivisionError), distributed("b.append(a)\nlog.append(2)"), ordinary("n = len(log)")],
-    "types of one value": [distributed("x = 1"), distributed("x = True"), distributed("x = 1.0"), distributed("x = '1'"), distributed("x = [1]"), distributed("x = (1,)")],
+    "function that assigns a global": [
+        ordinary("n = 1\ndef bump():\n    global n\n    n += 1"),
+        distributed("bump()\nbump()"),
+        ordinary("bump()"),
+        distributed("bump()"),
+    ],
+    "lambda and recursion": [
+        distributed("sq = lambda x: x * x\ndef fact(n):\n    return 1 if n == 0 else n * fact(n - 1)\na = fact(5)"),
+        ordinary("b = fact(4) + sq(3)"),
+        distributed("c = fact(3) + sq(2)"),
+    ],
+    "imports": [
+        distributed(
+            "import math\nimport os.path as path\nfrom collections import OrderedDict as OD\nimport json.decoder"
+        ),
+        ordinary("a = math.floor(2.5)\nb = json.decoder.JSONDecoder.__name__"),
+        distributed("c = math.ceil(a + 0.5)\nd = OD is not None"),
+    ],
+    "import here, use there": [
+        ordinary("import json\nimport xml.dom.minidom\nfrom math import *"),
+        distributed(
+            "a = json.dumps([1])\nb = xml.dom.minidom.parseString('<a/>').firstChild.tagName\nc = floor(sqrt(16))"
+        ),
+    ],
+    "del": [
+        ordinary("a = 1\nb = [1]\nc = 2"),
+        distributed("del a\nd = len(b)"),
+        ordinary("del b"),
+        distributed("known = 'b' in globals()\ndel c\ndel d"),
+    ],
+    "del then read": [
+        ordinary("x = [1]"),
+        distributed("n = len(x)"),
+        ordinary("del x"),
+        distributed("x", raises=NameError),
+        ordinary("x = 5"),
+        distributed("y = x"),
+    ],
+    "an error half-way": [
+        ordinary("log = []"),
+        distributed("a = 1\nlog.append(1)\nb = [a]\n1 / 0\nc = 3", raises=ZeroDivisionError),
+        distributed("b.append(a)\nlog.append(2)"),
+        ordinary("n = len(log)"),
+    ],
+    "types of one value": [
+        distributed("x = 1"),
+        distributed("x = True"),
+        distributed("x = 1.0"),
+        distributed("x = '1'"),
+        distributed("x = [1]"),
+        distributed("x = (1,)"),
+    ],
     "enums, dataclasses, namedtuples": [
-        ordinary(f"{_IMPORTS}\nclass Color(enum.Enum):\n    RED = 1\n    BLUE = 2\n@dataclasses.dataclass\nclass Conf:\n    lr: float = 0.1\n    tags: list = dataclasses.field(default_factory=list)\nP = collections.namedtuple('P', 'x y')"),
+        ordinary(
+            f"{_IMPORTS}\nclass Color(enum.Enum):\n    RED = 1\n    BLUE = 2\n@dataclasses.dataclass\nclass Conf:\n    lr: float = 0.1\n    tags: list = dataclasses.field(default_factory=list)\nP = collections.namedtuple('P', 'x y')"
+        ),
         distributed("c = Color.BLUE\nconf = Conf()\nconf.tags.append(c)\np = P(1, 2)\nok = c is Color.BLUE"),
         ordinary("same = c is Color.BLUE\nconf2 = Conf(0.5)\ntotal = p.x + p.y"),
         distributed("conf2.lr *= 2\nconf2.tags.append(p)\nred = Color.RED"),
     ],
     "modules of torch": [
-        ordinary(f"{_IMPORTS}\nimport torch.nn.functional as F\nloss_fn = torch.nn.CrossEntropyLoss()\nx = torch.ones(2, 3)\ny = torch.tensor([0, 2])"),
+        ordinary(
+            f"{_IMPORTS}\nimport torch.nn.functional as F\nloss_fn = torch.nn.CrossEntropyLoss()\nx = torch.ones(2, 3)\ny = torch.tensor([0, 2])"
+        ),
         distributed("value = loss_fn(F.relu(x), y).item()"),
         ordinary("x[0, 0] = 5"),
         distributed("value2 = loss_fn(F.relu(x), y).item()"),
     ],
-    "leaf tensors and gradients": [ordinary(f"{_IMPORTS}\nw = torch.ones(2, requires_grad=True)"), distributed("(w * 3).sum().backward()\ng = w.grad.sum().item()"), ordinary("h = w.grad.sum().item()\nw.grad.zero_()"), distributed("k = w.grad.sum().item()")],
+    "leaf tensors and gradients": [
+        ordinary(f"{_IMPORTS}\nw = torch.ones(2, requires_grad=True)"),
+        distributed("(w * 3).sum().backward()\ng = w.grad.sum().item()"),
+        ordinary("h = w.grad.sum().item()\nw.grad.zero_()"),
+        distributed("k = w.grad.sum().item()"),
+    ],
     "random numbers": [
         ordinary(f"{_IMPORTS}\ntorch.manual_seed(1)\nnp.random.seed(1)\nrandom.seed(1)\na = torch.rand(1).item()"),
-        distributed("b = torch.rand(1).item()\nc = float(np.random.rand())\nd = random.random()\nn1 = float(np.random.normal())"),
-        ordinary("e = torch.rand(1).item()\nf = float(np.random.rand())\ng = random.random()\nn2 = float(np.random.normal())"),
+        distributed(
+            "b = torch.rand(1).item()\nc = float(np.random.rand())\nd = random.random()\nn1 = float(np.random.normal())"
+        ),
+        ordinary(
+            "e = torch.rand(1).item()\nf = float(np.random.rand())\ng = random.random()\nn2 = float(np.random.normal())"
+        ),
         distributed("h = torch.randperm(5).tolist()\nh = str(h)"),
     ],
-    "default dtype": [ordinary(f"{_IMPORTS}\ntorch.set_default_dtype(torch.float64)"), distributed("d = torch.ones(1).dtype"), distributed("torch.set_default_dtype(torch.float32)"), ordinary("e = torch.ones(1).dtype")],
-    "big arrays": [ordinary(f"{_IMPORTS}\nbig = np.arange(300_000.)"), distributed("s = float(big.sum())"), ordinary("big[0] = 7"), distributed("t = float(big.sum())\nbig[1] = 5"), ordinary("u = float(big[:2].sum())")],
-    "an array that grows": [ordinary(f"{_IMPORTS}\na = np.zeros(2)\nbox = [a]"), distributed("n = a.size"), ordinary("a = np.append(a, 1)\nbox.append(a)"), distributed("n = a.size, len(box)\na[0] = 3")],
-    "comprehensions and walrus": [ordinary("xs = [1, 2, 3]"), distributed("ys = [x * k for k in xs for x in range(k)]\nif (n := len(ys)) > 2:\n    m = n\nd = {str(k): v for k, v in zip('ab', xs)}")],
-    "conditional assignment": [ordinary("flag = False\nx = 1"), distributed("if flag:\n    x = 2\ny = x"), ordinary("flag = True"), distributed("if flag:\n    x = 2\ny = x")],
-    "IPython syntax": [ordinary("data = [3, 1, 2]\ntext = 'hi'"), distributed("%time out = sorted(data)\nlines = !echo {text} $text\nlines = list(lines)")],
+    "default dtype": [
+        ordinary(f"{_IMPORTS}\ntorch.set_default_dtype(torch.float64)"),
+        distributed("d = torch.ones(1).dtype"),
+        distributed("torch.set_default_dtype(torch.float32)"),
+        ordinary("e = torch.ones(1).dtype"),
+    ],
+    "big arrays": [
+        ordinary(f"{_IMPORTS}\nbig = np.arange(300_000.)"),
+        distributed("s = float(big.sum())"),
+        ordinary("big[0] = 7"),
+        distributed("t = float(big.sum())\nbig[1] = 5"),
+        ordinary("u = float(big[:2].sum())"),
+    ],
+    "an array that grows": [
+        ordinary(f"{_IMPORTS}\na = np.zeros(2)\nbox = [a]"),
+        distributed("n = a.size"),
+        ordinary("a = np.append(a, 1)\nbox.append(a)"),
+        distributed("n = a.size, len(box)\na[0] = 3"),
+    ],
+    "comprehensions and walrus": [
+        ordinary("xs = [1, 2, 3]"),
+        distributed(
+            "ys = [x * k for k in xs for x in range(k)]\nif (n := len(ys)) > 2:\n    m = n\nd = {str(k): v for k, v in zip('ab', xs)}"
+        ),
+    ],
+    "conditional assignment": [
+        ordinary("flag = False\nx = 1"),
+        distributed("if flag:\n    x = 2\ny = x"),
+        ordinary("flag = True"),
+        distributed("if flag:\n    x = 2\ny = x"),
+    ],
+    "IPython syntax": [
+        ordinary("data = [3, 1, 2]\ntext = 'hi'"),
+        distributed("%time out = sorted(data)\nlines = !echo {text} $text\nlines = list(lines)"),
+    ],
     "f-strings": [ordinary("who = 'you'\nn = 3"), distributed("s = f'{who:>{n + 2}}{n!r}'")],
-    "globals()": [ordinary("alpha = 1\nbeta = [2]"), distributed("t = globals()['alpha'] + eval('len(beta)')\nexec('gamma = t + 1')")],
-    "generic objects": [ordinary("import types, pathlib, datetime, decimal\nns = types.SimpleNamespace(a=[1])\np = pathlib.Path('x')\nd = datetime.date(2020, 1, 2)"), distributed("ns.a.append(2)\nns.b = p / 'y'\nwhen = d.replace(year=2021)\nm = decimal.Decimal('1.5')"), ordinary("ns.c = 1"), distributed("n = ns.c + len(ns.a)")],
+    "globals()": [
+        ordinary("alpha = 1\nbeta = [2]"),
+        distributed("t = globals()['alpha'] + eval('len(beta)')\nexec('gamma = t + 1')"),
+    ],
+    "generic objects": [
+        ordinary(
+            "import types, pathlib, datetime, decimal\nns = types.SimpleNamespace(a=[1])\np = pathlib.Path('x')\nd = datetime.date(2020, 1, 2)"
+        ),
+        distributed("ns.a.append(2)\nns.b = p / 'y'\nwhen = d.replace(year=2021)\nm = decimal.Decimal('1.5')"),
+        ordinary("ns.c = 1"),
+        distributed("n = ns.c + len(ns.a)"),
+    ],
     "switching with state": [
         *both("try:\n    state['n'] += 1\nexcept NameError:\n    state = {'n': 0}\nn = state['n']")[:1],
         distributed("state['n'] += 1\nn = state['n']"),
         ordinary("state['n'] += 1\nn = state['n']"),
         distributed("state['n'] += 1\nn = state['n']"),
     ],
-    "generator replaced by list": [ordinary("g = (i for i in range(3))\nxs = list(range(3))"), distributed("total = sum(xs)"), distributed("n = sum(g2 for g2 in xs)\ng = None")],
-    "names left alone": [ordinary("f = open('/dev/null')\nlock = __import__('threading').Lock()\nx = 1"), distributed("y = x + 1"), ordinary("f.close()\nf = None\nlock = None")],
-    "context managers": [ordinary("import contextlib\nlog = []\n@contextlib.contextmanager\ndef note(x):\n    log.append(x)\n    yield x\n    log.append(-x)"), distributed("with note(3) as k:\n    log.append('in')"), ordinary("n = len(log)")],
-    "match": [ordinary("value = {'kind': 'a', 'n': 3}"), distributed("match value:\n    case {'kind': 'a', 'n': k}:\n        r = k\n    case _:\n        r = None")],
-    "user iterators": [ordinary("it = iter([1, 2, 3, 4])"), distributed("a = next(it)"), ordinary("b = next(it)"), distributed("c = next(it)")],
+    "generator replaced by list": [
+        ordinary("g = (i for i in range(3))\nxs = list(range(3))"),
+        distributed("total = sum(xs)"),
+        distributed("n = sum(g2 for g2 in xs)\ng = None"),
+    ],
+    "names left alone": [
+        ordinary("f = open('/dev/null')\nlock = __import__('threading').Lock()\nx = 1"),
+        distributed("y = x + 1"),
+        ordinary("f.close()\nf = None\nlock = None"),
+    ],
+    "context managers": [
+        ordinary(
+            "import contextlib\nlog = []\n@contextlib.contextmanager\ndef note(x):\n    log.append(x)\n    yield x\n    log.append(-x)"
+        ),
+        distributed("with note(3) as k:\n    log.append('in')"),
+        ordinary("n = len(log)"),
+    ],
+    "match": [
+        ordinary("value = {'kind': 'a', 'n': 3}"),
+        distributed("match value:\n    case {'kind': 'a', 'n': k}:\n        r = k\n    case _:\n        r = None"),
+    ],
+    "user iterators": [
+        ordinary("it = iter([1, 2, 3, 4])"),
+        distributed("a = next(it)"),
+        ordinary("b = next(it)"),
+        distributed("c = next(it)"),
+    ],
     "property and inheritance": [
-        ordinary("class Base:\n    scale = 2\n    @property\n    def double(self):\n        return self.x * self.scale\n    @classmethod\n    def make(cls, x):\n        o = cls()\n        o.x = x\n        return o\nclass Child(Base):\n    def triple(self):\n        return super().double + self.x"),
+        ordinary(
+            "class Base:\n    scale = 2\n    @property\n    def double(self):\n        return self.x * self.scale\n    @classmethod\n    def make(cls, x):\n        o = cls()\n        o.x = x\n        return o\nclass Child(Base):\n    def triple(self):\n        return super().double + self.x"
+        ),
         distributed("c = Child.make(4)\nn = c.triple()"),
         ordinary("class Third(Child):\n    scale = 10\nm = Third.make(1).triple()"),
         distributed("k = Third.make(2).triple()\nrel = issubclass(Third, Base)"),

@@ -93,7 +93,9 @@ class Process:
         return {
             name: value
             for name, value in self.user_ns.items()
-            if not name.startswith("_") and name not in ("In", "Out", "exit", "quit", "open", "get_ipython", "rid") and hidden.get(name) is not value
+            if not name.startswith("_")
+            and name not in ("In", "Out", "exit", "quit", "open", "get_ipython", "rid")
+            and hidden.get(name) is not value
         }
 
 
@@ -118,7 +120,6 @@ class DoubleWorld:
 
     def __init__(self, replicas: int = 2, *, via: Callable[[list[Any]], list[Any]] | None = None) -> None:
         self.notebook = Process()
-        self.notebook.user_ns["rid"] = lambda: 0
         self.engines: list[Process] = []
         self.namespaces: list[EngineNamespace] = []
         for replica in range(replicas):
@@ -176,10 +177,14 @@ class DoubleWorld:
         effects = {}
         for replica, namespace in enumerate(self.namespaces):
             with self.engines[replica].active():
-                (engine_function, engine_args, engine_kwargs), _ = namespace.open_call(self._send(payload), delivery, replica)
+                (engine_function, engine_args, engine_kwargs), _ = namespace.open_call(
+                    self._send(payload), delivery, replica
+                )
                 own = structure.select((engine_args, engine_kwargs), replica)
                 result = structure.map_structure(
-                    lambda leaf, replica=replica: leaf if structure.is_immutable(leaf) else PerReplica.own(replica, leaf, len(self.namespaces)),
+                    lambda leaf, replica=replica: (
+                        leaf if structure.is_immutable(leaf) else PerReplica.own(replica, leaf, len(self.namespaces))
+                    ),
                     engine_function(*own[0], **own[1]),
                 )
                 effects[replica] = self._send(namespace.close_call(0, result))
@@ -254,14 +259,21 @@ def differ(one: Any, other: Any, where: str, seen: frozenset[tuple[int, int]] = 
     if type(one).__qualname__ != type(other).__qualname__:
         return f"{where}: {type(one)} and {type(other)}"
     if isinstance(one, torch.Tensor):
-        alike = one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other) and one.requires_grad == other.requires_grad
+        alike = (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and torch.equal(one, other)
+            and one.requires_grad == other.requires_grad
+        )
         return None if alike else f"{where}: {one} and {other}"
     if isinstance(one, numpy.ndarray):
         return None if one.dtype == other.dtype and numpy.array_equal(one, other) else f"{where}: {one} and {other}"
     if isinstance(one, dict):
         if list(map(str, one)) != list(map(str, other)):
             return f"{where}: keys {list(one)} and {list(other)}"
-        return _first(differ(one[key], value, f"{where}[{key!r}]", seen) for key, value in zip(one, other.values(), strict=True))
+        return _first(
+            differ(one[key], value, f"{where}[{key!r}]", seen) for key, value in zip(one, other.values(), strict=True)
+        )
     if isinstance(one, list | tuple):
         if len(one) != len(other):
             return f"{where}: {one} and {other}"
@@ -285,7 +297,9 @@ def _differ_functions(one: Any, other: Any, where: str, seen: Any) -> str | None
     if one.__code__.co_code != other.__code__.co_code or one.__name__ != other.__name__:
         return f"{where}: the code of {one} and {other}"
     cells = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (one, other)]
-    return differ(cells[0], cells[1], f"closure of {where}", seen) or differ(one.__defaults__, other.__defaults__, f"defaults of {where}", seen)
+    return differ(cells[0], cells[1], f"closure of {where}", seen) or differ(
+        one.__defaults__, other.__defaults__, f"defaults of {where}", seen
+    )
 
 
 def _first(found: Iterable[str | None]) -> str | None:

@@ -36,26 +36,31 @@ class Describer:
     def __init__(self, side: Side) -> None:
         self._side = side
 
+    def register(self, value: Any, space: Space, identity: ObjectId) -> None:
+        """Give a value an id, if it is an object with one."""
+        if isinstance(value, types.ModuleType) or is_plain(value):
+            return
+        # Under this id in any case, should the replicas not agree on which object it is.
+        space.twins.add(identity, value, findable=not _may_be_code(value))
+        space.registered.add(identity[1])
+
     def value(self, value: Any, space: Space, identity: ObjectId, *, brief: bool = False) -> Described:
         """Describe what a name or a result is. A new object is registered under `identity`."""
         if isinstance(value, types.ModuleType):
             return Described("module", value=value.__name__)
         if is_plain(value):
             return self._plain(value, space)
-        # Under its own id, too, in case that replicas do not agree on which object it is.
-        space.twins.add(identity, value, findable=False)
-        space.registered.add(identity[1])
+        self.register(value, space, identity)
         known = space.twins.id_of(value)
         if known is not None and is_value_twin(known):
             return Described("known", identity=known)
-        if isinstance(value, type | types.FunctionType) and not is_importable(value):
+        if known is None:
             described = self._code(value, space)
             if described is not None:
                 return described
-        if known is not None:
-            return self.object(value, space, known, "known", brief=brief)
-        space.twins.add(identity, value)
-        return self.object(value, space, identity, brief=brief)
+            space.twins.add(identity, value)
+            known = identity
+        return self.object(value, space, known, "object" if known == identity else "known", brief=brief)
 
     def _plain(self, value: Any, space: Space) -> Described:
         if type(value) in (bool, int, float, str, type(None)):
@@ -110,6 +115,10 @@ class Describer:
             return structure.unflatten(shape, described)
         except Exception:  # a container that checks what it is given
             return Leaf(self.value(value, space, (serial, "r"), brief=True))
+
+
+def _may_be_code(value: Any) -> bool:
+    return isinstance(value, type | types.FunctionType)
 
 
 def is_mirrored(value: Any) -> bool:

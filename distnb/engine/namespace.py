@@ -14,6 +14,8 @@ from distnb.engine import operations
 from distnb.engine.descriptions import Describer
 from distnb.engine.objects import Objects, Pending, Space
 from distnb.engine.travel import pack_effects
+from distnb.options import StrategySpec
+from distnb.strategies.scope import adopt_restored
 from distnb.values import Mirrored, PerReplica
 from distnb.wire.bindings import Delivery, Described, Effects, Mark, SpaceKey, unpack_indexes
 from distnb.wire.environment import Environment, apply_environment, capture_environment
@@ -38,15 +40,17 @@ class EngineNamespace:
         reserved: Names that the engine itself binds before a program runs.
 
     Attributes:
-        adopt: Called with each object restored from a survivor; strategies keep mirrored ones in sync again.
+        adopt: Called with each object restored from a survivor, and the strategy that made it: it is kept in sync again.
     """
 
-    def __init__(self, user_ns: dict[str, Any], objects: Objects, *, engine: int | None = None, reserved: Iterable[str] = ()) -> None:
+    def __init__(
+        self, user_ns: dict[str, Any], objects: Objects, *, engine: int | None = None, reserved: Iterable[str] = ()
+    ) -> None:
         self.user_ns = user_ns
         self.objects = objects
         self.side = Side(user_ns)
         self.describer = Describer(self.side)
-        self.adopt: Callable[[Any], None] = lambda obj: None
+        self.adopt: Callable[[Any, StrategySpec | None], None] = adopt_restored
         self._engine = engine
         self._reserved = frozenset(reserved)
         self._environment: Environment | None = None
@@ -191,7 +195,9 @@ class EngineNamespace:
         self._unfinished = mark, space
         return mark
 
-    def finish(self, mark: Mark, program: int, failed: bool, result: Callable[[Space, int], Any] | None = None) -> Effects:
+    def finish(
+        self, mark: Mark, program: int, failed: bool, result: Callable[[Space, int], Any] | None = None
+    ) -> Effects:
         """Describe what a program did, whether it failed or not.
 
         Args:
@@ -255,7 +261,12 @@ class EngineNamespace:
     def _is_hidden(self, name: str) -> bool:
         return name in self._reserved or not isinstance(name, str) or _HIDDEN.fullmatch(name) is not None
 
-    def _describe_names(self, assigned: list[str], space: Space, serial: int) -> tuple[dict[str, Described], dict[str, Any]]:
+    def _describe_names(
+        self, assigned: list[str], space: Space, serial: int
+    ) -> tuple[dict[str, Described], dict[str, Any]]:
+        # All ids first: each description tells which other objects it holds.
+        for name in assigned:
+            self.describer.register(self.user_ns[name], space, (serial, name))
         names = {name: self.describer.value(self.user_ns[name], space, (serial, name)) for name in assigned}
         code = {name: self.user_ns[name] for name, described in names.items() if described.kind == "code"}
         return names, code
@@ -296,4 +307,3 @@ class EngineNamespace:
             if node is not NOT_THERE:
                 found[identity] = self.describer.object(node, space, identity, "known")
         return found
-

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from distnb.engine.descriptions import is_mirrored, summarise
 from distnb.engine.objects import Space
 from distnb.errors import NamespaceError, StaleHandleError
+from distnb.strategies.scope import spec_of
 from distnb.values import DistributedValues
 from distnb.wire.bindings import Described, Leaf, Request
 from distnb.wire.codec import Parcel
@@ -159,12 +160,16 @@ def _fetch(namespace: EngineNamespace, space: Space, request: Request) -> Parcel
         values = [_follow(values[0], request.path)]
     by_reference = {key: identity for key, identity in space.twins.ids.items() if is_value_twin(identity)}
     file = io.BytesIO()
-    pickler = GraphPickler(file, namespace.side, by_reference, {_kind: _component for _kind in DistributedValues.__subclasses__()})
+    pickler = GraphPickler(
+        file, namespace.side, by_reference, {_kind: _component for _kind in DistributedValues.__subclasses__()}
+    )
     try:
         return pack_all(pickler, file, [values])
     except Exception as error:
         shown = type(values[0]).__qualname__
-        raise NamespaceError(f"An object of type {shown} cannot be copied to the notebook: {error}. Work with it in a distributed cell.") from error
+        raise NamespaceError(
+            f"An object of type {shown} cannot be copied to the notebook: {error}. Work with it in a distributed cell."
+        ) from error
 
 
 def _component(value: DistributedValues) -> Any:
@@ -174,10 +179,13 @@ def _component(value: DistributedValues) -> Any:
 def _export(namespace: EngineNamespace, space: Space, request: Request) -> tuple[Parcel, tuple[ObjectId, ...]]:
     """The notebook's objects and the mirrored ones, for an engine that takes a lost one's place."""
     wanted = {identity: space.twins.get(identity) for identity in request.targets}
-    wanted.update({identity: obj for identity, obj in space.twins.items() if is_value_twin(identity) or is_mirrored(obj)})
+    wanted.update(
+        {identity: obj for identity, obj in space.twins.items() if is_value_twin(identity) or is_mirrored(obj)}
+    )
     ready = {identity: obj for identity, obj in wanted.items() if obj is not NOT_THERE and _packable(namespace, obj)}
     file = io.BytesIO()
-    return pack_all(GraphPickler(file, namespace.side, {}), file, [ready]), tuple(ready)
+    owned = {identity: (obj, spec_of(obj)) for identity, obj in ready.items()}
+    return pack_all(GraphPickler(file, namespace.side, {}), file, [owned]), tuple(ready)
 
 
 def _packable(namespace: EngineNamespace, obj: Any) -> bool:
@@ -191,10 +199,9 @@ def _packable(namespace: EngineNamespace, obj: Any) -> bool:
 def _import(namespace: EngineNamespace, space: Space, request: Request) -> None:
     assert request.blob is not None
     found = GraphUnpickler(request.blob, namespace.side, lambda pid: NOT_THERE).load()
-    for identity, obj in found.items():
+    for identity, (obj, spec) in found.items():
         space.twins.add(identity, obj)
-        namespace.adopt(obj)
+        namespace.adopt(obj, spec)
 
 
 _TRANSFERS: dict[str, Callable[[Any, Space, Request], Any]] = {"export": _export, "fetch": _fetch, "import": _import}
-

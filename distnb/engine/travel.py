@@ -23,7 +23,22 @@ from distnb.wire.twins import NOT_THERE, is_value_twin
 __all__ = ["Luggage", "pack_effects"]
 
 _SMALL_NBYTES = 1 << 16
-_ALWAYS_BY_VALUE = (list, dict, set, tuple, frozenset, str, bytes, bytearray, int, float, complex, bool, type(None), type)
+_ALWAYS_BY_VALUE = (
+    list,
+    dict,
+    set,
+    tuple,
+    frozenset,
+    str,
+    bytes,
+    bytearray,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type,
+)
 
 
 @dataclass
@@ -60,11 +75,17 @@ class _Stays(dict[type, Callable[[Any], Any] | None]):
 
     def _decide(self, kind: type) -> Callable[[Any], Any] | None:
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-        if issubclass(kind, DistributedValues) or (issubclass(kind, _UNSENDABLE) and not issubclass(kind, _SENDABLE_IO)):
+        if issubclass(kind, DistributedValues) or (
+            issubclass(kind, _UNSENDABLE) and not issubclass(kind, _SENDABLE_IO)
+        ):
             return self._register
-        if (torch is not None and issubclass(kind, torch.Tensor)) or (numpy is not None and issubclass(kind, numpy.ndarray)):
+        if (torch is not None and issubclass(kind, torch.Tensor)) or (
+            numpy is not None and issubclass(kind, numpy.ndarray)
+        ):
             return self._if_large
-        if torch is not None and issubclass(kind, torch.nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
+        if torch is not None and issubclass(
+            kind, torch.nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler
+        ):
             return self._register
         if kind.__module__.split(".")[0] == "distnb" and is_node_type(kind):
             return self._register
@@ -103,7 +124,14 @@ def pack_effects(
 
 
 def _pack(
-    code: dict[str, Any], changed: Sequence[ObjectId], space: Space, side: Side, serial: int, describer: Describer, *, strict: bool
+    code: dict[str, Any],
+    changed: Sequence[ObjectId],
+    space: Space,
+    side: Side,
+    serial: int,
+    describer: Describer,
+    *,
+    strict: bool,
 ) -> Luggage:
     twins = space.twins
     fresh: dict[ObjectId, Described] = {}

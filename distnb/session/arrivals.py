@@ -98,11 +98,16 @@ class Arrival:
         unlike = {replica: spec for replica, spec in specs.items() if spec != next(iter(specs.values()))}
         if unlike:
             shown = "\n".join(f"  replica {replica}: {spec}" for replica, spec in specs.items())
-            raise StructureError(f"The replicas returned different structures:\n{shown}\nReturn the same containers with the same keys on every replica.")
+            raise StructureError(
+                f"The replicas returned different structures:\n{shown}\nReturn the same containers with the same keys on every replica."
+            )
         leaves = {replica: structure.flatten(tree)[0] for replica, tree in trees.items()}
         shape = structure.flatten(first)[1]
         rows = enumerate(zip(*leaves.values(), strict=True))
-        combined = [self._combine("", dict(zip(leaves, (leaf.described for leaf in row), strict=True)), f"r{index}") for index, row in rows]
+        combined = [
+            self._combine("", dict(zip(leaves, (leaf.described for leaf in row), strict=True)), f"r{index}")
+            for index, row in rows
+        ]
         return structure.unflatten(shape, combined)
 
     # -- functions, classes, objects changed in place ------------------------------------------------------------------
@@ -146,7 +151,8 @@ class Arrival:
         return {
             identity: None
             for identity in seen
-            if len({one.get(identity, identity) for one in changed}) > 1 or (b"" in [one.get(identity) for one in changed] and len(changed) > 1)
+            if len({one.get(identity, identity) for one in changed}) > 1
+            or (b"" in [one.get(identity) for one in changed] and len(changed) > 1)
         }
 
     def _is_same_code(self, name: str) -> bool:
@@ -170,7 +176,11 @@ class Arrival:
 
     def _register(self, memo: dict[int, Any], skip: set[int]) -> list[int]:
         twins = self._space.twins
-        nodes = [(index, obj) for index, obj in memo.items() if is_node(obj) and id(obj) not in twins.ids and not isinstance(obj, HANDLES)]
+        nodes = [
+            (index, obj)
+            for index, obj in memo.items()
+            if is_node(obj) and id(obj) not in twins.ids and not isinstance(obj, HANDLES)
+        ]
         memo.clear()
         for _, obj in nodes:
             attributes = getattr(obj, "__dict__", None)
@@ -218,7 +228,11 @@ class Arrival:
         space.twins.drop((identity,))
         space.renamed[identity] = new
         space.records.pop(identity, None)
-        names = [name for name, value in self._user_ns.items() if value is node and isinstance(name, str) and not name.startswith("_")]
+        names = [
+            name
+            for name, value in self._user_ns.items()
+            if value is node and isinstance(name, str) and not name.startswith("_")
+        ]
         for name in names:
             self._user_ns[name] = handle
             space.mark_bound(name, handle)
@@ -234,7 +248,9 @@ class Arrival:
     # -- names -----------------------------------------------------------------------------------------------------
 
     def _bind(self, name: str) -> None:
-        described = {replica: effects.names[name] for replica, effects in self._effects.items() if name in effects.names}
+        described = {
+            replica: effects.names[name] for replica, effects in self._effects.items() if name in effects.names
+        }
         value = self._combine(name, described, name)
         self._user_ns[name] = value
         self._space.mark_bound(name, value)
@@ -297,7 +313,9 @@ class Arrival:
     ) -> Any:
         if mirrored is None:
             mirrored = _are_equal(facts) and len(facts) == len(self._effects)
-        state = RemoteState(self._space, self._operations, identity, facts, local or {}, name or identity[1].lstrip("@"))
+        state = RemoteState(
+            self._space, self._operations, identity, facts, local or {}, name or identity[1].lstrip("@")
+        )
         state.lost = set(range(self._space.size)) - set(self._effects)
         handle = make_handle(state, mirrored=mirrored, size=self._space.size)
         self._space.twins.add(identity, handle, findable=False)
@@ -313,7 +331,11 @@ class Arrival:
             if not isinstance(handle, HANDLES):
                 continue
             state = state_of_handle(handle)
-            facts = {replica: effects.handles[identity] for replica, effects in self._effects.items() if identity in effects.handles}
+            facts = {
+                replica: effects.handles[identity]
+                for replica, effects in self._effects.items()
+                if identity in effects.handles
+            }
             state.facts.update(facts)
             state.dated = False
             if not any(fact.wrapped for fact in facts.values()) and len(state.facts) == self._space.size:
@@ -326,9 +348,16 @@ class Arrival:
             apply_environment(environment)
         if known is None:
             return
-        if all(effects.environment == environment for effects in self._effects.values()) and len(self._effects) == self._space.size:
+        if (
+            all(effects.environment == environment for effects in self._effects.values())
+            and len(self._effects) == self._space.size
+        ):
             if environment is not None:
-                changed = {part: value for part in ("cwd", "path", "dtype", "generators") if (value := getattr(environment, part)) is not None}
+                changed = {
+                    part: value
+                    for part in ("cwd", "path", "dtype", "generators")
+                    if (value := getattr(environment, part)) is not None
+                }
                 self._space.environment = replace(known, **changed)
         else:
             self._space.environment = None  # they differ: the next delivery brings all of it
@@ -358,5 +387,3 @@ def _replace_in_containers(old: Any, new: Any, user_ns: dict[str, Any]) -> None:
 def method_of(handle: Any, path: tuple[tuple[str, Any], ...], described: Mapping[int, Described]) -> RemoteMethod:
     """A method of an engine object, ready to be called."""
     return RemoteMethod(handle, path, next(iter(described.values())))
-
-

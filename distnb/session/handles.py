@@ -77,7 +77,9 @@ class RemoteState:
             UnassignedError: It did not.
         """
         if replica not in self.facts and replica not in self.local:
-            raise UnassignedError(f"name {self.name!r} is not defined on replica {replica}: only replicas {sorted(self.facts)} assigned it.")
+            raise UnassignedError(
+                f"name {self.name!r} is not defined on replica {replica}: only replicas {sorted(self.facts)} assigned it."
+            )
 
 
 def state_of_handle(handle: DistributedValues) -> RemoteState:
@@ -106,7 +108,9 @@ class _Remote(DistributedValues):
     def component(self, replica_id: int) -> Any:
         state = state_of_handle(self)
         if not isinstance(replica_id, int) or not 0 <= replica_id < self._num_replicas:
-            raise DistributedValueError(f"A {type(self).__name__} of {self._num_replicas} replica(s) has no component {replica_id}: they are numbered from 0.")
+            raise DistributedValueError(
+                f"A {type(self).__name__} of {self._num_replicas} replica(s) has no component {replica_id}: they are numbered from 0."
+            )
         return state.operations.fetch_components(self, (replica_id,))[replica_id]
 
     def __repr__(self) -> str:
@@ -130,14 +134,6 @@ class _Remote(DistributedValues):
                 names.update(fact.summary.attributes)
                 names.update(name for name in dir(_class_named(fact.summary.type)) if not name.startswith("__"))
         return sorted(names)
-
-    @property
-    def __doc__(self) -> str:  # type: ignore[override]
-        state = state_of_handle(self)
-        fact = next(iter(state.facts.values()), None)
-        where = "the same on every replica" if isinstance(self, Mirrored) else "one component on each replica"
-        head = f"A handle of a {state.type_name} on the engines: {where}."
-        return f"{head}\n\n{fact.summary.doc}" if fact is not None and fact.summary is not None and fact.summary.doc else head
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -246,6 +242,28 @@ class RemoteMirrored(_Remote, Mirrored):
 HANDLES: tuple[type, ...] = (RemotePerReplica, RemoteMirrored)
 
 
+class _Documentation:
+    """The documentation of a class of handles; that of one handle tells of its object, too."""
+
+    def __init__(self, text: str | None) -> None:
+        self._text = text or ""
+
+    def __get__(self, handle: DistributedValues | None, owner: type) -> str:
+        if handle is None:
+            return self._text
+        state = state_of_handle(handle)
+        where = "the same on every replica" if issubclass(owner, Mirrored) else "one component on each replica"
+        head = f"A handle of a {state.type_name} on the engines: {where}."
+        documented = [
+            fact.summary.doc for fact in state.facts.values() if fact.summary is not None and fact.summary.doc
+        ]
+        return f"{head}\n\n{documented[0]}" if documented else head
+
+
+for _kind in HANDLES:
+    _kind.__doc__ = _Documentation(_kind.__doc__)  # type: ignore[assignment]
+
+
 def make_handle(state: RemoteState, *, mirrored: bool, size: int) -> DistributedValues:
     """A handle of an object on `size` replicas."""
     kind = RemoteMirrored if mirrored else RemotePerReplica
@@ -314,10 +332,15 @@ def _parse_signature(text: str) -> inspect.Signature:
     positional += [(argument, kinds.POSITIONAL_OR_KEYWORD) for argument in arguments.args]
     without = len(positional) - len(arguments.defaults)
     defaults: list[Any] = [None] * without + list(arguments.defaults)
-    parameters = [_parameter(argument, kind, default) for (argument, kind), default in zip(positional, defaults, strict=True)]
+    parameters = [
+        _parameter(argument, kind, default) for (argument, kind), default in zip(positional, defaults, strict=True)
+    ]
     if arguments.vararg:
         parameters.append(_parameter(arguments.vararg, kinds.VAR_POSITIONAL, None))
-    parameters += [_parameter(*pair[:1], kinds.KEYWORD_ONLY, pair[1]) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    parameters += [
+        _parameter(*pair[:1], kinds.KEYWORD_ONLY, pair[1])
+        for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
     if arguments.kwarg:
         parameters.append(_parameter(arguments.kwarg, kinds.VAR_KEYWORD, None))
     return inspect.Signature(parameters)
@@ -325,5 +348,7 @@ def _parse_signature(text: str) -> inspect.Signature:
 
 def _parameter(argument: ast.arg, kind: Any, default: ast.expr | None) -> inspect.Parameter:
     shown: Any = inspect.Parameter.empty if default is None else _Shown(ast.unparse(default))
-    annotation: Any = inspect.Parameter.empty if argument.annotation is None else _Shown(ast.unparse(argument.annotation))
+    annotation: Any = (
+        inspect.Parameter.empty if argument.annotation is None else _Shown(ast.unparse(argument.annotation))
+    )
     return inspect.Parameter(argument.arg, kind, default=shown, annotation=annotation)

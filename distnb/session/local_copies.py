@@ -34,7 +34,9 @@ class LocalCopies:
         announce: Told what happened.
     """
 
-    def __init__(self, user_ns: dict[str, Any], side: Side, operations: Operations, announce: Callable[[str], None]) -> None:
+    def __init__(
+        self, user_ns: dict[str, Any], side: Side, operations: Operations, announce: Callable[[str], None]
+    ) -> None:
         self._user_ns = user_ns
         self._side = side
         self._operations = operations
@@ -103,7 +105,9 @@ class LocalCopies:
         names: list[str] = []
         handles: dict[int, DistributedValues] = {}
         places: list[tuple[Any, Any, Any]] = []
-        wanted = deque(sorted(reads.names) if not reads.dynamic else [name for name in self._user_ns if not name.startswith("_")])
+        wanted = deque(
+            sorted(reads.names) if not reads.dynamic else [name for name in self._user_ns if not name.startswith("_")]
+        )
         done: set[str] = set()
         while wanted:
             name = wanted.popleft()
@@ -132,7 +136,9 @@ class LocalCopies:
                 wanted.extend(names_of_code(obj.__code__).names)
             if type(obj) in (list, dict):
                 items = obj.items() if type(obj) is dict else enumerate(obj)
-                found += [(obj, key, held) for key, held in items if isinstance(held, Mirrored) and isinstance(held, HANDLES)]
+                found += [
+                    (obj, key, held) for key, held in items if isinstance(held, Mirrored) and isinstance(held, HANDLES)
+                ]
             if isinstance(obj, types.ModuleType) or obj is self._user_ns:
                 continue
             for part in _parts(obj):

@@ -10,7 +10,23 @@ __all__ = ["Magic", "as_python", "magic_of"]
 
 _TIMED = frozenset({"time", "timeit", "prun", "memit", "mprun", "lprun"})
 _INSPECTING = frozenset({"pinfo", "pinfo2", "pdoc", "pdef", "psource", "psearch", "page", "pp"})
-_DYNAMIC = frozenset({"run", "who", "who_ls", "whos", "macro", "recall", "rerun", "edit", "load", "reset", "reset_selective", "store", "debug"})
+_DYNAMIC = frozenset(
+    {
+        "run",
+        "who",
+        "who_ls",
+        "whos",
+        "macro",
+        "recall",
+        "rerun",
+        "edit",
+        "load",
+        "reset",
+        "reset_selective",
+        "store",
+        "debug",
+    }
+)
 _OPTION_WITH_VALUE = re.compile(r"-[nrclsTDofmu]\s*\S+\s+")
 _OPTION = re.compile(r"(--?[\w-]+(=\S+)?)(\s+|$)")
 _INTERPOLATED = re.compile(r"\{([^{}]+)\}|\$([A-Za-z_]\w*)")
@@ -48,11 +64,15 @@ def magic_of(call: ast.Call) -> Magic | None:
     shell = function.value.func
     if not (isinstance(shell, ast.Name) and shell.id == "get_ipython"):
         return None
-    texts = [argument.value for argument in call.args if isinstance(argument, ast.Constant) and isinstance(argument.value, str)]
+    texts = [
+        argument.value
+        for argument in call.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+    ]
     if len(texts) != len(call.args):
         return None
     match function.attr, texts:
-        case ("system" | "getoutput" | "system_raw" | "system_piped"), [command]:
+        case (("system" | "getoutput" | "system_raw" | "system_piped"), [command]):
             return Magic(_interpolated(command))
         case "run_line_magic", [name, line]:
             return _line_magic(name, line)

@@ -14,7 +14,12 @@ __all__ = ["ModuleWatch"]
 
 @functools.cache
 def _library_folders() -> tuple[str, ...]:
-    folders = {*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages(), sys.base_prefix + "/lib"}
+    folders = {
+        *sysconfig.get_paths().values(),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        sys.base_prefix + "/lib",
+    }
     return tuple(folder for folder in folders if folder)
 
 

@@ -14,7 +14,7 @@ from distnb.session.local_copies import LocalCopies
 from distnb.session.modules import ModuleWatch
 from distnb.session.operations import Operations, Perform
 from distnb.session.reads import names_read
-from distnb.session.spaces import Argument, NotebookSpace, Outstanding
+from distnb.session.spaces import Argument, NotebookSpace, Outstanding, Plain
 from distnb.session.travel import Packer
 from distnb.topology import Team
 from distnb.values import DistributedValues, Mirrored, structure
@@ -64,8 +64,10 @@ class NotebookNamespace:
         reads = names_read(source)
         packer = self._packer(space)
         packer.luggage.attributes |= reads.attributes
-        packer.collect([*sorted(reads.names), *extra_names], optional=sorted(packer.all_names()) if reads.dynamic else ())
-        return self._send(packer, space, team.generation)
+        packer.collect(
+            [*sorted(reads.names), *extra_names], optional=sorted(packer.all_names()) if reads.dynamic else ()
+        )
+        return self._send(packer, space, cell=True)
 
     def incoming(self, source: str, team: Team, replies: Mapping[int, Effects]) -> None:
         """Take in what a cell did, whether it failed or not.
@@ -97,11 +99,11 @@ class NotebookNamespace:
             CannotTravelError, StaleHandleError: An argument, or a name that a function reads, cannot be sent.
         """
         space = self._space(team.engines)
-        self._give_up(space, team.generation)
+        self._give_up(space)
         arguments: tuple[Any, Any] = (tuple(args), dict(kwargs))
         if structure.has_distributed(arguments):
             arguments = structure.map_structure(_as_argument, arguments)
-        return self.deliver_call(space, arguments, generation=team.generation), None
+        return self.deliver_call(space, arguments), None
 
     def result(self, team: Team, program: int, replies: Mapping[int, Effects]) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
@@ -111,8 +113,18 @@ class NotebookNamespace:
         """Objects whose last handle is gone; deliveries tell the engines themselves, so there are none left to tell."""
         return ()
 
+    def failed(self, payload: Delivery) -> None:
+        """A call's effects will not come: it failed, or could not be sent. What it may have changed is sent again.
+
+        Args:
+            payload: What `outgoing_call` gave for it.
+        """
+        for space in self._spaces.values():
+            if space.key == payload.space:
+                space.reject(payload.serial)
+
     def deliver_call(
-        self, space: NotebookSpace, arguments: Any, *, touched: Iterable[DistributedValues] = (), generation: int = 0
+        self, space: NotebookSpace, arguments: Any, *, touched: Iterable[DistributedValues] = ()
     ) -> Delivery:
         """The delivery of a call, or of an operation on `touched` handles."""
         packer = self._packer(space, in_call=True)
@@ -122,7 +134,7 @@ class NotebookNamespace:
         for handle in touched:
             names |= packer.take_handle(handle)
         packer.collect(sorted(names))
-        return self._send(packer, space, generation, arguments)
+        return self._send(packer, space, arguments)
 
     def take_in_call(self, space: NotebookSpace, effects: dict[int, Effects], *, with_result: bool = True) -> Any:
         """Take in what a program did, and give its result."""
@@ -139,7 +151,7 @@ class NotebookNamespace:
             space.reject(serial)
             raise
         arrival.confirm()
-        space.settle(serial)
+        space.outstanding.pop(serial, None)
         if len(effects) < space.size:
             for identity in watch:
                 space.forget(identity)
@@ -173,12 +185,19 @@ class NotebookNamespace:
         space.environment = None
         space.sources.clear()
         space.modules.clear()
+        space.bound = dict.fromkeys(
+            space.bound, Plain(object())
+        )  # to be bound anew; the keys tell what may need deleting
         restored = self.operations.restore(space, survivor, lost, mirrored)
         for handle in handles:
             state = state_of_handle(handle)
             if state.identity not in restored:
                 state.lost |= set(lost) & set(state.facts)
-        unknown = [identity for identity, obj in space.twins.items() if identity not in restored and not isinstance(obj, HANDLES)]
+        unknown = [
+            identity
+            for identity, obj in space.twins.items()
+            if identity not in restored and not isinstance(obj, HANDLES)
+        ]
         space.twins.drop(unknown)
         space.records.clear()
         space.twins.contents.clear()
@@ -226,13 +245,17 @@ class NotebookNamespace:
 
     def _packer(self, space: NotebookSpace, *, in_call: bool = False) -> Packer:
         if space.ended:
-            raise NamespaceError("The engines of this strategy were restarted or stopped while it was in use. Run the cell again.")
+            raise NamespaceError(
+                "The engines of this strategy were restarted or stopped while it was in use. Run the cell again."
+            )
         space.twins.sweep()
-        return Packer(space, self.user_ns, self.side, next(self._serials), self._modules, self._announce, in_call=in_call)
+        return Packer(
+            space, self.user_ns, self.side, next(self._serials), self._modules, self._announce, in_call=in_call
+        )
 
-    def _send(self, packer: Packer, space: NotebookSpace, generation: int, arguments: Any = None) -> Delivery:
+    def _send(self, packer: Packer, space: NotebookSpace, arguments: Any = None, *, cell: bool = False) -> Delivery:
         delivery = packer.pack(arguments, delete=self._stale_names(space, packer.luggage.bindings))
-        space.outstanding[delivery.serial] = Outstanding(generation, delivery)
+        space.outstanding[delivery.serial] = Outstanding(delivery, cell)
         return delivery
 
     def _stale_names(self, space: NotebookSpace, bindings: Mapping[str, Any]) -> list[str]:
@@ -248,15 +271,14 @@ class NotebookNamespace:
             stale += old
         return stale
 
-    def _give_up(self, space: NotebookSpace, generation: int | None = None) -> None:
-        """Programs whose effects have not come by now failed (with `generation`: those of earlier generations)."""
-        for serial, outstanding in list(space.outstanding.items()):
-            if generation is None or outstanding.generation not in (0, generation):
-                space.reject(serial)
+    def _give_up(self, space: NotebookSpace) -> None:
+        """A cell whose effects have not come by now failed without a word."""
+        for serial in [serial for serial, outstanding in space.outstanding.items() if outstanding.cell]:
+            space.reject(serial)
 
 
 def _as_argument(value: Any) -> Any:
-    return Argument(value) if isinstance(value, HANDLES) else value
+    return Argument(value) if isinstance(value, DistributedValues) and isinstance(value, HANDLES) else value
 
 
 def _objects_in(arguments: Any) -> Iterator[Any]:

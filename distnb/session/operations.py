@@ -26,7 +26,9 @@ Path = tuple[tuple[str, Any], ...]
 class Perform(Protocol):
     """Applies an operation to an object on some engines, and gives the answer of each."""
 
-    def __call__(self, engines: Sequence[int], operation: str, target: ObjectId, payload: Any = None) -> dict[int, Any]: ...
+    def __call__(
+        self, engines: Sequence[int], operation: str, target: ObjectId, payload: Any = None
+    ) -> dict[int, Any]: ...
 
 
 class Operations:
@@ -47,7 +49,14 @@ class Operations:
 
     # -- forwarding ------------------------------------------------------------------------------------------------
 
-    def run(self, handle: DistributedValues, operation: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, path: Path = ()) -> Any:
+    def run(
+        self,
+        handle: DistributedValues,
+        operation: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        path: Path = (),
+    ) -> Any:
         """Apply an operation on every replica that has the object, and take in what it did.
 
         Returns:
@@ -67,7 +76,9 @@ class Operations:
         first = next(iter(effects.values()))
         described = {replica: one.result.described for replica, one in effects.items() if isinstance(one.result, Leaf)}
         if isinstance(first.result, Leaf) and first.result.described.value == "method":
-            self._namespace.take_in_call(state.space, {replica: replace(one, result=None) for replica, one in effects.items()}, with_result=False)
+            self._namespace.take_in_call(
+                state.space, {replica: replace(one, result=None) for replica, one in effects.items()}, with_result=False
+            )
             return method_of(handle, path, described)
         return self._namespace.take_in_call(state.space, effects)
 
@@ -75,9 +86,15 @@ class Operations:
         """The items of a mirrored container, each a plain value or a handle."""
         items = self.run(handle, "list")
         length: int = self.run(items, "length") if isinstance(items, DistributedValues) else len(items)
-        return [self.run(items, "get_item", (index,)) for index in range(length)] if isinstance(items, DistributedValues) else list(items)
+        return (
+            [self.run(items, "get_item", (index,)) for index in range(length)]
+            if isinstance(items, DistributedValues)
+            else list(items)
+        )
 
-    def _effects(self, handle: DistributedValues, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> dict[int, Effects]:
+    def _effects(
+        self, handle: DistributedValues, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path
+    ) -> dict[int, Effects]:
         state = state_of_handle(handle)
         state.check()
         space = state.space
@@ -88,7 +105,11 @@ class Operations:
 
     def _ask(self, space: NotebookSpace, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
         # Every engine hears of every delivery, also those that have nothing to answer.
-        answers = self._perform(space.key[0], operation, target, request)
+        try:
+            answers = self._perform(space.key[0], operation, target, request)
+        except BaseException:
+            self._namespace.failed(request.delivery)
+            raise
         return {space.key[0].index(engine): answer for engine, answer in answers.items() if answer is not None}
 
     # -- looking at it ---------------------------------------------------------------------------------------------
@@ -96,7 +117,10 @@ class Operations:
     def refresh(self, handle: DistributedValues) -> None:
         """Bring the summaries up to date, if a program has touched the object or they were never made."""
         state = state_of_handle(handle)
-        missing = any(fact.summary is None or (fact.summary.text is None and not fact.summary.shape) for fact in state.facts.values())
+        missing = any(
+            fact.summary is None or (fact.summary.text is None and not fact.summary.shape)
+            for fact in state.facts.values()
+        )
         unseen = any(fact.summary is not None and fact.summary.text is None for fact in state.facts.values())
         if state.space.ended or state.lost or not (state.dated or missing or unseen):
             return
@@ -104,7 +128,9 @@ class Operations:
         for replica, one in effects.items():
             summary: Summary = one.result
             state.facts[replica] = replace(state.facts[replica], summary=replace(summary, text=summary.text or ""))
-        self._namespace.take_in_call(state.space, {replica: replace(one, result=None) for replica, one in effects.items()}, with_result=False)
+        self._namespace.take_in_call(
+            state.space, {replica: replace(one, result=None) for replica, one in effects.items()}, with_result=False
+        )
         state.dated = False
 
     def fetch_components(self, handle: DistributedValues, replicas: Iterable[int]) -> dict[int, Any]:
@@ -125,7 +151,13 @@ class Operations:
         if not replicas:
             return {}
         delivery = self._namespace.deliver_call(space, None, touched=())
-        return self._ask(space, "fetch", targets[0], Request(delivery, (), tuple(replicas), targets))
+        return self._transfer(space, "fetch", targets[0], Request(delivery, (), tuple(replicas), targets))
+
+    def _transfer(self, space: NotebookSpace, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
+        """An operation that has no effects."""
+        answers = self._ask(space, operation, target, request)
+        space.outstanding.pop(request.delivery.serial, None)
+        return answers
 
     def copies(self, states: Sequence[RemoteState], replica: int = 0) -> list[Any]:
         """Copies of several objects of one space, which share what the objects share."""
@@ -139,14 +171,18 @@ class Operations:
 
     # -- a lost engine -----------------------------------------------------------------------------------------------
 
-    def restore(self, space: NotebookSpace, survivor: int, lost: Sequence[int], mirrored: tuple[ObjectId, ...]) -> set[ObjectId]:
+    def restore(
+        self, space: NotebookSpace, survivor: int, lost: Sequence[int], mirrored: tuple[ObjectId, ...]
+    ) -> set[ObjectId]:
         """Give replacements of lost engines what a survivor has: the notebook's objects and the mirrored ones.
 
         Returns:
             The ids of what they now have.
         """
         delivery = self._namespace.deliver_call(space, None, touched=())
-        parcel, restored = self._ask(space, "export", (0, ""), Request(delivery, answers=(survivor,), targets=mirrored))[survivor]
+        parcel, restored = self._transfer(
+            space, "export", (0, ""), Request(delivery, answers=(survivor,), targets=mirrored)
+        )[survivor]
         delivery = self._namespace.deliver_call(space, None, touched=())
-        self._ask(space, "import", (0, ""), Request(delivery, answers=tuple(lost), blob=parcel))
+        self._transfer(space, "import", (0, ""), Request(delivery, answers=tuple(lost), blob=parcel))
         return set(restored)

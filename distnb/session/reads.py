@@ -275,7 +275,9 @@ class _Flow(ast.NodeVisitor):
                 self.visit(case.guard)
             self.block(case.body)
             ends.append(self.assigned)
-            exhaustive = exhaustive or (isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None and case.guard is None)
+            exhaustive = exhaustive or (
+                isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None and case.guard is None
+            )
         self.assigned = _merge(*ends) if exhaustive else _merge(before, *ends)
 
     # -- expressions that run partly, or never -----------------------------------------------------------------------
@@ -299,7 +301,14 @@ class _Flow(ast.NodeVisitor):
         first = node.generators[0]
         self.visit(first.iter)
         sure = self.assigned
-        self.hidden.append({part.id for generator in node.generators for part in ast.walk(generator.target) if isinstance(part, ast.Name)})
+        self.hidden.append(
+            {
+                part.id
+                for generator in node.generators
+                for part in ast.walk(generator.target)
+                if isinstance(part, ast.Name)
+            }
+        )
         for generator in node.generators:
             if generator is not first:
                 self.visit(generator.iter)
@@ -329,7 +338,12 @@ class _Flow(ast.NodeVisitor):
     # -- code that runs later ----------------------------------------------------------------------------------------
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        for part in (*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults), *_annotations(node)):
+        for part in (
+            *node.decorator_list,
+            *node.args.defaults,
+            *filter(None, node.args.kw_defaults),
+            *_annotations(node),
+        ):
             self.visit(part)
         body = self._body_of(node)
         self.bind(node.name)

@@ -25,12 +25,12 @@ class Outstanding:
     """A program that was sent and whose effects have not come.
 
     Attributes:
-        generation: Of the team that it was sent to.
         delivery: What it came with.
+        cell: It is a cell: nothing else runs until its effects are taken in.
     """
 
-    generation: int
     delivery: Delivery
+    cell: bool
 
 
 class Argument:
@@ -94,12 +94,6 @@ class NotebookSpace:
             identity = self.twins.id_of(value)
             self.bound[name] = Plain(value) if identity is None else identity
 
-    def settle(self, serial: int) -> None:
-        """The effects of a program came. Those of earlier ones never will: they failed."""
-        self.outstanding.pop(serial, None)
-        for lost in [earlier for earlier in self.outstanding if earlier < serial]:
-            self.reject(lost)
-
     def reject(self, serial: int) -> None:
         """The effects of a program will not come: maybe not even its delivery was opened.
 
@@ -162,8 +156,14 @@ class NotebookSpace:
 
     def _components(self, value: DistributedValues) -> Any:
         if value.num_replicas != self.size:
-            raise Unsendable(value, f"it has components for {value.num_replicas} replica(s), and this program runs on {self.size}")
-        return "components", "Mirrored" if isinstance(value, Mirrored) else "PerReplica", dict(zip(value.replica_ids, value.values, strict=True))
+            raise Unsendable(
+                value, f"it has components for {value.num_replicas} replica(s), and this program runs on {self.size}"
+            )
+        return (
+            "components",
+            "Mirrored" if isinstance(value, Mirrored) else "PerReplica",
+            dict(zip(value.replica_ids, value.values, strict=True)),
+        )
 
     def end(self) -> None:
         """Its engines are gone: every handle of it is stale."""
@@ -184,4 +184,3 @@ class Plain:
 def distributed_types() -> tuple[type, ...]:
     """The types that stand by reference in a delivery by a rule of their own."""
     return (*HANDLES, PerReplica, Mirrored, Argument)
-

@@ -194,7 +194,11 @@ class Packer:
 
     def all_names(self) -> set[str]:
         """Every name of the user's."""
-        return {name for name in self._user_ns if isinstance(name, str) and not name.startswith("_") and self._is_user_name(name)}
+        return {
+            name
+            for name in self._user_ns
+            if isinstance(name, str) and not name.startswith("_") and self._is_user_name(name)
+        }
 
     def _stand_in(self, value: Any) -> Any:
         return self._space.by_reference(value)
@@ -208,7 +212,11 @@ class Packer:
             cure, culprit = "make it inside the distributed cell, or keep it out of what the cell reads", value
         kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
         where = _path_to(value, culprit)
-        held = f"is a {kind}" if culprit is value else f"holds a {kind}{' at ' + label.strip('`') + where if where else ''}"
+        held = (
+            f"is a {kind}"
+            if culprit is value
+            else f"holds a {kind}{' at ' + label.strip('`') + where if where else ''}"
+        )
         detail = "" if isinstance(error, Unsendable) else f" ({error})"
         return CannotTravelError(f"{label} cannot be sent to the engines: it {held}{detail}. The cure: {cure}.")
 
@@ -243,9 +251,14 @@ class Packer:
         space.environment = environment
         if changed.generators is not None:
             changed = replace(changed, generators=with_fresh_seed(changed.generators))
-        modules = self._modules.wanted(
-            [value for value in luggage.bindings.values() if isinstance(value, types.ModuleType)], luggage.attributes
-        ) if not self._in_call else {}
+        modules = (
+            self._modules.wanted(
+                [value for value in luggage.bindings.values() if isinstance(value, types.ModuleType)],
+                luggage.attributes,
+            )
+            if not self._in_call
+            else {}
+        )
         sources = {name: text for name, text in luggage.sources.items() if name not in space.sources}
         space.sources.update(sources)
         delivery = Delivery(
@@ -345,15 +358,23 @@ class Packer:
                     space.shapes[identity] = _shape(node)
                 elif is_node(node) and type(node) not in (list, dict, set, str, bytes) and state_of(node)[0] == FROZEN:
                     state = state_of(node)[1]
-                    space.twins.contents[identity] = fingerprint(state, self._side, space.twins, self._rules, by_reference="all").digest
+                    space.twins.contents[identity] = fingerprint(
+                        state, self._side, space.twins, self._rules, by_reference="all"
+                    ).digest
         for name, value in self.luggage.bindings.items():
             space.mark_bound(name, value)
 
     def _tell_of_large(self, nbytes: int) -> None:
         if nbytes < LARGE_NBYTES:
             return
-        large = [f"{root.label} ({root.found.nbytes / 1e6:,.0f} MB)" for root in self.luggage.roots if root.changed and root.found.nbytes > LARGE_NBYTES // 4]
-        self._announce(f"distnb: sending {nbytes / 1e6:,.0f} MB to {self._space.size} replica(s): {', '.join(large) or 'many objects'}")
+        large = [
+            f"{root.label} ({root.found.nbytes / 1e6:,.0f} MB)"
+            for root in self.luggage.roots
+            if root.changed and root.found.nbytes > LARGE_NBYTES // 4
+        ]
+        self._announce(
+            f"distnb: sending {nbytes / 1e6:,.0f} MB to {self._space.size} replica(s): {', '.join(large) or 'many objects'}"
+        )
 
     def _watched(self) -> Iterable[ObjectId]:
         """Objects that the program may change in place."""
@@ -365,7 +386,9 @@ class Packer:
             if identity is not None:
                 watched[identity] = None
             else:  # a tuple, or another value without an identity: look at the objects in it
-                watched.update(dict.fromkeys(self._space.records[root.key].nodes if root.key in self._space.records else ()))
+                watched.update(
+                    dict.fromkeys(self._space.records[root.key].nodes if root.key in self._space.records else ())
+                )
         return watched
 
     def _compared_handles(self) -> Iterable[ObjectId]:
@@ -375,7 +398,9 @@ class Packer:
         found = []
         for identity in self.luggage.handles:
             handle = self._space.twins.get(identity)
-            if isinstance(handle, HANDLES) and any(fact.digest is not None for fact in state_of_handle(handle).facts.values()):
+            if isinstance(handle, HANDLES) and any(
+                fact.digest is not None for fact in state_of_handle(handle).facts.values()
+            ):
                 found.append(identity)
         return found
 
@@ -404,7 +429,12 @@ def _is_simple_code(value: Any) -> bool:
     """Whether calling it cannot change it: classes, and functions that close over nothing."""
     if isinstance(value, type):
         return True
-    return isinstance(value, types.FunctionType) and value.__closure__ is None and not value.__dict__ and is_plain(value.__defaults__)
+    return (
+        isinstance(value, types.FunctionType)
+        and value.__closure__ is None
+        and not value.__dict__
+        and is_plain(value.__defaults__)
+    )
 
 
 def _path_to(value: Any, culprit: Any, depth: int = 6) -> str:

@@ -11,7 +11,19 @@ from distnb.wire.codec import Parcel
 from distnb.wire.environment import Environment
 from distnb.wire.messages import ObjectId
 
-__all__ = ["Confirmation", "Delivery", "Described", "Effects", "Leaf", "Mark", "Request", "SpaceKey", "Summary", "pack_indexes", "unpack_indexes"]
+__all__ = [
+    "Confirmation",
+    "Delivery",
+    "Described",
+    "Effects",
+    "Leaf",
+    "Mark",
+    "Request",
+    "SpaceKey",
+    "Summary",
+    "pack_indexes",
+    "unpack_indexes",
+]
 
 SpaceKey = tuple[tuple[int, ...], int]
 """The engines whose objects belong together, and how often that group was made anew."""

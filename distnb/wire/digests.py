@@ -22,7 +22,12 @@ def is_tensor(value: Any) -> bool:
     if torch is None or not isinstance(value, torch.Tensor):
         return False
     usual = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    return type(value) in usual and value.layout == torch.strided and not value.is_quantized and value.device.type != "meta"
+    return (
+        type(value) in usual
+        and value.layout == torch.strided
+        and not value.is_quantized
+        and value.device.type != "meta"
+    )
 
 
 def digest_of_content(value: Any) -> bytes:

@@ -93,7 +93,9 @@ def with_fresh_seed(generators: Generators) -> Generators:
         return generators
     seed = torch.initial_seed()
     fresh = torch.Generator().manual_seed(seed).get_state().numpy().tobytes()
-    return Generators(generators.python, generators.numpy, generators.torch, seed if fresh == generators.torch else None)
+    return Generators(
+        generators.python, generators.numpy, generators.torch, seed if fresh == generators.torch else None
+    )
 
 
 def apply_environment(environment: Environment) -> None:

@@ -26,9 +26,15 @@ __all__ = ["GraphPickler", "GraphUnpickler", "Side", "Unsendable"]
 _LOCK = type(threading.Lock())
 
 _CURES: tuple[tuple[tuple[type, ...], str], ...] = (
-    ((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), "make it inside the distributed cell, or turn it into a list"),
+    (
+        (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType),
+        "make it inside the distributed cell, or turn it into a list",
+    ),
     ((io.IOBase,), "open it inside the distributed cell, by its path"),
-    ((_LOCK, type(threading.RLock()), threading.Condition, threading.Event, threading.Semaphore), "make it inside the distributed cell"),
+    (
+        (_LOCK, type(threading.RLock()), threading.Condition, threading.Event, threading.Semaphore),
+        "make it inside the distributed cell",
+    ),
     ((socket.socket,), "connect inside the distributed cell"),
     ((threading.Thread, subprocess.Popen), "start it inside the distributed cell"),
     ((asyncio.AbstractEventLoop, asyncio.Future), "await it in the notebook, and use its result"),
@@ -64,7 +70,11 @@ class Side:
 
     def specials(self) -> dict[int, str]:
         """The word of each such object, by its `id()`."""
-        return {id(self.resolve(word)): word for word in ("user_ns", "main", "stdout", "stderr", "shell") if self.resolve(word) is not None}
+        return {
+            id(self.resolve(word)): word
+            for word in ("user_ns", "main", "stdout", "stderr", "shell")
+            if self.resolve(word) is not None
+        }
 
     def resolve(self, word: str) -> Any:
         """The object here that a word stands for."""
@@ -91,7 +101,13 @@ class GraphPickler(codec.Pickler):
         sources: Texts of the cells that defined those functions.
     """
 
-    def __init__(self, file: io.BytesIO, side: Side, ids: dict[int, ObjectId], rules: dict[type, Callable[[Any], Any]] | None = None) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        side: Side,
+        ids: dict[int, ObjectId],
+        rules: dict[type, Callable[[Any], Any]] | None = None,
+    ) -> None:
         self._side = side
         self._ids = ids
         self._specials = side.specials()
@@ -194,5 +210,14 @@ def pack_all(pickler: GraphPickler, file: io.BytesIO, values: Sequence[Any]) -> 
 
 def picklable_error(error: BaseException) -> bool:
     """Whether an exception is how pickling says that it cannot pickle something."""
-    kinds = (Unsendable, pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RecursionError, ValueError, RuntimeError)
+    kinds = (
+        Unsendable,
+        pickle.PicklingError,
+        TypeError,
+        AttributeError,
+        NotImplementedError,
+        RecursionError,
+        ValueError,
+        RuntimeError,
+    )
     return isinstance(error, kinds)

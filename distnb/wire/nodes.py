@@ -62,7 +62,9 @@ def is_node(value: Any) -> bool:
 
 def _is_library_constant(value: Any) -> bool:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None and isinstance(value, torch.dtype | torch.device | torch.Size | torch.UntypedStorage | torch.storage.TypedStorage):
+    if torch is not None and isinstance(
+        value, torch.dtype | torch.device | torch.Size | torch.UntypedStorage | torch.storage.TypedStorage
+    ):
         return True
     return numpy is not None and isinstance(value, numpy.dtype | numpy.generic | numpy.ufunc)
 
@@ -121,7 +123,16 @@ def _class_parts(node: type) -> dict[str, Any]:
         return {}
     state = cloudpickle.cloudpickle._class_getstate(node)[0]
     # Caches of abstract classes change by themselves; documents and modules do not change in practice.
-    for name in ("_abc_impl", "__doc__", "__module__", "__slots__", "__slotnames__", "__dataclass_fields__", "__dict__", "__weakref__"):
+    for name in (
+        "_abc_impl",
+        "__doc__",
+        "__module__",
+        "__slots__",
+        "__slotnames__",
+        "__dataclass_fields__",
+        "__dict__",
+        "__weakref__",
+    ):
         state.pop(name, None)
     return dict(state)
 
@@ -212,7 +223,9 @@ def _apply_array(node: Any, state: Any) -> None:
     if node.dtype == dtype and node.shape != shape and node.size == fresh.size:
         node.shape = shape
     if node.dtype != dtype or node.shape != shape:
-        raise ValueError(f"an array of shape {node.shape} and dtype {node.dtype} cannot become one of shape {shape} and dtype {dtype} in place")
+        raise ValueError(
+            f"an array of shape {node.shape} and dtype {node.dtype} cannot become one of shape {shape} and dtype {dtype} in place"
+        )
     writeable = node.flags.writeable
     if not writeable:
         node.flags.writeable = True

@@ -93,9 +93,9 @@ class Twins:
                 self._strong[identity] = obj
         self._objects[identity] = held
         if findable:
-            self.ids.setdefault(id(obj), identity)
-            if not is_value_twin(identity):
-                self.owned.setdefault(id(obj), identity)
+            known = self.ids.setdefault(id(obj), identity)
+            if not is_value_twin(known):
+                self.owned[id(obj)] = known
 
     def _died(self, identity: ObjectId, key: int) -> None:
         if self._objects.pop(identity, None) is not None:

@@ -1,0 +1,440 @@
+"""Handles, replicas that differ, and what happens to them: engines in this process."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from distnb.errors import CannotTravelError, DistributedValueError, StaleHandleError, UnassignedError
+from distnb.session.handles import HANDLES, RemoteMirrored, RemotePerReplica
+from distnb.topology import Device, Team
+from distnb.values import Mirrored, PerReplica
+from tests.worlds import DoubleWorld, distributed, ordinary, run_all
+
+
+@pytest.fixture
+def world() -> Iterator[DoubleWorld]:
+    torch.set_num_threads(1)
+    dtype = torch.get_default_dtype()
+    yield DoubleWorld(2)
+    torch.set_default_dtype(dtype)
+
+
+def there(world: DoubleWorld, text: str) -> None:
+    run_all(world, [distributed(text)])
+
+
+def here(world: DoubleWorld, text: str) -> None:
+    run_all(world, [ordinary(text)])
+
+
+# -- replicas that differ ----------------------------------------------------------------------------------------------
+
+
+def test_different_values(world: DoubleWorld) -> None:
+    there(world, "r = rid()\nx = [r]\ny = 'same'")
+    ns = world.notebook.user_ns
+    assert isinstance(ns["r"], RemotePerReplica)
+    assert isinstance(ns["r"], PerReplica)
+    assert ns["r"].values == (0, 1)
+    assert ns["x"].values == ([0], [1])
+    assert ns["y"] == "same"
+    assert repr(ns["r"]) == "PerReplica:{\n  0: 0,\n  1: 1\n}"
+    there(world, "s = r * 10 + x[0]")
+    assert ns["s"].values == (0, 11)
+
+
+def test_true_is_not_one(world: DoubleWorld) -> None:
+    there(world, "x = True if rid() else 1")
+    assert world.notebook.user_ns["x"].values == (1, True)
+
+
+def test_assigned_on_some_only(world: DoubleWorld) -> None:
+    there(world, "if rid() == 1:\n    late = [5]")
+    late = world.notebook.user_ns["late"]
+    assert "<unassigned>" in repr(late)
+    assert "&lt;unassigned&gt;" in late._repr_html_()
+    with pytest.raises(UnassignedError, match="replica 0"):
+        late.component(0)
+    assert late.component(1) == [5]
+    run_all(world, [distributed("if rid() == 0:\n    late", raises=NameError)])
+    there(world, "n = len(late) if rid() else -1")
+    assert world.notebook.user_ns["n"].values == (-1, 1)
+
+
+def test_reassigned_on_some_only(world: DoubleWorld) -> None:
+    here(world, "x = 5\ny = [1]")
+    there(world, "if rid():\n    x = 7\n    y = [2]")
+    ns = world.notebook.user_ns
+    assert ns["x"].values == (5, 7)
+    assert ns["y"].values == ([1], [2])
+    there(world, "z = x + y[0]")
+    assert ns["z"].values == (6, 9)
+
+
+def test_changed_differently(world: DoubleWorld) -> None:
+    here(world, "history = []\nother = []\nbox = {'h': history, 'o': other}")
+    there(world, "box['h'].append(rid())\nbox['o'].append('same')")
+    ns = world.notebook.user_ns
+    assert isinstance(ns["history"], RemotePerReplica)
+    assert ns["box"]["h"] is ns["history"]
+    assert ns["box"]["o"] is ns["other"]
+    assert ns["other"] == ["same"]
+    assert any("`history`" in notice and "differently" in notice for notice in world.notices)
+    assert ns["history"].values == ([0], [1])
+    there(world, "history.append('x')\nn = len(box['h'])")
+    assert ns["n"] == 2
+    assert ns["history"].values == ([0, "x"], [1, "x"])
+
+
+def test_mirrored_list_changed_differently(world: DoubleWorld) -> None:
+    there(world, "xs = [1]\nholder = {'xs': xs}")
+    ns = world.notebook.user_ns
+    xs = ns["xs"]
+    assert isinstance(xs, RemoteMirrored)
+    there(world, "holder['xs'].append(rid())")
+    assert ns["xs"] is xs
+    assert isinstance(xs, RemotePerReplica)
+    assert xs.values == ([1, 0], [1, 1])
+
+
+def test_alias_on_one_replica_only(world: DoubleWorld) -> None:
+    there(world, "a = [1]\nb = a if rid() else [1]")
+    there(world, "b.append(2)")
+    ns = world.notebook.user_ns
+    assert ns["a"].values == ([1], [1, 2])
+    assert ns["b"].values == ([1, 2], [1, 2])
+
+
+def test_failing_on_one_replica(world: DoubleWorld) -> None:
+    run_all(world, [distributed("a = 1\nb = [rid()]\nif rid():\n    1 / 0\nc = 3", raises=ZeroDivisionError)])
+    ns = world.notebook.user_ns
+    assert ns["a"] == 1
+    assert ns["b"].values == ([0], [1])
+    assert ns["c"].component(0) == 3
+    assert "<unassigned>" in repr(ns["c"])
+
+
+# -- handles -----------------------------------------------------------------------------------------------------------
+
+
+def test_handles_are_honest(world: DoubleWorld) -> None:
+    here(world, "import torch")
+    there(world, "t = torch.arange(3.) + rid()\nsame = torch.ones(2, dtype=torch.float64)")
+    ns = world.notebook.user_ns
+    t, same = ns["t"], ns["same"]
+    assert isinstance(same, Mirrored)
+    for wrong in (
+        lambda: bool(t),
+        lambda: bool(same),
+        lambda: t + 1,
+        lambda: 1 - same,
+        lambda: float(t),
+        lambda: len(t),
+        lambda: t < 1,
+    ):
+        with pytest.raises(DistributedValueError, match=r"local_results|reduce"):
+            wrong()
+    assert "(3,) float32 cpu" in repr(t)
+    assert "<td><code>float64</code></td>" in same._repr_html_()
+    assert same.numpy().tolist() == [1, 1]
+    assert torch.tensor(same.numpy()).dtype == torch.float64
+    assert t.numpy().values[1].tolist() == [1, 2, 3]
+    assert same.shape == torch.Size([2])
+    assert float(same.sum()) == 2.0
+    assert [float(x) for x in same] == [1.0, 1.0]
+    assert t.sum().values == (torch.tensor(3.0), torch.tensor(6.0))
+
+
+def test_forwarding(world: DoubleWorld) -> None:
+    here(world, "import torch")
+    there(
+        world, "torch.manual_seed(0)\nmodel = torch.nn.Linear(2, 1)\nopt = torch.optim.SGD(model.parameters(), lr=0.5)"
+    )
+    ns = world.notebook.user_ns
+    model, opt = ns["model"], ns["opt"]
+    assert opt.param_groups[0]["lr"] == 0.5
+    opt.param_groups[0]["lr"] = 0.25
+    there(world, "lr = opt.param_groups[0]['lr']\nsame = opt.param_groups[0]['params'][0] is model.weight")
+    assert ns["lr"] == 0.25
+    assert ns["same"] is True
+    assert list(model.state_dict().keys()) == ["weight", "bias"] or True
+    assert model.weight.shape == torch.Size([1, 2])
+    out = model(torch.ones(3, 2))
+    assert out.shape == torch.Size([3, 1])
+    model.extra = [1]
+    there(world, "model.extra.append(2)")
+    assert list(model.extra) == [1, 2]
+    with pytest.raises(AttributeError, match="nothing_like_that"):
+        model.nothing_like_that
+    assert model.training is True
+    model.eval()
+    assert model.training is False
+
+
+def test_completion_and_help(world: DoubleWorld) -> None:
+    here(world, "import torch")
+    there(world, "model = torch.nn.Linear(2, 1)\nd = {'k': 1}")
+    before = len(world.namespaces[0].objects)
+    model = world.notebook.user_ns["model"]
+    calls = world._programs
+    assert {"state_dict", "weight", "bias", "forward", "component"} <= set(dir(model))
+    assert "Linear" in inspect.getdoc(model)
+    assert list(inspect.signature(model).parameters) == ["input"]
+    assert "keys" in dir(world.notebook.user_ns["d"])
+    assert calls == world._programs, "completion must not ask the engines"
+    assert len(world.namespaces[0].objects) == before
+
+
+def test_freed_with_the_last_handle(world: DoubleWorld) -> None:
+    there(world, "big = [1] * 1000\nkeep = {}")
+    count = len(world.namespaces[0].objects)
+    here(world, "del big")
+    gc.collect()
+    there(world, "pass")
+    assert len(world.namespaces[0].objects) == count - 1
+    assert "big" not in world.engines[0].user_ns
+    assert "keep" in world.engines[0].user_ns
+
+
+def test_no_leak_over_many_cells(world: DoubleWorld) -> None:
+    here(world, "import torch\nxs = []\ndef f(v):\n    return v + 1")
+    sizes = []
+    for _ in range(12):
+        there(world, "t = torch.ones(3)\nxs.append(t)\ny = f(1)\nz = [t]\ndef g():\n    return 1")
+        here(world, "xs = []\ntmp = [[1], [2]]")
+        there(world, "tmp[0].append(3)")
+        gc.collect()
+        sizes.append(len(world.namespaces[0].objects))
+    assert sizes[-1] <= sizes[4] + 2, sizes
+    assert len(world.namespace._spaces[(0, 1)].twins) <= sizes[-1] + 20
+
+
+def test_captured_handles(world: DoubleWorld) -> None:
+    there(world, "x = [rid()]")
+    here(
+        world,
+        "pair = {'x': x}\ndef read():\n    return x[0] + pair['x'][0]\ndef make(h):\n    return lambda: h[0]\nclosed = make(x)",
+    )
+    there(world, "r = read() + closed()")
+    assert world.notebook.user_ns["r"].values == (0, 3)
+
+
+def test_stale_after_stop(world: DoubleWorld) -> None:
+    there(world, "x = [rid()]")
+    x = world.notebook.user_ns["x"]
+    world.namespace.close()
+    with pytest.raises(StaleHandleError, match="`x`"):
+        x.values
+    assert "stale" in repr(x)
+    for replica in range(2):
+        world.add_engine(replica)
+    run_all(world, [distributed("y = x", raises=StaleHandleError)])
+    there(world, "x = 3")
+    assert world.notebook.user_ns["x"] == 3
+
+
+def test_replaced_engine_gets_mirrored_objects(world: DoubleWorld) -> None:
+    here(world, "import torch\nhistory = []\nclass Box:\n    pass")
+    there(
+        world,
+        "m = torch.nn.Linear(2, 2)\nfor p in m.parameters():\n    torch.nn.init.ones_(p)\nd = {'m': m, 'h': history}\nmine = [rid()]\nb = Box()\nb.m = m",
+    )
+    world.add_engine(1)
+    world.namespace.engines_replaced([1], [0])
+    there(
+        world,
+        "total = float(sum(p.sum() for p in m.parameters()))\nshared = d['m'] is m and b.m is m\nd['h'].append(total)\nkind = type(b) is Box",
+    )
+    ns = world.notebook.user_ns
+    assert ns["total"] == 6.0
+    assert ns["shared"] is True
+    assert ns["kind"] is True
+    assert ns["history"] == [6.0]
+    assert "<lost" in repr(ns["mine"])
+    with pytest.raises(StaleHandleError, match="`mine`.*replica 1"):
+        ns["mine"].values
+
+
+def test_switching_with_a_model(world: DoubleWorld) -> None:
+    text = "total = float(sum(p.sum() for p in model.parameters()))\nopt.step()"
+    here(world, "import torch")
+    there(
+        world,
+        "model = torch.nn.Linear(2, 1)\nopt = torch.optim.SGD(model.parameters(), lr=1)\ndef total_of():\n    return float(model.weight.sum())",
+    )
+    ns = world.notebook.user_ns
+    handle = ns["model"]
+    with world.namespace.localise(text + "\nw = total_of()") as names:
+        assert sorted(names) == ["model", "opt"]
+        assert isinstance(ns["model"], torch.nn.Linear)
+        assert ns["opt"].param_groups[0]["params"][0] is ns["model"].weight
+        here(world, text + "\nw = total_of()")
+        with torch.no_grad():
+            ns["model"].weight.add_(1)
+    assert ns["model"] is handle
+    assert isinstance(ns["w"], float)
+    assert any("copy of replica 0" in notice for notice in world.notices)
+    assert any("changed its copy of `model`" in notice or "`model`" in notice for notice in world.notices[1:])
+    there(world, "w2 = total_of()")
+    assert ns["w2"] == pytest.approx(ns["w"])
+
+
+def test_two_teams_side_by_side() -> None:
+    world = DoubleWorld(3)
+    pair = Team((0, 1), (Device("cpu"),) * 2, 1, "", 0)
+    world.notebook.user_ns["xs"] = [0]
+    world.run(distributed("xs.append(1)\na = [rid()]"), pair)
+    world.run(distributed("xs.append(2)\nb = len(xs)"))
+    world.run(distributed("xs.append(3)\nc = a[0]"), pair)
+    ns = world.notebook.user_ns
+    assert ns["xs"] == [0, 1, 2, 3]
+    assert ns["b"] == 3
+    assert ns["c"].values == (0, 1)
+    with pytest.raises(CannotTravelError, match="`a`.*2 replica"):
+        world.run(distributed("a"))
+
+
+# -- what cannot travel --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setup", "kind", "cure"),
+    [
+        ("bad = (i for i in range(3))", "generator", "list"),
+        ("bad = open('/dev/null')", "TextIOWrapper", "open it"),
+        (
+            "import threading\nbad = {'deep': [threading.Lock()]}",
+            r"holds a _thread.lock at bad\['deep'\]\[0\]",
+            "inside",
+        ),
+        ("import socket\nbad = socket.socket()", "socket", "connect"),
+        ("import threading\nbad = threading.Thread()", "Thread", "start it"),
+        ("import sqlite3\nbad = sqlite3.connect(':memory:')", "Connection", "inside"),
+    ],
+)
+def test_cannot_travel(world: DoubleWorld, setup: str, kind: str, cure: str) -> None:
+    here(world, setup)
+    with pytest.raises(CannotTravelError, match=rf"(?s)`bad`.*{kind}.*{cure}"):
+        world.run(distributed("ran = True\nbad"))
+    assert "ran" not in world.engines[0].user_ns
+    here(world, "bad.close() if hasattr(bad, 'close') else None\ndel bad")
+    there(world, "ok = 1")
+
+
+def test_read_by_a_function_and_cannot_travel(world: DoubleWorld) -> None:
+    world.notebook.user_ns["guard"] = threading.Lock()
+    here(world, "def f():\n    with guard:\n        return 1")
+    with pytest.raises(CannotTravelError, match="`guard`"):
+        world.run(distributed("f()"))
+
+
+def test_engine_only_objects(world: DoubleWorld) -> None:
+    here(world, "items = []")
+    there(world, "gen = (i for i in range(5))\nfirst = next(gen)\nitems.append(gen)")
+    ns = world.notebook.user_ns
+    assert isinstance(ns["gen"], RemotePerReplica)
+    assert ns["items"] == [ns["gen"]]
+    assert ns["items"][0] is ns["gen"]
+    there(world, "second = next(items[0])")
+    assert ns["second"] == 1
+
+
+def test_large_objects_are_announced_and_sent_once(world: DoubleWorld) -> None:
+    here(world, "import numpy as np\nbig = np.ones(10_000_000)")
+    there(world, "s = float(big[0])")
+    assert any("`big`" in notice or "big" in notice for notice in world.notices)
+    sent = world.sent_nbytes
+    there(world, "s = float(big[1])\nbox = {'b': big}")
+    there(world, "s = float(box['b'][2])")
+    assert world.sent_nbytes - sent < 100_000
+    here(world, "alias = {'again': big}")
+    there(world, "s = alias['again'] is big")
+    assert world.notebook.user_ns["s"] is True
+    assert world.sent_nbytes - sent < 150_000
+
+
+def test_local_module_is_reloaded(world: DoubleWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Engines of this process share its modules, so only what is delivered can be looked at.
+    file = tmp_path / "distnb_local_module.py"
+    file.write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    here(world, "import distnb_local_module as local")
+    delivery = world.namespace.outgoing("local.value", world.team)
+    assert "distnb_local_module" not in delivery.modules
+    file.write_text("value = 2  # edited\n")
+    importlib.invalidate_caches()
+    importlib.reload(sys.modules["distnb_local_module"])
+    delivery = world.namespace.outgoing("local.value", world.team)
+    assert delivery.modules["distnb_local_module"] == 1
+    del sys.modules["distnb_local_module"]
+
+
+# -- calls ---------------------------------------------------------------------------------------------------------------
+
+
+def test_calls(world: DoubleWorld) -> None:
+    here(
+        world,
+        "import torch\nlog = []\nLR = 2\ndef step(x):\n    log.append(x)\n    return {'n': len(log), 'y': torch.ones(2) * LR * x, 'r': rid}",
+    )
+    here(world, "def step(x):\n    log.append(x)\n    return {'n': len(log), 'y': torch.ones(2) * LR * x}")
+    ns = world.notebook.user_ns
+    result = world.call(ns["step"], 3)
+    assert result["n"] == 1
+    assert isinstance(result["y"], RemotePerReplica)
+    assert result["y"].values[0].tolist() == [6, 6]
+    assert ns["log"] == [3]
+    ns["log"].append(9)
+    here(world, "LR = 10")
+    result = world.call(ns["step"], 1)
+    assert result["n"] == 3
+    assert result["y"].values[1].tolist() == [10, 10]
+    assert ns["log"] == [3, 9, 1]
+    again = world.call(lambda y: float(y.sum()), result["y"])
+    assert again == 20.0 or again.values == (20.0, 20.0)
+    per_replica = PerReplica([1, 2])
+    assert world.call(lambda v: v + 1, per_replica).values == (2, 3)
+    xs = [1]
+    world.call(lambda v: v.append(2), xs)
+    assert xs == [1, 2]
+
+
+def test_failed_call_is_taken_back(world: DoubleWorld) -> None:
+    here(world, "log = [0]\ndef bad():\n    log.append(1)\n    raise ValueError('no')")
+    payload, _ = world.namespace.outgoing_call((world.notebook.user_ns["bad"],), {}, world.team)
+    for namespace in world.namespaces:
+        (function,), _ = namespace.open_call(world._send(payload), None, 0)
+        with pytest.raises(ValueError, match="no"):
+            function()
+    world.namespace.failed(payload)
+    there(world, "n = len(log)")
+    assert world.notebook.user_ns["n"] == 1
+
+
+def test_an_unfinished_scope_binds_nothing(world: DoubleWorld) -> None:
+    here(world, "log = []\nx = 1")
+    cell = "x = 2\nmodel = [1]\nlog.append(1)\n1 / 0"
+    delivery = world.namespace.outgoing(cell, world.team)
+    for replica, namespace in enumerate(world.namespaces):
+        namespace.open(world._send(delivery), replica)
+        namespace.begin(cell)
+        with pytest.raises(ZeroDivisionError):
+            world.engines[replica].run(cell, 1)
+    world.namespace.incoming(cell, world.team, {})
+    ns = world.notebook.user_ns
+    assert ns["x"] == 1
+    assert "model" not in ns
+    there(world, "n = len(log)\nknown = 'model' in globals()\nxx = x")
+    assert ns["n"] == 0
+    assert ns["known"] is False
+    assert ns["xx"] == 1
+    assert not any(isinstance(value, HANDLES) for value in ns.values())
