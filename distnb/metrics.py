@@ -19,11 +19,11 @@ import torchmetrics
 import torchmetrics.classification
 from torchmetrics import MaxMetric, MeanMetric, MinMetric, SumMetric
 
-from distnb.runtime.metric_binding import add_aliases
+from distnb.runtime.metric_binding import install
 
 __all__ = ["Max", "Mean", "Min", "Sum"]
 
-add_aliases()
+install()
 
 
 class Mean(MeanMetric):

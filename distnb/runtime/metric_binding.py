@@ -7,6 +7,7 @@ and in a process without replicas it is a plain metric again.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -16,19 +17,44 @@ from distnb.errors import ContextError
 from distnb.runtime import contexts
 from distnb.values.structure import has_distributed, select
 
-__all__ = ["add_aliases", "bind", "watch_metrics"]
+__all__ = ["aggregates_here", "bind", "bind_all", "install"]
 
 _ALIASES = {"update_state": "update", "result": "compute", "reset_state": "reset"}
 
 
-def add_aliases() -> None:
-    """Let every torchmetrics metric answer to Keras's names too: update_state, result, reset_state."""
+def install() -> None:
+    """From now on metrics that are made in a scope are bound to its replicas. Idempotent; loads torchmetrics.
+
+    Every metric answers to Keras's names too: update_state, result, reset_state.
+    """
     import torchmetrics
 
+    plain = torchmetrics.Metric.__init__
+    if getattr(plain, "_distnb", False):
+        return
+
+    @functools.wraps(plain)
+    def init(metric: Any, *args: Any, **kwargs: Any) -> None:
+        plain(metric, *args, **kwargs)
+        if _in_scope():
+            bind(metric)
+
+    init._distnb = True  # type: ignore[attr-defined]
+    torchmetrics.Metric.__init__ = init  # type: ignore[assignment,method-assign]
     for cls in (torchmetrics.Metric, torchmetrics.MetricCollection):
         for alias, name in _ALIASES.items():
             if not hasattr(cls, alias):
                 setattr(cls, alias, _forward(alias, name))
+
+
+def bind_all() -> None:
+    """Bind every metric that there is: torchmetrics was loaded in the scope that has just ended."""
+    import torchmetrics
+
+    install()
+    for each in gc.get_objects():
+        if issubclass(type(each), torchmetrics.Metric) and "update" in vars(each):
+            bind(each)
 
 
 def _forward(alias: str, name: str) -> Callable[..., Any]:
@@ -40,35 +66,15 @@ def _forward(alias: str, name: str) -> Callable[..., Any]:
     return method
 
 
-class _Watching:
-    """`Metric.__init__` while a scope is open."""
-
-    def __init__(self, in_scope: Callable[[], bool]) -> None:
-        import torchmetrics
-
-        self._class = torchmetrics.Metric
-        self._plain = plain = torchmetrics.Metric.__init__
-
-        @functools.wraps(plain)
-        def init(metric: Any, *args: Any, **kwargs: Any) -> None:
-            plain(metric, *args, **kwargs)
-            if in_scope():
-                bind(metric)
-
-        self._class.__init__ = init  # type: ignore[assignment,method-assign]
-
-    def remove(self) -> None:
-        self._class.__init__ = self._plain  # type: ignore[method-assign]
-
-
-def watch_metrics(in_scope: Callable[[], bool]) -> _Watching:
-    """Bind every metric that is made while `in_scope()` holds, until `remove` is called on what is returned."""
-    add_aliases()
-    return _Watching(in_scope)
+def _in_scope() -> bool:
+    process, innermost = _process(), contexts.innermost()
+    return process is not None and innermost is not None and innermost[1] is None and process.runs(innermost[0])
 
 
 def bind(metric: Any) -> None:
     """Make a metric one that the replicas share: updated by each, aggregated when read outside them."""
+    if metric.distributed_available_fn is aggregates_here and getattr(metric.update, "_distnb", False):
+        return
     metric.distributed_available_fn = aggregates_here
     metric.dist_sync_fn = gather_state
     # A value that was computed in a replica must not be given out as the aggregated one.
@@ -88,6 +94,7 @@ def bind(metric: Any) -> None:
             args, kwargs = select((args, kwargs), process.rank, process.size)
         return plain(*args, **kwargs)
 
+    update._distnb = True  # type: ignore[attr-defined]
     metric.update = update
 
 

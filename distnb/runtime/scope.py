@@ -219,6 +219,7 @@ class ScopeWatch:
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._parameters: dict[int, weakref.ref[torch.nn.Parameter]] = {}
         self._handles: list[Any] = []
+        self._knows_metrics = False
 
     def __enter__(self) -> Self:
         self._handles = [
@@ -227,8 +228,9 @@ class ScopeWatch:
             torch_module.register_module_module_registration_hook(self._on_module),
             _watch_making(self),
         ]
-        if "torchmetrics" in sys.modules:
-            self._handles.append(metric_binding.watch_metrics(self._is_mine))
+        self._knows_metrics = "torchmetrics" in sys.modules
+        if self._knows_metrics:
+            metric_binding.install()
         return self
 
     def __exit__(
@@ -237,6 +239,8 @@ class ScopeWatch:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if kind is None and not self._knows_metrics and "torchmetrics" in sys.modules:
+            metric_binding.bind_all()
         if kind is None and (self._modules or self._parameters):
             self._adopt_all()
 

@@ -63,6 +63,10 @@ class SpmdProcess:
             runtime = self._runtimes[strategy] = Spmd(self, strategy)
         return runtime
 
+    def runs(self, strategy: Any) -> bool:
+        """Whether this is a strategy whose replicas are those of the team (and not one that computes here alone)."""
+        return strategy in self._runtimes
+
     def strategy_of(self, parameter: torch.Tensor) -> Any:
         """The strategy in whose scope a parameter was made; None if there is none."""
         return next((strategy for strategy, each in self._runtimes.items() if each.adoption.owns(parameter)), None)

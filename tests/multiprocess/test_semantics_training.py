@@ -319,10 +319,11 @@ def test_modules_of_no_scope_are_refused() -> None:
         assert "Mixing different Strategy objects" in texts[6]
 
 
-def test_metrics_of_a_scope() -> None:
+@pytest.mark.parametrize("when", ["", "import torchmetrics", "distnb.metrics"])
+def test_metrics_of_a_scope(when: str) -> None:
     program = """
-    import torchmetrics
     with strategy.scope():
+        import torchmetrics
         mean = distnb.metrics.Mean(name="loss")
         accuracy = torchmetrics.classification.MulticlassAccuracy(num_classes=3, average="micro")
         auroc = torchmetrics.classification.BinaryAUROC()
@@ -352,7 +353,9 @@ def test_metrics_of_a_scope() -> None:
     strategy.assert_in_sync(torch.tensor(result["mean"]))
     """
     # Slices of 5 over 2: 3 and 2; of 3: 2 and 1.
-    for rank, found in enumerate(ranks(program, 2)):
+    for rank, found in enumerate(
+        ranks(textwrap.dedent(program), 2, f"import distnb\nstrategy = distnb.MirroredStrategy()\n{when}\n")
+    ):
         assert found["mean"] == found["again"] == 3.5
         right = sum(1 for size in ((3, 2) if rank == 0 else (2, 1)) for i in range(size) if i % 3 == 1)
         assert right

@@ -1,0 +1,139 @@
+"""The same semantics from ordinary notebook code, through engines: what only the remote runtime can get wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import distnb
+import distnb.session
+from distnb.values import PerReplica
+
+pytestmark = pytest.mark.timeout(170)
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[Any]:
+    distnb.start(2)
+    try:
+        yield distnb.MirroredStrategy()
+    finally:
+        distnb.stop()
+
+
+def test_run_reduce_and_gather(strategy: Any) -> None:
+    def step(x: Any) -> Any:
+        return {"own": x * (distnb.replica_id() + 1), "same": 3, "none": None, "id": distnb.replica_id()}
+
+    found = strategy.run(step, args=(torch.ones(2),))
+    assert found["same"] == 3
+    assert found["none"] is None
+    assert isinstance(found["own"], PerReplica)
+    assert list(strategy.reduce("sum", found["own"], axis=None).numpy()) == [3.0, 3.0]
+    assert float(strategy.reduce("mean", found["own"], axis=0)) == 1.5
+    assert list(strategy.gather(found["own"], axis=0).numpy()) == [1.0, 1.0, 2.0, 2.0]
+    assert [one.tolist() for one in strategy.local_results(found["own"])] == [[1.0, 1.0], [2.0, 2.0]]
+    assert strategy.local_results(found["id"]) == (0, 1)
+    assert strategy.num_replicas_in_sync == 2
+
+
+def test_replicas_disagree(strategy: Any) -> None:
+    with pytest.raises(ValueError, match="different structures"):
+        strategy.run(lambda: {"a": 1} if distnb.replica_id() else (1, 2))
+    found = strategy.run(lambda: None if distnb.replica_id() else 1.5)
+    assert isinstance(found, PerReplica)
+
+
+def test_errors_keep_their_types(strategy: Any) -> None:
+    def fail() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        strategy.run(fail)
+    with pytest.raises(RuntimeError, match="all_gather"):
+        strategy.run(lambda: distnb.get_strategy().gather(torch.ones(2), 0))
+    with pytest.raises(TypeError, match=r"args=\(x,\)"):
+        strategy.run(fail, torch.ones(1))
+    with pytest.raises(TypeError, match="plain value"):
+        strategy.reduce("sum", torch.ones(2), axis=None)
+    assert strategy.reduce("mean", 3, axis=None) == 3
+    assert strategy.run(lambda: 4) == 4
+
+
+def test_values_datasets_and_contexts(strategy: Any) -> None:
+    ids = strategy.distribute_values_from_function(lambda context: torch.tensor(context.replica_id_in_sync_group))
+    assert strategy.run(lambda i: int(i) + 1, args=(ids,)).num_replicas == 2
+    assert float(strategy.reduce("sum", ids, axis=None)) == 1.0
+    totals = []
+    for batch in strategy.distribute_dataset(torch.arange(5.0), batch_size=3):
+        losses = strategy.run(distnb.nn.compute_average_loss, args=(batch,))
+        totals.append(float(strategy.reduce("sum", losses, axis=None)))
+    assert totals == [1.0, 3.5]
+    assert (distnb.has_strategy(), distnb.in_cross_replica_context(), distnb.replica_id()) == (False, False, 0)
+
+
+def test_randomness_is_reproducible_and_differs_between_replicas(strategy: Any) -> None:
+    def draw() -> Any:
+        return torch.rand(2)
+
+    seen = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        seen.append([strategy.local_results(strategy.run(draw)) for _ in range(2)])
+    first, again = seen
+    assert all(torch.equal(a, b) for a, b in zip(first[0] + first[1], again[0] + again[1], strict=True))
+    assert not torch.equal(first[0][0], first[0][1])
+    assert not torch.equal(first[0][0], first[1][0])
+
+
+def test_an_outside_model_is_refused(strategy: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(RuntimeError, match=r"strategy\.scope\(\)"):
+        strategy.run(lambda: model(torch.ones(1, 1)))
+
+
+def test_a_replaced_engine_keeps_training(strategy: Any) -> None:
+    session = distnb.session.current()
+    names = session.user_ns
+    names.update(strategy=strategy, torch=torch, distnb=distnb)
+    session.run_cell(
+        "with strategy.scope():\n"
+        "    model = torch.nn.Linear(2, 1)\n"
+        "    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)\n"
+        "    metric = distnb.metrics.Mean()\n"
+        "def step():\n"
+        "    optimizer.zero_grad()\n"
+        "    loss = model(torch.full((1, 2), 1.0 + distnb.replica_id())).sum()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    metric.update(float(distnb.replica_id()))\n"
+        "strategy.run(step)\n",
+        strategy.spec,
+        filename="cell-1",
+    )
+    try:
+        os.kill(session.status()[1].pid, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while session.status()[1].state == "idle" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert session.restart(missing=True) == (1,)
+        session.run_cell(
+            "before = model.weight.detach().clone()\n"
+            "strategy.run(step)\n"
+            "strategy.assert_in_sync([model, optimizer])\n"
+            "moved = bool((model.weight != before).all())\n"
+            "mean = float(metric.compute())\n",
+            strategy.spec,
+            filename="cell-2",
+        )
+        assert names["moved"] is True
+        assert names["mean"] == 0.25  # the new replica took over what replica 0 had seen: 0, 0 and 0, 1
+    finally:
+        for name in ("model", "optimizer", "metric", "step", "before", "moved", "mean", "strategy"):
+            names.pop(name, None)
