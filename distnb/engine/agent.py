@@ -126,7 +126,7 @@ class Agent:
             # Only now: destructors of what a failed cell held may take seconds (a DataLoader waits for its workers).
             self._failure = None
             message = self._programs.receive()
-        self._stream.flush(zmq.POLLIN)
+        # The stream asks the socket for events once more when this returns, so none is missed.
 
     def perform(self, message: Program) -> Reply:
         """Run one program to its end and describe how it ended. Never raises."""
@@ -219,6 +219,8 @@ class Agent:
     def _adapt_shell(self, logs: Mapping[Literal["stdout", "stderr"], int]) -> None:
         """Turn everything that a cell writes, shows or asks towards the notebook."""
         progress_bars.install()
+        # IPython leaves it for those who ask whether a person types here; libraries then want to start processes of their own.
+        vars(sys).pop("ps1", None)
         engine, control = self._engine, self._control
         sys.stdout = ReplicaStream(engine, "stdout", control, logs["stdout"], 1, sys.stdout)
         sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)
