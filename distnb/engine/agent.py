@@ -61,7 +61,7 @@ class Agent:
         self._guard = Guard()
         self._failure: BaseException | None = None  # keeps the frames of a failed program until its reply is out
         self._objects = Objects()
-        self._namespace = EngineNamespace(shell.user_ns, self._objects)
+        self._namespace = EngineNamespace(shell.user_ns, self._objects, engine=engine)
         context: zmq.Context[Any] = zmq.Context()
         keys = {
             "server_public": connection.server_public.encode(),
@@ -219,7 +219,7 @@ class Agent:
     def _adapt_shell(self, logs: Mapping[Literal["stdout", "stderr"], int]) -> None:
         """Turn everything that a cell writes, shows or asks towards the notebook."""
         progress_bars.install()
-        # IPython leaves it for those who ask whether a person types here; libraries then want to start processes of their own.
+        # IPython sets it for those who ask whether a person types here: they then want to start processes of their own.
         vars(sys).pop("ps1", None)
         engine, control = self._engine, self._control
         sys.stdout = ReplicaStream(engine, "stdout", control, logs["stdout"], 1, sys.stdout)
