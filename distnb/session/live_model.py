@@ -136,6 +136,7 @@ class ReplicaRow:
     where: str = ""
     values: dict[str, float] = field(default_factory=dict)
     _history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=64))
+    _first: tuple[float, int, int] | None = None
 
     def measured(self, sample: TelemetrySample, steps_before: int, examples_before: int) -> None:
         """Take a sample; what had been counted before the cell is taken off."""
@@ -146,15 +147,19 @@ class ReplicaRow:
         self.rss_nbytes, self.device_nbytes = sample.rss_nbytes, sample.device_nbytes
         if self._history and sample.seconds < self._history[-1][0]:
             self._history.clear()
-        self._history.append((sample.seconds, self.steps, self.examples))
+        latest = (sample.seconds, self.steps, self.examples)
+        self._history.append(latest)
+        if self._first is None or self.steps == 0:
+            self._first = latest
         while len(self._history) > 2 and self._history[1][0] < sample.seconds - _RATE_WINDOW_S:
             self._history.popleft()
 
     def per_second(self) -> tuple[float | None, float | None]:
-        """Steps and examples a second over the last two seconds; None where nothing was counted."""
-        if len(self._history) < 2:
+        """Steps and examples a second: over the last two seconds; once it has ended, over all. None: nothing counted."""
+        if len(self._history) < 2 or self._first is None:
             return None, None
-        (then, steps, examples), (now, steps_now, examples_now) = self._history[0], self._history[-1]
+        then, steps, examples = self._history[0] if self.state == "running" else self._first
+        now, steps_now, examples_now = self._history[-1]
         if now <= then:
             return None, None
         return (
@@ -251,7 +256,7 @@ class LiveModel:
                 if isinstance(event, Died):
                     row.state, row.where = "died", event.exit_status
                 else:
-                    row.state = "ended" if event.status == "ok" else "failed" if event.status == "error" else "stopping"
+                    row.state = "failed" if event.status == "error" else "ended"
         if isinstance(event, ProgramEnded) and event.status == "error" and not self.text:
             self.text = event.summary
 

@@ -7,6 +7,7 @@ plain script they become a progress line in the terminal.
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
 import sys
 import time
@@ -182,8 +183,8 @@ _progress = TextProgress()
 
 def _terminal(point: Point) -> None:
     """In a script only one process writes: replica 0."""
-    from distnb.runtime import spmd
-
-    process = spmd.current()
-    if process is None or process.rank == 0:
+    spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it, unless no strategy was used yet
+    process = spmd.current() if spmd is not None else None
+    rank = process.rank if process is not None else int(os.environ.get("RANK", "0"))
+    if rank == 0:
         _progress(point)

@@ -30,9 +30,9 @@ def head_text(model: LiveModel, now: float) -> str:
     if model.steps:
         parts.append(f"step {model.steps:,}")
     steps, examples = model.rates()
-    if model.state == "running" and examples:
+    if examples:
         parts.append(f"{examples:,.0f} examples/s")
-    elif model.state == "running" and steps:
+    elif steps:
         parts.append(f"{steps:,.1f} steps/s")
     return " · ".join(parts)
 
@@ -44,9 +44,9 @@ def replica_table(model: LiveModel) -> Table:
     columns: list[tuple[str, bool, list[str]]] = [
         ("replica", True, [str(row.replica) for row in rows]),
         ("device", False, [row.device for row in rows]),
-        ("state", False, [row.state if row.state != model.state else "" for row in rows]),
+        ("state", False, [row.state if row.state != "running" and model.state != "ended" else "" for row in rows]),
         ("step", True, [f"{row.steps:,}" if row.steps else "" for row in rows]),
-        ("examples/s", True, [_rate(row.per_second()[1]) if row.state == "running" else "" for row in rows]),
+        ("examples/s", True, [_rate(row.per_second()[1]) for row in rows]),
         ("memory", True, [human_bytes(row.rss_nbytes) for row in rows]),
         ("on device", True, [human_bytes(row.device_nbytes) for row in rows]),
         *((name, True, [short_number(row.values.get(name)) for row in rows]) for name in own[:4]),
