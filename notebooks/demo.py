@@ -63,7 +63,11 @@ def _kind_of_engines() -> str:
 def _execute(notebook: nbformat.NotebookNode) -> list[dict[str, float]]:
     """Run every cell in place, and read the mirrored training's history out of the kernel."""
     client = NotebookClient(
-        notebook, timeout=CELL_LIMIT_S, kernel_name="python3", resources={"metadata": {"path": str(HERE)}}
+        notebook,
+        timeout=CELL_LIMIT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(HERE)}},
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],  # its warnings are about the kernel's own ports
     )
     with client.setup_kernel(cwd=str(HERE)):
         for index, cell in enumerate(notebook.cells):
