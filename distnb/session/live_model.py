@@ -155,7 +155,7 @@ class ReplicaRow:
             self._history.popleft()
 
     def per_second(self) -> tuple[float | None, float | None]:
-        """Steps and examples a second: over the last two seconds; once it has ended, over all. None: nothing counted."""
+        """Steps and examples a second: over the last two seconds; once ended, over all. None: nothing counted."""
         if len(self._history) < 2 or self._first is None:
             return None, None
         then, steps, examples = self._history[0] if self.state == "running" else self._first
