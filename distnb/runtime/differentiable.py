@@ -20,15 +20,15 @@ class _AllReduce(torch.autograd.Function):
     """Sum or mean; its gradient is the same operation on the upstream gradients."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, mean: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, group: Group, mean: bool, layout: object, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group, ctx.mean = group, mean
-        sums = sum_over_replicas(group, tensors)
+        sums = sum_over_replicas(group, tensors, layout)
         return tuple(total.div_(group.size) for total in sums) if mean else tuple(sums)
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         # Through the Function again, so that second derivatives are right too.
-        return None, None, *_apply_all_reduce(ctx.group, ctx.mean, *upstream)
+        return None, None, None, *_apply_all_reduce(ctx.group, ctx.mean, None, *upstream)
 
 
 _apply_all_reduce: Any = _AllReduce.apply
@@ -46,22 +46,23 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
-        (total,) = _apply_all_reduce(ctx.group, False, upstream)
+        (total,) = _apply_all_reduce(ctx.group, False, None, upstream)
         return None, None, total.narrow(ctx.axis, ctx.begin, ctx.size)
 
 
 _apply_all_gather: Any = _AllGather.apply
 
 
-def all_reduce(group: Group, mean: bool, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def all_reduce(group: Group, mean: bool, tensors: Sequence[torch.Tensor], layout: object = None) -> list[torch.Tensor]:
     """The sum (or mean, for floating point) of each tensor over the replicas.
 
     Args:
         group: The replicas.
         mean: Divide by their number.
         tensors: Equal shapes and dtypes on every replica. Integers take part, gradients flow past them.
+        layout: Must have an equal repr on all replicas, too.
     """
-    return list(cast("tuple[torch.Tensor, ...]", _apply_all_reduce(group, mean, *tensors)))
+    return list(cast("tuple[torch.Tensor, ...]", _apply_all_reduce(group, mean, layout, *tensors)))
 
 
 def all_gather(group: Group, tensor: torch.Tensor, axis: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ _SMALL = 65536
 _MARKS = 1 << 16
 
 
-def sum_over_replicas(group: Group, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def sum_over_replicas(group: Group, tensors: Sequence[torch.Tensor], layout: object = None) -> list[torch.Tensor]:
     """The elementwise sum of each tensor over all replicas.
 
     Several tensors travel in one message per kind of number. Half precision is added up in single precision.
@@ -30,6 +30,7 @@ def sum_over_replicas(group: Group, tensors: Sequence[torch.Tensor]) -> list[tor
     Args:
         group: The replicas.
         tensors: The same number on each, with equal shapes and dtypes.
+        layout: Must have an equal repr on all replicas, too.
 
     Returns:
         New tensors, in the dtypes and on the devices of those given.
@@ -38,7 +39,9 @@ def sum_over_replicas(group: Group, tensors: Sequence[torch.Tensor]) -> list[tor
         CollectiveMismatchError: The replicas' tensors differ in shape.
     """
     with torch.no_grad():
-        if len(tensors) == 1:
+        if not tensors:
+            return []
+        if len(tensors) == 1 and layout is None:
             return [_sum_alone(group, tensors[0])]
         by_kind: dict[torch.dtype, list[int]] = {}
         small = sum(tensor.numel() for tensor in tensors) <= _SMALL
@@ -46,7 +49,8 @@ def sum_over_replicas(group: Group, tensors: Sequence[torch.Tensor]) -> list[tor
             by_kind.setdefault(_wire_dtype(tensor.dtype, small), []).append(place)
         sums: dict[int, torch.Tensor] = {}
         for dtype, places in by_kind.items():
-            sums.update(zip(places, _sum_pack(group, [tensors[place] for place in places], dtype), strict=True))
+            pack = [tensors[place] for place in places]
+            sums.update(zip(places, _sum_pack(group, pack, dtype, layout), strict=True))
         return [sums[place] for place in range(len(tensors))]
 
 
@@ -69,10 +73,10 @@ def _sum_alone(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     return message.to(tensor.device, dtype)
 
 
-def _sum_pack(group: Group, tensors: Sequence[torch.Tensor], wire: torch.dtype) -> list[torch.Tensor]:
+def _sum_pack(group: Group, tensors: Sequence[torch.Tensor], wire: torch.dtype, layout: object) -> list[torch.Tensor]:
     device = torch_device(group.device)
     real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-    mark = float(zlib.crc32(repr([tuple(tensor.shape) for tensor in tensors]).encode()) % _MARKS)
+    mark = float(zlib.crc32(repr(([tuple(tensor.shape) for tensor in tensors], layout)).encode()) % _MARKS)
     parts = [tensor.detach().reshape(-1).to(device, wire) for tensor in real]
     message = torch.cat([*parts, torch.tensor([mark], dtype=wire, device=device)])
     group.all_reduce(message)

@@ -22,10 +22,12 @@ __all__ = ["all_gather_tree", "all_reduce_tree"]
 
 
 def all_reduce_tree(group: Group, op: ReduceOp, tree: Any) -> Any:
-    """Reduce every leaf over the replicas, all in one go."""
-    leaves, shape = flatten(tree)
-    if not leaves:
+    """Reduce every leaf over the replicas, all in one go. None stays None: gradients of unused parameters are."""
+    every, shape = flatten(tree)
+    places = [place for place, leaf in enumerate(every) if leaf is not None]
+    if not places:
         return tree
+    leaves = [every[place] for place in places]
     mean = op is ReduceOp.MEAN
     tensors = []
     for leaf in leaves:
@@ -37,10 +39,13 @@ def all_reduce_tree(group: Group, op: ReduceOp, tree: Any) -> Any:
         if mean and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.to(torch.float64)
         tensors.append(tensor)
-    results = differentiable.all_reduce(group, mean, tensors)
+    # Which leaves are None must be the same everywhere, or others would be added up in their place.
+    results = differentiable.all_reduce(group, mean, tensors, None if len(leaves) == len(every) else places)
     for result in results:
         mark_aggregated(result)
-    return unflatten(shape, [python_number(result, leaf) for result, leaf in zip(results, leaves, strict=True)])
+    for place, result, leaf in zip(places, results, leaves, strict=True):
+        every[place] = python_number(result, leaf)
+    return unflatten(shape, every)
 
 
 def all_gather_tree(group: Group | None, tree: Any, axis: int) -> Any:

@@ -396,15 +396,21 @@ def test_gradients_flow_through_collectives(n: int) -> None:
             found["mean"] = context.all_reduce("mean", torch.tensor([1, 2])).dtype
             return found
         result = run(step)
+        context_of = lambda: distnb.get_replica_context()
+        result["none"] = run(lambda: context_of().all_reduce("sum", [None, 1, None]))
+        result["holes"] = run(lambda: error(
+            lambda: context_of().all_reduce("sum", [1.0, None] if me == 0 else [None, 1.0]), RuntimeError))
         """,
         n,
     )
+    assert all(one.result["none"] == [None, n, None] for one in ended)
+    assert any("different shapes" in str(one.result["holes"]) for one in ended)
     total = n * (n + 1) / 2
     for rank, one in enumerate(ended):
         found = {
             key: value.component(rank) if isinstance(value, PerReplica) else value
             for key, value in one.result.items()
-            if key != "tree"
+            if key not in ("tree", "none", "holes")
         }
         assert found["sum"].tolist() == [total] * 2
         assert found["mean"] is torch.float64
