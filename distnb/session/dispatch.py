@@ -125,6 +125,7 @@ class Dispatch:
 
     def engine_replaced(self, engine: int) -> None:
         """A new process has taken this engine's place."""
+        self._lose()  # the old one's end may not have been read yet, when no program waited for it
         self._dead.pop(engine, None)
 
     def close(self) -> None:
