@@ -116,6 +116,8 @@ class Strategy:
             ContextError: In a replica context, or in another strategy's scope.
 
         Example:
+            >>> import distnb, torch
+            >>> strategy = distnb.OneDeviceStrategy("cpu:0")
             >>> with strategy.scope():
             ...     model = torch.nn.Linear(64, 10)
         """
@@ -177,7 +179,9 @@ class Strategy:
             StructureError: Replicas returned different structures, or an argument has too few or too many components.
 
         Example:
-            >>> losses = strategy.run(train_step, args=(batch,))
+            >>> import distnb
+            >>> distnb.OneDeviceStrategy("cpu:0").run(lambda x: x + 1, args=(2,))
+            3
         """
         check_call(fn, args, kwargs, options)
         contexts.require_cross_replica(self, "run")
@@ -198,7 +202,9 @@ class Strategy:
             ContextError: In a replica context, or in another strategy's scope.
 
         Example:
-            >>> strategy.reduce("mean", losses, axis=0)
+            >>> import distnb, torch
+            >>> distnb.OneDeviceStrategy("cpu:0").reduce("mean", torch.tensor([1.0, 3.0]), axis=0)
+            tensor(2.)
         """
         op = ReduceOp.parse(reduce_op)
         contexts.require_cross_replica(self, "reduce")
