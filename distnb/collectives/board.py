@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal
 
-__all__ = ["RING", "TEXT_NBYTES", "Board", "Phase", "Record", "Wait", "create_memory", "open_memory"]
+__all__ = ["HEADER_NBYTES", "RING", "SLOT_NBYTES", "TEXT_NBYTES", "Board", "Phase", "Record", "Wait", "create_memory", "open_memory"]
 
 RING: Final = 2048
 """How many collectives a replica remembers; it never gets further ahead of the others than that."""
@@ -26,15 +26,15 @@ _WAIT_AT: Final = 24
 _WAIT_NBYTES: Final = 512
 _VERDICT_AT: Final = _WAIT_AT + 8 + _WAIT_NBYTES
 _VERDICT_NBYTES: Final = 1024
-_HEADER_NBYTES: Final = _VERDICT_AT + 8 + _VERDICT_NBYTES
-_SLOT_NBYTES: Final = 256
+HEADER_NBYTES: Final = _VERDICT_AT + 8 + _VERDICT_NBYTES
+SLOT_NBYTES: Final = 256
 # A slot: number, signature, line, chain of lines, program, length of text (each 8 bytes), text.
 _KEY_END: Final = 32
 _FIXED_NBYTES: Final = 48
-TEXT_NBYTES: Final = _SLOT_NBYTES - _FIXED_NBYTES
+TEXT_NBYTES: Final = SLOT_NBYTES - _FIXED_NBYTES
 _TAIL = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<Q")
-_PART_NBYTES: Final = _HEADER_NBYTES + RING * _SLOT_NBYTES
+_PART_NBYTES: Final = HEADER_NBYTES + RING * SLOT_NBYTES
 
 Phase = Literal["idle", "running", "ended", "failed"]
 _PHASES: Final[tuple[Phase, ...]] = ("idle", "running", "ended", "failed")
@@ -108,11 +108,17 @@ class Board:
         size: How many replicas there are.
     """
 
+    shared = True
+    """Whether what a replica writes is seen by the others at once."""
+
     def __init__(self, memory: mmap.mmap | bytearray, me: int, size: int) -> None:
         self.memory = memory
         self.me = me
         self.size = size
-        self._mine = me * _PART_NBYTES + _HEADER_NBYTES
+        self._mine = me * _PART_NBYTES + HEADER_NBYTES
+
+    def exchange(self) -> None:
+        """Bring this copy and the others' up to date; there is one board only where memory is shared."""
 
     @staticmethod
     def nbytes(size: int) -> int:
@@ -126,7 +132,7 @@ class Board:
 
     def write(self, number: int, record: Record, program: int) -> None:
         """Post this replica's collective of that number (numbers begin with 1)."""
-        at = self._mine + number % RING * _SLOT_NBYTES
+        at = self._mine + number % RING * SLOT_NBYTES
         content = record.key + _NUMBER.pack(program) + record.stored
         memory = self.memory
         # The number goes last: it says that the rest is valid.
@@ -136,7 +142,7 @@ class Board:
     def read(self, replica: int, number: int) -> tuple[Record, int] | None:
         """A replica's collective of that number with its program; None if not posted yet, or no more remembered."""
         at = self._slot(replica, number)
-        slot = bytes(self.memory[at : at + _SLOT_NBYTES])
+        slot = bytes(self.memory[at : at + SLOT_NBYTES])
         if _NUMBER.unpack_from(slot)[0] != number:
             return None
         program, length = _TAIL.unpack_from(slot, _KEY_END)
@@ -179,7 +185,7 @@ class Board:
         """What a replica found wrong; empty if nothing."""
         at = replica * _PART_NBYTES + _VERDICT_AT
         length = _NUMBER.unpack_from(self.memory, at)[0]
-        return bytes(self.memory[at + _NUMBER.size : at + _NUMBER.size + length]).decode(errors="replace") if length else ""
+        return bytes(self.memory[at + _NUMBER.size : at + _NUMBER.size + length]).decode(errors="replace")
 
     def set_wait(self, wait: Wait | None) -> None:
         """Say what this replica waits in, or that it does not wait."""
@@ -197,27 +203,31 @@ class Board:
         if not length:
             return None
         content = bytes(self.memory[at + _NUMBER.size : at + _NUMBER.size + length]).decode(errors="replace")
-        where, absent, text = (content.split("\0") + ["", ""])[:3]
+        where, absent, text = [*content.split("\0"), "", ""][:3]
         return Wait(where, tuple(int(rank) for rank in absent.split(",") if rank.isdigit()), text)
 
     def _slot(self, replica: int, number: int) -> int:
-        return replica * _PART_NBYTES + _HEADER_NBYTES + number % RING * _SLOT_NBYTES
+        return replica * _PART_NBYTES + HEADER_NBYTES + number % RING * SLOT_NBYTES
 
 
-def create_memory(size: int) -> tuple[mmap.mmap, int]:
+def create_memory(size: int, beside: int = 0) -> tuple[mmap.mmap, int]:
     """Memory for a board that other processes of this machine can open, and its file descriptor.
 
     The memory has no name: nothing of it is left behind when the processes end, however they end.
+
+    Args:
+        size: How many replicas.
+        beside: Bytes for other uses, behind the board.
     """
     descriptor = os.memfd_create("distnb-board")
-    os.ftruncate(descriptor, Board.nbytes(size))
-    return mmap.mmap(descriptor, Board.nbytes(size)), descriptor
+    os.ftruncate(descriptor, Board.nbytes(size) + beside)
+    return mmap.mmap(descriptor, Board.nbytes(size) + beside), descriptor
 
 
-def open_memory(pid: int, descriptor: int, size: int) -> mmap.mmap:
+def open_memory(pid: int, descriptor: int, size: int, beside: int = 0) -> mmap.mmap:
     """The memory that another process of this user made."""
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
     try:
-        return mmap.mmap(opened, Board.nbytes(size))
+        return mmap.mmap(opened, Board.nbytes(size) + beside)
     finally:
         os.close(opened)

@@ -92,8 +92,8 @@ def current() -> CallSite:
 
 def _describe(key: tuple[int, ...]) -> CallSite:
     lines = []
-    for identity, instruction in zip(key[::2], key[1::2], strict=True):
-        code = _kinds[identity][1]
+    for known, instruction in zip(key[::2], key[1::2], strict=True):
+        code = _kinds[known][1]
         lines.append((code.co_filename, _line(code, instruction)))
     name, number = lines[0]
     # Replicas of one script can be started from different folders, but run the same files.

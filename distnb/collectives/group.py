@@ -12,12 +12,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
 from distnb.collectives.operations import GuardedProcessGroup
+from distnb.collectives.shared_sum import GATHER, SharedWork
+from distnb.collectives.signature import of_tensors
 from distnb.errors import CollectiveMismatchError, OptionError
 from distnb.topology import Device
 
 __all__ = ["Group", "Pending"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_NUMBERS = {name: hash(op) for name, op in _OPS.items()}
 _CARRIED = frozenset({torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int32, torch.int64})
 _MAX_DIMS = 13
 _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
@@ -27,7 +30,7 @@ _SMALL_NBYTES = 1024
 def _options(op: str) -> Any:
     if op not in _OPS:
         raise OptionError(f"{op!r} is no reduce op of a group. The ops are {', '.join(map(repr, _OPS))}.")
-    made = AllreduceOptions()
+    made: Any = AllreduceOptions()
     made.reduceOp = _OPS[op]
     return made
 
@@ -91,11 +94,18 @@ class Group:
         """
         self.all_reduce_start(tensor, op).wait()
 
-    def all_reduce_start(self, tensor: Tensor, op: str = "sum") -> Pending:
+    def all_reduce_start(self, tensor: Tensor, op: str = "sum") -> Pending | SharedWork:
         """The same, under way while the caller goes on. The tensor must be left alone until `Pending.wait`."""
-        options = _options(op)
+        options = _options(op)  # refuses ops that there are not
         if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise OptionError(f"The mean of a {tensor.dtype} tensor would be rounded. Convert it to a floating dtype first, or use op='sum'.")
+            raise OptionError(
+                f"The mean of a {tensor.dtype} tensor would be rounded. Convert it to a floating dtype first, or use "
+                "op='sum'."
+            )
+        key = of_tensors("all_reduce", _NUMBERS[op], None, [tensor])
+        in_memory = self.process_group.start_in_memory(key, tensor, op)
+        if in_memory is not None:
+            return in_memory
         if tensor.is_contiguous():
             work = self.process_group.allreduce([_view(tensor)], options)
             return Pending(work, tensor, self.size if op == "mean" else 1)
@@ -106,6 +116,9 @@ class Group:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every replica's tensor, in replica order. Shape and dtype must be the same everywhere."""
+        in_memory = self.process_group.start_in_memory(of_tensors("all_gather", None, None, [tensor]), tensor, GATHER)
+        if in_memory is not None:
+            return in_memory.result()
         mine = tensor.detach().contiguous()
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         self.process_group.allgather([[_bytes_of(each) for each in gathered]], [_bytes_of(mine)]).wait()
@@ -125,9 +138,20 @@ class Group:
         header = torch.tensor(described + [0] * (_MAX_DIMS + 2 - len(described)), dtype=torch.int64, device=mine.device)
         headers = [each.tolist() for each in self.all_gather(header)]
         shapes = [tuple(each[2 : 2 + each[1]]) for each in headers]
-        if len({(each[0], each[1], shape[:dim] + shape[dim + 1 :]) for each, shape in zip(headers, shapes, strict=True)}) > 1:
-            told = "; ".join(f"replica {rank}: {_DTYPES[each[0]]} {list(shape)}" for rank, (each, shape) in enumerate(zip(headers, shapes, strict=True)))
-            raise CollectiveMismatchError(f"The replicas' tensors can be gathered along dimension {dim} only if all else is equal; it is not: {told}.")
+        dtypes = [_DTYPES[each[0]] for each in headers]
+        if (
+            len(
+                {
+                    (dtype, len(shape), shape[:dim] + shape[dim + 1 :])
+                    for dtype, shape in zip(dtypes, shapes, strict=True)
+                }
+            )
+            > 1
+        ):
+            told = "; ".join(f"replica {rank}: {dtypes[rank]} {list(shape)}" for rank, shape in enumerate(shapes))
+            raise CollectiveMismatchError(
+                f"The replicas' tensors can be gathered along dimension {dim} only if all else is equal; it is not: {told}."
+            )
         sizes = [shape[dim] if shape else 1 for shape in shapes]
         most = max(sizes)
         if most and min(sizes) < most:
@@ -136,7 +160,10 @@ class Group:
             mine = padded
         if not mine.numel():
             return [mine.new_empty(shape) for shape in shapes]
-        return [each.narrow(dim, 0, size).contiguous() if shapes[0] else each for each, size in zip(self.all_gather(mine), sizes, strict=True)]
+        gathered = self.all_gather(mine)
+        if not mine.dim():
+            return gathered
+        return [each.narrow(dim, 0, size).contiguous() for each, size in zip(gathered, sizes, strict=True)]
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Replace the tensor on each replica by the one of replica `source`."""

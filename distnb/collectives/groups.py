@@ -16,8 +16,9 @@ import threading
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
-from distnb.collectives import membership, transport, world
+from distnb.collectives import membership, rendezvous, transport, world
 from distnb.collectives.group import Group, Pending
 from distnb.collectives.membership import Member
 from distnb.collectives.rendezvous import StoreClient
@@ -32,6 +33,7 @@ _group: Group | None = None
 _joining: membership.Attempt | None = None
 _lock = threading.RLock()
 _pid = os.getpid()
+_script_joins = 0
 _SCRIPT = -1  # the key of the group that was joined from the environment
 
 
@@ -57,11 +59,18 @@ def join(team: Team, rank: int, device: Device, *, timeout_s: float | None = Non
     member = _members.get(team.engines)
     if member is not None and member is _active and member.generation == team.generation and _group is not None:
         return _group
-    return _join(team.engines, team, rank, device, StoreClient.at(team.store_host, team.store_port), timeout_s)
+    client = StoreClient.at(team.store_host, team.store_port)
+    return _join(team.engines, team, rank, device, client, timeout_s, apart=len(set(team.devices)) == team.size)
 
 
 def _join(
-    key: tuple[int, ...], team: Team, rank: int, device: Device, client: StoreClient, timeout_s: float | None
+    key: tuple[int, ...],
+    team: Team,
+    rank: int,
+    device: Device,
+    client: StoreClient,
+    timeout_s: float | None,
+    apart: bool,
 ) -> Group:
     global _active, _group, _joining
     world.install()
@@ -77,7 +86,7 @@ def _join(
             member.suspend()
             member = None
         if member is None:
-            member = Member(key, rank, device, team.devices)
+            member = Member(key, rank, device, team.devices, apart)
         member.advance(team, client, attempt, timeout_s)
         with _lock:
             _members[key] = member
@@ -102,6 +111,7 @@ def join_from_env() -> Group:
     Raises:
         CollectiveError: The variables are not set, or the others cannot be reached.
     """
+    global _script_joins
     if _group is not None:
         return _group
     found = world.foreign_default()
@@ -116,12 +126,20 @@ def join_from_env() -> Group:
             )
         store, rank, size = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
     local = int(os.environ.get("LOCAL_RANK", rank))
-    device = Device("cuda", local) if torch.cuda.is_available() and local < torch.cuda.device_count() else Device("cpu", 0)
+    device = (
+        Device("cuda", local) if torch.cuda.is_available() and local < torch.cuda.device_count() else Device("cpu", 0)
+    )
     if "DISTNB_DEVICE" in os.environ:  # `distnb run --devices …`: several replicas may share one
         device = parse_device(os.environ["DISTNB_DEVICE"])
-    team = Team(tuple(range(size)), (device,) * size, 0, os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0)))
-    prefixed = dist.PrefixStore("distnb", store)
-    group = _join((_SCRIPT, *team.engines), team, rank, device, StoreClient(lambda: prefixed), None)
+    _script_joins += 1  # after `leave` the keys of the last time are still in the store
+    prefixed = PrefixStore(f"distnb/{_script_joins}", store)
+    card = rendezvous.Card(rendezvous.host(), os.getpid(), device=str(device))
+    cards = rendezvous.meet(PrefixStore("devices", prefixed), rank, size, card, lambda absent: None)
+    devices = tuple(parse_device(other.device) for other in cards)
+    apart = len({(other.host, other.device) for other in cards}) == size
+    address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
+    team = Team(tuple(range(size)), devices, 0, address, port)
+    group = _join((_SCRIPT, *team.engines), team, rank, device, StoreClient(lambda: prefixed), None, apart)
     program_began(1)
     return group
 

@@ -16,7 +16,9 @@ from distnb.errors import CollectiveMismatchError
 
 __all__ = ["Ledger"]
 
-_ADVICE: Final = "Every replica must call the same collectives, in the same order, with tensors of the same shape and dtype."
+_ADVICE: Final = (
+    "Every replica must call the same collectives, in the same order, with tensors of the same shape and dtype."
+)
 _AHEAD: Final = RING - 64
 
 
@@ -37,6 +39,7 @@ class Ledger:
         self._replicas = replicas
         self._peers = [rank for rank in range(board.size) if rank != board.me]
         self._compared = [0] * board.size
+        self._known: set[bytes] = set()
         # Places that one of two replicas visited while the other was elsewhere: (peer, who, place) -> first number.
         self._visits: dict[tuple[int, int, bytes], int] = {}
 
@@ -65,6 +68,7 @@ class Ledger:
         Raises:
             CollectiveMismatchError: A replica called something else.
         """
+        self._board.exchange()
         for rank in self._peers:
             if self._compared[rank] < self.number:
                 self._catch_up(rank)
@@ -75,10 +79,22 @@ class Ledger:
     def tell(self, error: CollectiveMismatchError) -> None:
         """Tell the others what was found here; they raise it too."""
         self._board.set_verdict(str(error))
+        self._board.exchange()
 
     def room(self) -> bool:
         """Whether the next collective can be posted without overwriting what another replica has yet to compare."""
         return all(self.number - self._compared[rank] < _AHEAD for rank in self._peers)
+
+    def is_new(self, record: Record) -> bool:
+        """Whether everyone must have told the same before this replica enters: where memory is not shared, once."""
+        if self._board.shared or record.key in self._known:
+            return False
+        self._known.add(record.key)
+        return True
+
+    def agreed(self, number: int) -> bool:
+        """Whether all others posted that number, and the same."""
+        return all(self._compared[rank] >= number for rank in self._peers)
 
     def absent(self, number: int) -> list[int]:
         """The ranks that have not called the collective of that number yet."""
@@ -111,6 +127,7 @@ class Ledger:
             CollectiveMismatchError: It ended well, and so did another replica's, with fewer or more collectives.
         """
         self._board.set_phase(self.program, "failed" if failed else "ended")
+        self._board.exchange()
         if failed:
             return
         for rank in self._peers:
@@ -126,7 +143,7 @@ class Ledger:
         """Look for replicas that can no longer come to a collective in which this one waits.
 
         Returns:
-            The ranks whose program ended with an error, so that they will not come either; that error is told by others.
+            The ranks whose program ended with an error, so that they will not come either; others tell of that error.
 
         Raises:
             CollectiveMismatchError: A replica ended its program, or went on to the next, without calling it.
@@ -158,8 +175,9 @@ class Ledger:
             if rank in ranks and program == self.program and phase == "failed":
                 failed.append(rank)
             if rank in ranks and ((program == self.program and phase == "ended") or program > self.program):
+                here = self._name(self._board.me).capitalize()
                 raise CollectiveMismatchError(
-                    f"{self._name(self._board.me).capitalize()} waits to connect a process group of replicas {list(ranks)}, but "
+                    f"{here} waits to connect a process group of replicas {list(ranks)}, but "
                     f"{self._name(rank)} finished its program without using that group. {_ADVICE}"
                 )
         return failed
@@ -197,7 +215,9 @@ class Ledger:
         elif mine[0].chain != other[0].chain:
             self._compare_order(number, mine[0], rank, other[0], lambda record: record.chain)
 
-    def _compare_order(self, number: int, mine: Record, rank: int, other: Record, place: Callable[[Record], bytes]) -> None:
+    def _compare_order(
+        self, number: int, mine: Record, rank: int, other: Record, place: Callable[[Record], bytes]
+    ) -> None:
         """Two replicas are at different places with equal collectives.
 
         That is fine if each place belongs to one of them (`if rank == 0: … else: …`). A place that both visit, but
@@ -227,14 +247,15 @@ class Ledger:
     def _raise_swapped(self, here: int, number: int, there: int, earlier: int, record: Record) -> None:
         first, second = sorted([(self._replicas[here], number), (self._replicas[there], earlier)])
         raise CollectiveMismatchError(
-            f"The replicas called their collectives in a different order: {record.operation} at {record.place} was collective number "
-            f"{first[1]} on replica {first[0]} and number {second[1]} on replica {second[0]}, so unlike things were put together. {_ADVICE}"
+            f"The replicas called their collectives in a different order: {record.operation} at {record.place} was "
+            f"collective number {first[1]} on replica {first[0]} and number {second[1]} on replica {second[0]}, so "
+            f"unlike things were put together. {_ADVICE}"
         )
 
     def _raise_missing(self, present: int, missing: int, number: int) -> None:
         posted = self._board.read(present, number)
         what = f"{posted[0].operation} at {posted[0].place}" if posted else "a collective"
         raise CollectiveMismatchError(
-            f"{self._name(present).capitalize()} called {what} (collective number {number}), but {self._name(missing)} finished its program "
-            f"after {number - 1} collectives without calling it. {_ADVICE}"
+            f"{self._name(present).capitalize()} called {what} (collective number {number}), but "
+            f"{self._name(missing)} finished its program after {number - 1} collectives without calling it. {_ADVICE}"
         )

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from distnb.collectives import board, rendezvous, transport
+from distnb.collectives import board, rendezvous, shared_sum, transport
 from distnb.collectives.operations import GuardedProcessGroup
 from distnb.collectives.process_group import GroupCore
+from distnb.collectives.replicated import ReplicatedBoard
 from distnb.collectives.rendezvous import Card, StoreClient
 from distnb.collectives.transport import Transport
 from distnb.collectives.world import World
@@ -58,17 +60,21 @@ class Member:
         rank: Which replica this is.
         device: This replica's device.
         devices: Every replica's.
+        apart: Whether each replica has a device of its own.
     """
 
-    def __init__(self, key: tuple[int, ...], rank: int, device: Device, devices: tuple[Device, ...]) -> None:
+    def __init__(
+        self, key: tuple[int, ...], rank: int, device: Device, devices: tuple[Device, ...], apart: bool
+    ) -> None:
         self.key = key
         self.rank = rank
         self.size = len(devices)
         self.device = device
         self.devices = devices
+        self._apart = apart
         self.generation = -1
         self.group = self._group(rank, range(self.size), "world", None)
-        self.world = World(self.group, dist.HashStore(), self._backend_name, self._backend_config)
+        self.world = World(self.group, HashStore(), self._backend_name, self._backend_config)
         self._names: Counter[str] = Counter()
         self._subgroups: weakref.WeakSet[GuardedProcessGroup] = weakref.WeakSet()
         self._client: StoreClient | None = None
@@ -81,15 +87,7 @@ class Member:
     @property
     def _uses_nccl(self) -> bool:
         """NCCL needs a GPU for each replica."""
-        accelerated = all(device.type == "cuda" for device in self.devices)
-        return accelerated and self._gpus_differ and dist.is_nccl_available()
-
-    @property
-    def _gpus_differ(self) -> bool:
-        # Where the list repeats one device, as a script's does that knows only its own, LOCAL_WORLD_SIZE tells.
-        if len(set(self.devices)) == self.size:
-            return True
-        return self.key[0] < 0 and int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) <= torch.cuda.device_count()
+        return self._apart and all(device.type == "cuda" for device in self.devices) and dist.is_nccl_available()
 
     @property
     def _backend_name(self) -> str:
@@ -128,19 +126,21 @@ class Member:
         """Be connected in the team's generation."""
         if self.generation == team.generation:
             if self.group.failure is not None:
-                raise CollectiveError(f"Generation {team.generation} of this team's process group was aborted. Join a newer one.")
+                raise CollectiveError(
+                    f"Generation {team.generation} of this team's process group was aborted. Join a newer one."
+                )
             return
         self.suspend()
         self._client, self._prefix, self._attempt, self._timeout_s = client, team.prefix, attempt, timeout_s
         self.group.connect()
         self.generation = team.generation
-        self.world.set_store(dist.PrefixStore(f"{team.prefix}/user", client.store()))
+        self.world.set_store(PrefixStore(f"{team.prefix}/user", client.store()))
         self._attempt = None
 
     def _form(self, group: GroupCore) -> _Parts:
         client = self._client
         assert client is not None
-        store = dist.PrefixStore(f"{self._prefix}/{group.label}", client.store())
+        store = PrefixStore(f"{self._prefix}/{group.label}", client.store())
         rank, size = group.rank(), group.size()
         slowly = 0.0
 
@@ -154,13 +154,14 @@ class Member:
 
         host, memory, descriptor = rendezvous.host(), None, -1
         if rank == 0:
-            memory, descriptor = board.create_memory(size)
+            memory, descriptor = board.create_memory(size, shared_sum.nbytes(size))
         mine = Card(host, os.getpid(), descriptor, str(self.device))
         try:
-            cards = rendezvous.meet(store, rank, size, mine, check, timeout_s=self._timeout_s, what=f"the process group of replicas {list(group.replicas)}")
+            what = f"the process group of replicas {list(group.replicas)}"
+            cards = rendezvous.meet(store, rank, size, mine, check, timeout_s=self._timeout_s, what=what)
             local = len({card.host for card in cards}) == 1
             if local and memory is None:
-                memory = board.open_memory(cards[0].pid, cards[0].board, size)
+                memory = board.open_memory(cards[0].pid, cards[0].board, size, shared_sum.nbytes(size))
             made = transport.form(
                 store,
                 rank,
@@ -175,7 +176,9 @@ class Member:
             group.waited()
             if descriptor >= 0:
                 os.close(descriptor)  # connected: everyone has opened it by now
-        return _Parts(made, board.Board(memory or bytearray(board.Board.nbytes(size)), rank, size))
+        if local and memory is not None:
+            return _Parts(made, board.Board(memory, rank, size))
+        return _Parts(made, ReplicatedBoard(PrefixStore("board", store), rank, size))
 
     # -- life --------------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BarrierOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BarrierOptions
 
 from distnb.collectives.process_group import GroupCore
-from distnb.collectives.signature import of_tensors
+from distnb.collectives.signature import Key, of_tensors
 
 __all__ = ["GuardedProcessGroup"]
 
@@ -43,19 +43,38 @@ class GuardedProcessGroup(GroupCore):
 
     # -- reductions and broadcasts ---------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> Work:
+        if isinstance(tensors, Tensor):  # torch's short form
+            tensors = [tensors]
         if not isinstance(opts, AllreduceOptions):
             opts = _reduce_options(opts)
         return self._run(of_tensors("all_reduce", _op(opts), None, tensors), "allreduce", (tensors,), (True,), opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work:
-        return self._run(of_tensors("all_reduce_coalesced", _op(opts), None, tensors), "allreduce_coalesced", (tensors,), (True,), opts)
+        return self._run(
+            of_tensors("all_reduce_coalesced", _op(opts), None, tensors),
+            "allreduce_coalesced",
+            (tensors,),
+            (True,),
+            opts,
+        )
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         return self._run(of_tensors("broadcast", None, opts.rootRank, tensors), "broadcast", (tensors,), (True,), opts)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         return self._run(of_tensors("reduce", _op(opts), opts.rootRank, tensors), "reduce", (tensors,), (True,), opts)
+
+    # -- the same under a signature of the caller's, for `Group` -------------------------------------------------------
+
+    def all_reduce_as(self, key: Key, tensor: Tensor, opts: Any) -> Work:
+        return self._run(key, "allreduce", ([tensor],), (True,), opts)
+
+    def broadcast_as(self, key: Key, tensor: Tensor, opts: Any) -> Work:
+        return self._run(key, "broadcast", ([tensor],), (True,), opts)
+
+    def all_gather_as(self, key: Key, outputs: list[Tensor], input: Tensor) -> Work:
+        return self._run(key, "allgather", ([outputs], [input]), _BOTH, AllgatherOptions())
 
     # -- gathers ---------------------------------------------------------------------------------------------------
 
@@ -65,11 +84,19 @@ class GuardedProcessGroup(GroupCore):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         opts = opts or AllgatherOptions()
-        return self._run(of_tensors("all_gather_into_tensor", None, None, [input]), "_allgather_base", (output, input), _BOTH, opts)
+        return self._run(
+            of_tensors("all_gather_into_tensor", None, None, [input]), "_allgather_base", (output, input), _BOTH, opts
+        )
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         opts = opts or AllgatherOptions()
-        return self._run(of_tensors("all_gather_coalesced", None, None, inputs), "allgather_coalesced", (outputs, inputs), _BOTH, opts)
+        return self._run(
+            of_tensors("all_gather_coalesced", None, None, inputs),
+            "allgather_coalesced",
+            (outputs, inputs),
+            _BOTH,
+            opts,
+        )
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         opts = opts or AllgatherOptions()
@@ -98,7 +125,9 @@ class GuardedProcessGroup(GroupCore):
 
     # -- all to all ------------------------------------------------------------------------------------------------
 
-    def all_to_all_single(self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any) -> Work:
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any
+    ) -> Work:
         if output_splits or input_splits:
             # Each replica may have splits of its own, so they are compared in a way of their own before any data flows.
             self._compare_splits(output, input, output_splits, input_splits)
@@ -107,7 +136,9 @@ class GuardedProcessGroup(GroupCore):
             key = of_tensors("all_to_all_single", None, None, [input])
         return self._run(key, "alltoall_base", (output, input), _BOTH, output_splits, input_splits, opts)
 
-    def _compare_splits(self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]) -> None:
+    def _compare_splits(
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> None:
         sent = torch.tensor(input_splits or _even(input.shape[0], self._size), dtype=torch.int64)
         expected = torch.tensor(output_splits or _even(output.shape[0], self._size), dtype=torch.int64)
         coming = torch.empty_like(sent)
@@ -116,8 +147,8 @@ class GuardedProcessGroup(GroupCore):
         if not torch.equal(coming, expected):
             # Whoever expects other sizes than come raises; the others are told when this replica does not enter.
             raise ValueError(
-                f"all_to_all_single: this replica expects {expected.tolist()} rows from the ranks, but they send {coming.tolist()}. "
-                "output_split_sizes[j] must be what rank j has as input_split_sizes for this rank."
+                f"all_to_all_single: this replica expects {expected.tolist()} rows from the ranks, but they send "
+                f"{coming.tolist()}. output_split_sizes[j] must be what rank j has as input_split_sizes for this rank."
             )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
@@ -131,7 +162,11 @@ class GuardedProcessGroup(GroupCore):
         # A time limit of Gloo's own would break the connections when it passes; ours only frees the caller.
         inner = BarrierOptions()
         inner.device_ids, inner.device = given.device_ids, given.device
-        kind = given.device.type if given.device is not None and given.device.type in {each.type for each in self._devices} else "cpu"
+        kind = (
+            given.device.type
+            if given.device is not None and given.device.type in {each.type for each in self._devices}
+            else "cpu"
+        )
         if kind in self._ready().staged:
             kind = "cpu"
         return self._run(("barrier", None, None, kind), "barrier", (), (), inner, timeout=given.timeout)
@@ -195,4 +230,3 @@ class GuardedProcessGroup(GroupCore):
 
 def _even(rows: int, size: int) -> list[int]:
     return [rows // size] * size
-

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from distnb.collectives import signature
 from distnb.collectives.board import Board
 from distnb.collectives.ledger import Ledger
+from distnb.collectives.shared_sum import SharedSum, SharedWork
 from distnb.collectives.staging import Staging
 from distnb.collectives.transport import Transport
 from distnb.collectives.waiting import Waits
@@ -26,6 +27,8 @@ from distnb.errors import CollectiveError, CollectiveMismatchError
 
 __all__ = ["Formed", "GroupCore"]
 
+# For the type checker it is anything: torch's stubs have overloads that only the old interface used.
+_ProcessGroup: Any = dist.ProcessGroup
 _ABORT_GRACE_S = 0.5
 _FAILED_GRACE_S = 3.0
 _EXIT_GRACE_S = 1.0
@@ -38,7 +41,7 @@ class Formed(Protocol):
     board: Board
 
 
-class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
+class GroupCore(_ProcessGroup):  # type: ignore[misc]
     """State and failure of a guarded process group; `operations.GuardedProcessGroup` adds the operations.
 
     Args:
@@ -69,7 +72,7 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         self.epoch = 0
         self.failure: BaseException | None = None
         self.replicas = tuple(replicas)
-        self.program = parent.program if parent is not None else 0
+        self.program: int = parent.program if parent is not None else 0
         self.label = label
         self._group_name = label
         self._group_desc = "undefined"
@@ -82,6 +85,7 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         self._transport: Transport | None = None
         self._ledger: Ledger | None = None
         self._own_waits: Waits | None = None
+        self._shared: SharedSum | None = None
         self._issuing = threading.RLock()
         self._forming = threading.Lock()
         self._open: dict[int, Any] = {}
@@ -146,7 +150,7 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         """Forget the connections; the next operation makes new ones, for a new generation. Never blocks."""
         transport, opened, watched = self._transport, self._open, self._watched
         self.epoch += 1
-        self._transport = self._ledger = None
+        self._transport = self._ledger = self._shared = None
         self._open, self._watched = {}, set()
         self.failure, self._failed_since = None, None
         if transport is not None:
@@ -172,7 +176,7 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         self.fail(CollectiveError("The process group was aborted."))
 
     def shutdown(self) -> None:
-        """What torch calls to end a group that is no longer used: other replicas may still be in their last operation."""
+        """What torch calls to end a group that is no longer used; others may still be in their last operation."""
         transport, opened, watched = self._transport, self._open, self._watched
         self.failure = self.failure or CollectiveError("The process group was destroyed. Make a new one.")
         self._transport = self._ledger = None
@@ -197,14 +201,15 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
 
     def forget_in_child(self) -> None:
         """In a forked child: let go of the connections, which would otherwise stay open when the replica dies."""
-        self.failure = CollectiveError("A forked child of a replica, such as a DataLoader's worker, cannot take part in its collectives.")
+        self.failure = CollectiveError(
+            "A forked child of a replica, such as a DataLoader's worker, cannot take part in its collectives."
+        )
         if self._transport is not None:
             self._transport.keep_for_ever()
             self._transport.connections.forget_in_child()
 
     def _ready(self) -> Transport:
-        if self.failure is not None:
-            self.raise_failure()
+        self._raise_if_failed()
         if self._transport is None:
             with self._forming:
                 if self._transport is None:
@@ -212,8 +217,9 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
                     ledger = Ledger(formed.board, self.replicas)
                     ledger.begin(self.program)
                     self._own_waits = Waits(formed.board)
+                    self._shared = SharedSum.of(formed.board)
                     self._ledger, self._transport = ledger, formed.transport
-            if self.failure is not None:
+            if self.failure is not None:  # aborted meanwhile
                 self._transport.abort()
                 self.raise_failure()
         return self._transport
@@ -236,6 +242,10 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
                 ledger.end(failed or self.failure is not None)
 
     # -- failure ---------------------------------------------------------------------------------------------------
+
+    def _raise_if_failed(self) -> None:
+        if self.failure is not None:
+            self.raise_failure()
 
     def raise_failure(self) -> NoReturn:
         """Raise what ended the group."""
@@ -269,7 +279,8 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
                 parent._mourn(parent._ledger.check_present(self.replicas))
             if self._waits is not None:
                 names = [self.replicas[rank] for rank in absent()]
-                self._waits.on(self.label, 0, names, f"the first collective of the process group of replicas {list(self.replicas)}")
+                what = f"the first collective of the process group of replicas {list(self.replicas)}"
+                self._waits.on(self.label, 0, names, what)
         except CollectiveMismatchError as error:
             parent.fail(error)
             raise
@@ -285,7 +296,9 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
             BaseException: The one that ended the group, or CollectiveMismatchError if the ledger finds one now.
         """
         if epoch != self.epoch:
-            raise CollectiveError("This operation belonged to an earlier generation of the process group, which was aborted.")
+            raise CollectiveError(
+                "This operation belonged to an earlier generation of the process group, which was aborted."
+            )
         if self.failure is not None:
             self.raise_failure()
         ledger = self._ledger
@@ -318,7 +331,11 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         elif time.monotonic() - self._failed_since > _FAILED_GRACE_S:
             # The notebook's side tells of failures much sooner; this is for programs that have no notebook.
             who = ", ".join(str(self.replicas[rank]) for rank in failed)
-            self.fail(CollectiveError(f"Replica {who} ended with an error, and will not come to the collective that this replica waits in."))
+            self.fail(
+                CollectiveError(
+                    f"Replica {who} ended with an error, and will not come to the collective that this replica waits in."
+                )
+            )
             self.raise_failure()
 
     def explain(self, epoch: int, number: int | None, error: BaseException) -> NoReturn:
@@ -369,6 +386,37 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
             except Exception:  # noqa: BLE001  (it is the group's failure now, and raised where somebody waits)
                 pass
 
+    def start_in_memory(self, key: signature.Key, tensor: torch.Tensor, op: str) -> SharedWork | None:
+        """Begin an all-reduce or all-gather in memory that the replicas share.
+
+        Args:
+            key: Its signature.
+            tensor: What is reduced, in place, or gathered.
+            op: "sum", "mean", "max", "min" or "gather".
+
+        Returns:
+            The work; None if this tensor, or this group, cannot be served so. That is so on all replicas then.
+        """
+        transport = self._ready()
+        shared, ledger = self._shared, self._ledger
+        kind = tensor.device.type
+        if shared is None or ledger is None or not (kind == "cpu" or kind in transport.staged) or not shared.takes(tensor, op):
+            return None
+        record = signature.record(key)
+        with self._issuing:
+            waits = self._own_waits if self._parent is None else self._waits
+            if waits is not None:
+                waits.issued()
+            if not ledger.room():
+                self._wait_for_room(ledger)
+            try:
+                number = ledger.post(record)
+            except CollectiveMismatchError as error:
+                self.fail(error)
+                raise
+            own = shared.post(tensor, self, number)
+        return SharedWork(shared, own, tensor, op, self, number)
+
     def _note(self, key: signature.Key) -> int:
         """Record something that every replica must do alike, though nothing is communicated in it."""
         self._ready()
@@ -412,7 +460,8 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
         backend = transport.backends.get(device)
         if backend is None:
             raise RuntimeError(
-                f"No backend type associated with device type {device}: these replicas communicate tensors on {', '.join(transport.backends)}."
+                f"No backend type associated with device type {device}: these replicas communicate tensors on "
+                f"{', '.join(transport.backends)}."
             )
         call = getattr(backend, method, None) or getattr(transport.plain, method)
         ledger = self._ledger
@@ -460,7 +509,9 @@ class GroupCore(dist.ProcessGroup):  # type: ignore[misc]
 
 
 def _under_way(opened: dict[int, Any], watched: set[Any]) -> bool:
-    return any(not inner.is_completed() for inner in list(opened.values())) or any(work.under_way() for work in list(watched))
+    if any(not inner.is_completed() for inner in list(opened.values())):
+        return True
+    return any(work.under_way() for work in list(watched))
 
 
 def _device_of(value: Any) -> torch.device:

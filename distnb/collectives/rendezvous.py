@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from distnb.errors import CollectiveError
 
@@ -54,9 +54,9 @@ class StoreClient:
         connect: Makes a connection.
     """
 
-    def __init__(self, connect: Callable[[], dist.Store]) -> None:
+    def __init__(self, connect: Callable[[], Store]) -> None:
         self._connect = connect
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
 
     @classmethod
     def at(cls, address: str, port: int) -> StoreClient:
@@ -65,7 +65,7 @@ class StoreClient:
             _clients[address, port] = cls(lambda: _connect(address, port))
         return _clients[address, port]
 
-    def store(self) -> dist.Store:
+    def store(self) -> Store:
         """The connection. Raises CollectiveError if nobody answers."""
         if self._store is None:
             self._store = self._connect()
@@ -79,15 +79,17 @@ class StoreClient:
 _clients: dict[tuple[str, int], StoreClient] = {}
 
 
-def _connect(address: str, port: int) -> dist.Store:
+def _connect(address: str, port: int) -> Store:
     try:
-        return dist.TCPStore(address, port, None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
+        return TCPStore(
+            address, port, None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
+        )
     except RuntimeError as error:
         raise CollectiveError(f"The rendezvous store at {address}:{port} does not answer: {error}") from error
 
 
 def meet(
-    store: dist.Store,
+    store: Store,
     rank: int,
     size: int,
     card: Card,
@@ -124,7 +126,9 @@ def meet(
         check(absent)
         if timeout_s is not None and time.monotonic() - began > timeout_s:
             missing = ", ".join(map(str, absent()))
-            raise CollectiveError(f"Rank {rank} waited {timeout_s:g} s for {what}; these of {size} ranks did not come: {missing}.")
+            raise CollectiveError(
+                f"Rank {rank} waited {timeout_s:g} s for {what}; these of {size} ranks did not come: {missing}."
+            )
         time.sleep(pause)
         pause = min(2 * pause, 0.01)
     return [Card(**json.loads(store.get(key))) for key in keys]

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from distnb.collectives.sockets import Connections, pollers
 from distnb.errors import CollectiveError
@@ -108,7 +109,7 @@ def leak(*objects: Any) -> None:
 
 
 def form(
-    store: dist.Store,
+    store: Store,
     rank: int,
     size: int,
     *,
@@ -156,26 +157,29 @@ def form(
             on_abandon()
             raise CollectiveError(
                 f"Replica {rank} met the other {size - 1} replicas at the store, but could not connect to them within "
-                f"{_HOPELESS_S:.0f} s. A firewall between the machines, or the wrong network interface (set GLOO_SOCKET_IFNAME)?"
+                f"{_HOPELESS_S:.0f} s. Is there a firewall between the machines, or is it the wrong network interface "
+                "(set GLOO_SOCKET_IFNAME)?"
             )
     if isinstance(made[0], Transport):
         return made[0]
     raise CollectiveError(f"Replica {rank} could not connect to the other {size - 1} replicas: {made[0]}") from made[0]
 
 
-def _make(store: dist.Store, rank: int, size: int, nccl: torch.device | None, staged: frozenset[str], local: bool) -> Transport:
+def _make(
+    store: Store, rank: int, size: int, nccl: torch.device | None, staged: frozenset[str], local: bool
+) -> Transport:
     with _device_making:  # the device is found again by which epoll instances are new
         before = pollers()
-        gloo = _gloo(dist.PrefixStore("gloo", store), rank, size, local)
+        gloo = _gloo(PrefixStore("gloo", store), rank, size, local)
         connections = Connections.of_device(before)
     backends: dict[str, Any] = {"cpu": gloo}
     if nccl is not None:
-        backends["cuda"] = _nccl(dist.PrefixStore("nccl", store), rank, size, nccl)
+        backends["cuda"] = _nccl(PrefixStore("nccl", store), rank, size, nccl)
     return Transport(backends, staged, _plain(rank, size, backends), connections)
 
 
 def _plain(rank: int, size: int, backends: Mapping[str, Any]) -> dist.ProcessGroup:
-    plain = dist.ProcessGroup(rank, size)
+    plain: dist.ProcessGroup = cast(Any, dist.ProcessGroup)(rank, size)
     kinds = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
     plain._set_default_backend(kinds["cuda" if "cuda" in backends else "cpu"])
     for kind, backend in backends.items():
@@ -183,8 +187,8 @@ def _plain(rank: int, size: int, backends: Mapping[str, Any]) -> dist.ProcessGro
     return plain
 
 
-def _gloo(store: dist.Store, rank: int, size: int, local: bool) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+def _gloo(store: Store, rank: int, size: int, local: bool) -> Any:
+    options = cast(Any, dist.ProcessGroupGloo)._Options()
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if local else "")
     if interface:
         options._devices = [dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])]
@@ -192,10 +196,10 @@ def _gloo(store: dist.Store, rank: int, size: int, local: bool) -> Any:
         options._devices = [dist.ProcessGroupGloo.create_default_device()]
     options._threads = 2
     options._timeout = FOREVER
-    return dist.ProcessGroupGloo(store, rank, size, options)  # type: ignore[arg-type, call-arg]
+    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: dist.Store, rank: int, size: int, device: torch.device) -> Any:
+def _nccl(store: Store, rank: int, size: int, device: torch.device) -> Any:
     # Aborting is ours alone: torch's watchdog would end the process over a communicator that we aborted.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
@@ -203,5 +207,5 @@ def _nccl(store: dist.Store, rank: int, size: int, device: torch.device) -> Any:
     options._timeout = FOREVER
     backend = dist.ProcessGroupNCCL(store, rank, size, options)
     # Now, and not in the first operation, where the connecting would block uninterruptibly.
-    backend.eager_connect_single_device(device)  # type: ignore[attr-defined]
+    backend.eager_connect_single_device(device)
     return backend

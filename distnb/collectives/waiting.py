@@ -29,7 +29,7 @@ class Waits:
         self._seen: dict[int, Wait] = {}
 
     def issued(self) -> None:
-        """A collective was issued by this thread. Where several threads do so, one that waits tells nothing of the others."""
+        """A collective was issued by this thread. Where several do so, one that waits tells nothing of the others."""
         if self._thread != threading.get_ident():
             self._several_threads = self._thread is not None
             self._thread = threading.get_ident()

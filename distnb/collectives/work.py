@@ -37,7 +37,7 @@ def _seconds(timeout: timedelta | None) -> float | None:
     return seconds if seconds > 0 else None
 
 
-class CollectiveWork(dist.Work):  # type: ignore[misc]
+class CollectiveWork(dist.Work):
     """A collective under way in Gloo.
 
     Args:
@@ -115,7 +115,8 @@ class CollectiveWork(dist.Work):  # type: ignore[misc]
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that is completed with the work, and that an abort fails: also for those who wait in C++."""
         if self._future is None:
-            self._root: torch.futures.Future[Any] = torch.futures.Future(devices=self._staging.devices if self._staging else [])
+            devices: list[Any] = list(self._staging.devices) if self._staging else []
+            self._root: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
             # torch's set_exception is known to Python only; an error raised in a callback is known to C++ too.
             self._future = self._root.then(self._conclude)
             self._inner.get_future().add_done_callback(lambda inner: self.conclude())
@@ -154,7 +155,7 @@ class CollectiveWork(dist.Work):  # type: ignore[misc]
         return not self._inner.is_completed()
 
 
-class DeviceWork(dist.Work):  # type: ignore[misc]
+class DeviceWork(dist.Work):
     """An operation under way in NCCL: waiting only makes the current stream wait, and never blocks.
 
     Args:
@@ -205,7 +206,7 @@ class DeviceWork(dist.Work):  # type: ignore[misc]
         return False
 
 
-class MessageWork(dist.Work):  # type: ignore[misc]
+class MessageWork(dist.Work):
     """A send or a receive under way in Gloo.
 
     Gloo's wait for these has no time-out that leaves the connection whole, so a thread of its own waits, and the

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from distnb.errors import CollectiveError
@@ -37,7 +38,7 @@ class World:
         backend_config: What `get_backend_config` says.
     """
 
-    def __init__(self, group: Any, store: dist.Store, backend_name: str, backend_config: str) -> None:
+    def __init__(self, group: Any, store: Store, backend_name: str, backend_config: str) -> None:
         self.group = group
         self._maps: dict[str, dict[Any, Any]] = {name: {} for name in _MAPS}
         self._count = 1
@@ -51,7 +52,7 @@ class World:
         group._set_group_name(name)
         group._set_group_desc("default_pg")
 
-    def set_store(self, store: dist.Store) -> None:
+    def set_store(self, store: Store) -> None:
         """Use another store from now on."""
         backend_name, _ = self._maps["pg_map"][self.group]
         self._maps["pg_map"][self.group] = (backend_name, store)
@@ -128,14 +129,14 @@ def leave() -> None:
                 _foreign = None
 
 
-def foreign_default() -> tuple[int, int, dist.Store] | None:
+def foreign_default() -> tuple[int, int, Store] | None:
     """Rank, size and store of a default group that is not ours, if there is one."""
     if _current is not None or not dist.is_initialized():
         return None
     return dist.get_rank(), dist.get_world_size(), c10d._get_default_store()
 
 
-# -- what the user's own calls mean while a world of ours is entered -----------------------------------------------------
+# -- what the user's own calls mean while a world of ours is entered ---------------------------------------------------
 
 _installed = False
 
@@ -179,8 +180,9 @@ def _init(
     for word, given, ours in (("world_size", world_size, group.size()), ("rank", rank, group.rank())):
         if given not in (-1, None) and int(given) != ours:
             raise CollectiveError(
-                f"init_process_group({word}={given}) was called where this process is rank {group.rank()} of {group.size()} replicas, "
-                f"which are connected already. Read RANK and WORLD_SIZE from the environment, or leave {word} out."
+                f"init_process_group({word}={given}) was called where this process is rank {group.rank()} of "
+                f"{group.size()} replicas, which are connected already. Read RANK and WORLD_SIZE from the environment, "
+                f"or leave {word} out."
             )
     return None
 

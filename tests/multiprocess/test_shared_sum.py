@@ -1,0 +1,146 @@
+"""Reductions in shared memory: the right sums whatever is under way, and a wait that always ends."""
+
+from __future__ import annotations
+
+import signal
+import time
+from textwrap import dedent
+
+import pytest
+
+from tests.ranks import run_ranks
+
+_START = """
+from distnb.collectives import groups
+group = groups.join_from_env()
+assert group.process_group._shared is not None, "this machine's replicas share memory"
+rank, size = group.rank, group.size
+"""
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_random_reductions_many_at_a_time(n: int) -> None:
+    program = """
+    import random
+    choose = random.Random(7)
+    waiting = []
+    for number in range(600):
+        numel = choose.choice([1, 5, 1000, 60_000, 400_000])
+        dtype = choose.choice([torch.float32, torch.float64, torch.int64, torch.bfloat16])
+        op = choose.choice(["sum", "max", "min"])
+        tensor = torch.full((numel,), rank + number % 50 + 1).to(dtype)
+        if choose.random() < 0.3:
+            tensor = torch.stack([tensor, tensor], 1)[:, 0]  # not contiguous
+        least = number % 50 + 1
+        expected = {"sum": size * least + size * (size - 1) // 2, "max": least + size - 1, "min": least}[op]
+        waiting.append((group.all_reduce_start(tensor, op), tensor, expected))
+        if choose.random() < 0.1:
+            gathered = group.all_gather(torch.tensor([rank, number]))
+            assert [each.tolist() for each in gathered] == [[r, number] for r in range(size)]
+        while len(waiting) > choose.randrange(12):
+            work, done, value = waiting.pop(choose.randrange(len(waiting)))
+            work.wait()
+            assert (done == value).all(), (number, done, value)
+        if choose.random() < 0.02 and waiting:
+            waiting.pop()  # nobody waits for it
+    for work, done, value in waiting:
+        work.wait()
+        assert (done == value).all()
+    mean = torch.tensor([float(rank)])
+    group.all_reduce(mean, "mean")
+    assert mean.item() == (size - 1) / 2
+    result = "done"
+    """
+    for rank in run_ranks(_START + dedent(program), n):
+        assert rank.check().result == "done"
+
+
+def test_every_replica_gets_the_same_bits() -> None:
+    program = """
+    torch.manual_seed(rank)
+    tensor = torch.randn(100_001)
+    group.all_reduce(tensor)
+    result = tensor.numpy().tobytes()
+    """
+    results = [rank.check().result for rank in run_ranks(_START + dedent(program), 3)]
+    assert results[0] == results[1] == results[2]
+
+
+def test_an_abort_ends_the_wait_at_once() -> None:
+    program = """
+    import threading, time
+    from distnb.errors import ProgramAborted
+    group.all_reduce(torch.ones(3))
+    result = None
+    if rank == 0:
+        began = 0.0
+        def abort():
+            global began
+            began = time.monotonic()
+            groups.abort("another replica failed")
+        threading.Timer(0.55, abort).start()
+        try:
+            group.all_reduce(torch.ones(3))
+        except ProgramAborted as error:
+            result = time.monotonic() - began, str(error)
+    else:
+        time.sleep(1.5)
+    """
+    took, text = run_ranks(_START + dedent(program), 2)[0].check().result
+    assert took < 0.05
+    assert text == "another replica failed"
+
+
+def test_ctrl_c_ends_the_wait() -> None:
+    program = """
+    import signal, threading, time
+    result = None
+    if rank == 0:
+        threading.Timer(0.5, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start()
+        began = time.monotonic()
+        try:
+            group.all_reduce(torch.ones(3))
+        except KeyboardInterrupt:
+            result = time.monotonic() - began
+        groups.leave()
+    else:
+        time.sleep(1.5)
+    """
+    took = run_ranks(_START + dedent(program), 2)[0].check().result
+    assert 0.4 < took < 0.8
+
+
+def test_the_death_of_a_replica_ends_the_wait() -> None:
+    program = """
+    import os, signal, time
+    from distnb.errors import CollectiveError
+    group.all_reduce(torch.ones(3))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        group.all_reduce(torch.ones(3))
+    except CollectiveError as error:
+        result = time.monotonic() - began, str(error)
+    """
+    began = time.monotonic()
+    ranks = run_ranks(_START + dedent(program), 2)
+    assert ranks[1].returncode == -signal.SIGKILL
+    took, text = ranks[0].check().result
+    assert took < 1.5
+    assert "may have died" in text
+    assert time.monotonic() - began < 60
+
+
+def test_too_many_that_nobody_waits_for() -> None:
+    program = """
+    from distnb.errors import CollectiveError
+    started = []
+    try:
+        for _ in range(300):
+            started.append(group.all_reduce_start(torch.ones(3)))
+    except CollectiveError as error:
+        result = str(error)
+    """
+    for rank in run_ranks(_START + dedent(program), 2):
+        assert "Call wait()" in rank.check().result
