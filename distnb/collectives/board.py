@@ -15,7 +15,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal
 
-__all__ = ["HEADER_NBYTES", "RING", "SLOT_NBYTES", "TEXT_NBYTES", "Board", "Phase", "Record", "Wait", "create_memory", "open_memory"]
+__all__ = [
+    "HEADER_NBYTES",
+    "RING",
+    "SLOT_NBYTES",
+    "TEXT_NBYTES",
+    "Board",
+    "Phase",
+    "Record",
+    "Wait",
+    "create_memory",
+    "open_memory",
+]
 
 RING: Final = 2048
 """How many collectives a replica remembers; it never gets further ahead of the others than that."""

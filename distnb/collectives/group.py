@@ -20,7 +20,7 @@ from distnb.topology import Device
 __all__ = ["Group", "Pending"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_NUMBERS = {name: hash(op) for name, op in _OPS.items()}
+_NUMBERS = {name: hash(op) for name, op in _OPS.items()} | {"mean": hash(dist.ReduceOp.AVG)}
 _CARRIED = frozenset({torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int32, torch.int64})
 _MAX_DIMS = 13
 _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
@@ -102,26 +102,28 @@ class Group:
                 f"The mean of a {tensor.dtype} tensor would be rounded. Convert it to a floating dtype first, or use "
                 "op='sum'."
             )
-        key = of_tensors("all_reduce", _NUMBERS[op], None, [tensor])
+        # Not torch's name: a replica that calls this and one that calls torch's would never meet.
+        key = of_tensors("group.all_reduce", _NUMBERS[op], None, [tensor])
         in_memory = self.process_group.start_in_memory(key, tensor, op)
         if in_memory is not None:
             return in_memory
         if tensor.is_contiguous():
-            work = self.process_group.allreduce([_view(tensor)], options)
+            work = self.process_group.all_reduce_as(key, _view(tensor), options)
             return Pending(work, tensor, self.size if op == "mean" else 1)
         whole = tensor.contiguous()
-        self.process_group.allreduce([_view(whole)], options).wait()
+        self.process_group.all_reduce_as(key, _view(whole), options).wait()
         tensor.copy_(whole.div_(self.size) if op == "mean" else whole)
         return Pending(None, tensor, 1)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every replica's tensor, in replica order. Shape and dtype must be the same everywhere."""
-        in_memory = self.process_group.start_in_memory(of_tensors("all_gather", None, None, [tensor]), tensor, GATHER)
+        key = of_tensors("group.all_gather", None, None, [tensor])
+        in_memory = self.process_group.start_in_memory(key, tensor, GATHER)
         if in_memory is not None:
             return in_memory.result()
         mine = tensor.detach().contiguous()
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        self.process_group.allgather([[_bytes_of(each) for each in gathered]], [_bytes_of(mine)]).wait()
+        self.process_group.all_gather_as(key, [_bytes_of(each) for each in gathered], _bytes_of(mine)).wait()
         return gathered
 
     def all_gather_uneven(self, tensor: Tensor, dim: int = 0) -> list[Tensor]:
@@ -139,18 +141,12 @@ class Group:
         headers = [each.tolist() for each in self.all_gather(header)]
         shapes = [tuple(each[2 : 2 + each[1]]) for each in headers]
         dtypes = [_DTYPES[each[0]] for each in headers]
-        if (
-            len(
-                {
-                    (dtype, len(shape), shape[:dim] + shape[dim + 1 :])
-                    for dtype, shape in zip(dtypes, shapes, strict=True)
-                }
-            )
-            > 1
-        ):
+        others = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
+        if len(set(zip(dtypes, map(len, shapes), others, strict=True))) > 1:
             told = "; ".join(f"replica {rank}: {dtypes[rank]} {list(shape)}" for rank, shape in enumerate(shapes))
             raise CollectiveMismatchError(
-                f"The replicas' tensors can be gathered along dimension {dim} only if all else is equal; it is not: {told}."
+                f"The replicas' tensors can be gathered along dimension {dim} only if all else is equal; it is not: "
+                f"{told}."
             )
         sizes = [shape[dim] if shape else 1 for shape in shapes]
         most = max(sizes)
@@ -174,7 +170,8 @@ class Group:
         whole = tensor.detach()
         if not whole.is_contiguous():
             whole = whole.contiguous()
-        self.process_group.broadcast([_bytes_of(whole)], options).wait()
+        key = of_tensors("group.broadcast", None, source, [whole])
+        self.process_group.broadcast_as(key, _bytes_of(whole), options).wait()
         if whole.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(whole)

@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from distnb.collectives import board, rendezvous, shared_sum, transport
 from distnb.collectives.operations import GuardedProcessGroup
 from distnb.collectives.process_group import GroupCore
-from distnb.collectives.replicated import ReplicatedBoard
 from distnb.collectives.rendezvous import Card, StoreClient
+from distnb.collectives.replicated import ReplicatedBoard
 from distnb.collectives.transport import Transport
 from distnb.collectives.world import World
 from distnb.errors import CollectiveError, ProgramAborted

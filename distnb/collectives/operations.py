@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BarrierOptions
 
-from distnb.collectives.process_group import GroupCore
+from distnb.collectives.entering import Entering
 from distnb.collectives.signature import Key, of_tensors
 
 __all__ = ["GuardedProcessGroup"]
@@ -35,10 +35,10 @@ def _reduce_options(opts: Any) -> Any:
     return made
 
 
-class GuardedProcessGroup(GroupCore):
+class GuardedProcessGroup(Entering):
     """A process group whose operations are recorded, compared and can be aborted.
 
-    Args: see `GroupCore`.
+    Args: see `process_group.GroupCore`.
     """
 
     # -- reductions and broadcasts ---------------------------------------------------------------------------------

@@ -9,26 +9,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
-import torch
-import torch.distributed as dist
-
-from distnb.collectives import signature
 from distnb.collectives.board import Board
+from distnb.collectives.identity import GroupIdentity
 from distnb.collectives.ledger import Ledger
-from distnb.collectives.shared_sum import SharedSum, SharedWork
-from distnb.collectives.staging import Staging
+from distnb.collectives.shared_sum import SharedSum
 from distnb.collectives.transport import Transport
 from distnb.collectives.waiting import Waits
-from distnb.collectives.work import CollectiveWork, DeviceWork, MessageWork
 from distnb.errors import CollectiveError, CollectiveMismatchError
 
 __all__ = ["Formed", "GroupCore"]
 
-# For the type checker it is anything: torch's stubs have overloads that only the old interface used.
-_ProcessGroup: Any = dist.ProcessGroup
 _ABORT_GRACE_S = 0.5
 _FAILED_GRACE_S = 3.0
 _EXIT_GRACE_S = 1.0
@@ -41,7 +33,7 @@ class Formed(Protocol):
     board: Board
 
 
-class GroupCore(_ProcessGroup):  # type: ignore[misc]
+class GroupCore(GroupIdentity):
     """State and failure of a guarded process group; `operations.GuardedProcessGroup` adds the operations.
 
     Args:
@@ -68,19 +60,14 @@ class GroupCore(_ProcessGroup):  # type: ignore[misc]
         make_subgroup: Callable[[Any, list[int], str], Any],
         parent: GroupCore | None = None,
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size, label, backend_name, device_types)
         self.epoch = 0
         self.failure: BaseException | None = None
         self.replicas = tuple(replicas)
         self.program: int = parent.program if parent is not None else 0
         self.label = label
-        self._group_name = label
-        self._group_desc = "undefined"
-        self._size = size
         self._form = form
         self._make_subgroup = make_subgroup
-        self._backend_name = backend_name
-        self._devices = [torch.device(kind) for kind in device_types]
         self._parent = parent
         self._transport: Transport | None = None
         self._ledger: Ledger | None = None
@@ -91,54 +78,6 @@ class GroupCore(_ProcessGroup):  # type: ignore[misc]
         self._open: dict[int, Any] = {}
         self._watched: set[Any] = set()
         self._failed_since: float | None = None
-
-    # -- what torch asks about a group -----------------------------------------------------------------------------
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return list(self._devices)
-
-    def _get_backend(self, device: torch.device) -> Any:
-        transport = self._ready()
-        kind = "cpu" if device.type in transport.staged else device.type
-        if kind not in transport.backends:
-            raise RuntimeError(f"No backend type associated with device type {device.type}")
-        return transport.backends[kind]
-
-    def _get_backend_name(self) -> str:
-        return self._backend_name
-
-    name = _get_backend_name
-
-    def getBackendName(self) -> str:
-        """What C++ is told. No name that it knows: it would take the group for one of its own classes."""
-        return "distnb"
-
-    # C++ keeps the names in its backends, of which it knows none here.
-    @property
-    def group_name(self) -> str:
-        return self._group_name
-
-    @property
-    def group_desc(self) -> str:
-        return self._group_desc
-
-    def _set_group_name(self, name: str) -> None:
-        self._group_name = name
-
-    def _set_group_desc(self, text: str) -> None:
-        self._group_desc = text
-
-    def getGroupName(self) -> str:
-        """What C++ asks for the name."""
-        return self._group_name
-
-    def getGroupDesc(self) -> str:
-        """What C++ asks for the description."""
-        return self._group_desc
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Accepted and not applied: a replica that is slow is never an error, one that is lost is found at once."""
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -333,7 +272,8 @@ class GroupCore(_ProcessGroup):  # type: ignore[misc]
             who = ", ".join(str(self.replicas[rank]) for rank in failed)
             self.fail(
                 CollectiveError(
-                    f"Replica {who} ended with an error, and will not come to the collective that this replica waits in."
+                    f"Replica {who} ended with an error, and will not come to the collective that this replica "
+                    "waits in."
                 )
             )
             self.raise_failure()
@@ -386,137 +326,8 @@ class GroupCore(_ProcessGroup):  # type: ignore[misc]
             except Exception:  # noqa: BLE001  (it is the group's failure now, and raised where somebody waits)
                 pass
 
-    def start_in_memory(self, key: signature.Key, tensor: torch.Tensor, op: str) -> SharedWork | None:
-        """Begin an all-reduce or all-gather in memory that the replicas share.
-
-        Args:
-            key: Its signature.
-            tensor: What is reduced, in place, or gathered.
-            op: "sum", "mean", "max", "min" or "gather".
-
-        Returns:
-            The work; None if this tensor, or this group, cannot be served so. That is so on all replicas then.
-        """
-        transport = self._ready()
-        shared, ledger = self._shared, self._ledger
-        kind = tensor.device.type
-        if shared is None or ledger is None or not (kind == "cpu" or kind in transport.staged) or not shared.takes(tensor, op):
-            return None
-        record = signature.record(key)
-        with self._issuing:
-            waits = self._own_waits if self._parent is None else self._waits
-            if waits is not None:
-                waits.issued()
-            if not ledger.room():
-                self._wait_for_room(ledger)
-            try:
-                number = ledger.post(record)
-            except CollectiveMismatchError as error:
-                self.fail(error)
-                raise
-            own = shared.post(tensor, self, number)
-        return SharedWork(shared, own, tensor, op, self, number)
-
-    def _note(self, key: signature.Key) -> int:
-        """Record something that every replica must do alike, though nothing is communicated in it."""
-        self._ready()
-        record = signature.record(key)
-        ledger = self._ledger
-        if ledger is None:
-            self.raise_failure()
-        with self._issuing:
-            try:
-                return ledger.post(record)
-            except CollectiveMismatchError as error:
-                self.fail(error)
-                raise
-
-    def _run(
-        self,
-        key: signature.Key,
-        method: str,
-        tensors: tuple[Any, ...],
-        written: tuple[bool, ...],
-        *rest: Any,
-        timeout: timedelta | None = None,
-    ) -> dist.Work:
-        """Record a collective and enter it.
-
-        Args:
-            key: Its signature.
-            method: The backend's name for it.
-            tensors: Its arguments that are tensors or lists of them; `written` tells which it writes to.
-            rest: The other arguments.
-            timeout: The caller's own time limit.
-        """
-        transport = self._ready()
-        device = key[3]
-        record = signature.record(key)
-        staging = None
-        if device in transport.staged:
-            staging = Staging(_device_of(tensors))
-            tensors = tuple(staging.host(each, written=flag) for each, flag in zip(tensors, written, strict=True))
-            device = "cpu"
-        backend = transport.backends.get(device)
-        if backend is None:
-            raise RuntimeError(
-                f"No backend type associated with device type {device}: these replicas communicate tensors on "
-                f"{', '.join(transport.backends)}."
-            )
-        call = getattr(backend, method, None) or getattr(transport.plain, method)
-        ledger = self._ledger
-        if ledger is None:
-            self.raise_failure()
-        with self._issuing:
-            waits = self._own_waits if self._parent is None else self._waits
-            if waits is not None:
-                waits.issued()
-            if not ledger.room():
-                self._wait_for_room(ledger)
-            try:
-                number = ledger.post(record)
-            except CollectiveMismatchError as error:
-                self.fail(error)
-                raise
-            try:
-                inner = call(*tensors, *rest)
-            except BaseException as error:
-                ledger.retract(number, error)
-                raise
-        if device != "cpu":
-            return DeviceWork(self, inner)
-        self._open[number] = inner
-        return CollectiveWork(self, inner, number, staging, timeout)
-
-    def _wait_for_room(self, ledger: Ledger) -> None:
-        epoch = self.epoch
-        while not ledger.room():
-            time.sleep(0.002)
-            self.examine(epoch, None)
-
-    def _message(self, method: str, tensors: list[torch.Tensor], written: bool, *rest: Any) -> dist.Work:
-        """Start a send or a receive. These have no number: only two replicas take part."""
-        transport = self._ready()
-        device = tensors[0].device
-        if device.type != "cpu" and device.type not in transport.staged:
-            return DeviceWork(self, getattr(transport.backends[device.type], method)(tensors, *rest))
-        staging = None
-        if device.type in transport.staged:
-            staging = Staging(device)
-            tensors = staging.host(tensors, written=written)
-        work = MessageWork(self, getattr(transport.backends["cpu"], method)(tensors, *rest), staging)
-        return work
-
 
 def _under_way(opened: dict[int, Any], watched: set[Any]) -> bool:
     if any(not inner.is_completed() for inner in list(opened.values())):
         return True
     return any(work.under_way() for work in list(watched))
-
-
-def _device_of(value: Any) -> torch.device:
-    while not isinstance(value, torch.Tensor):
-        value = next(each for each in value if not isinstance(each, (list, tuple)) or each)
-    return value.device
-
-

@@ -1,0 +1,150 @@
+"""How a process group's operations begin: recorded and compared first, then entered in the backend."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distnb.collectives import signature
+from distnb.collectives.board import Record
+from distnb.collectives.ledger import Ledger
+from distnb.collectives.process_group import GroupCore
+from distnb.collectives.shared_sum import SharedWork
+from distnb.collectives.staging import Staging
+from distnb.collectives.work import CollectiveWork, DeviceWork, MessageWork
+from distnb.errors import CollectiveMismatchError
+
+__all__ = ["Entering"]
+
+_PAUSE_S = 0.002
+
+
+class Entering(GroupCore):
+    """A process group that can begin operations; `operations.GuardedProcessGroup` names them all."""
+
+    def start_in_memory(self, key: signature.Key, tensor: torch.Tensor, op: str) -> SharedWork | None:
+        """Begin an all-reduce or all-gather in memory that the replicas share.
+
+        Args:
+            key: Its signature.
+            tensor: What is reduced, in place, or gathered.
+            op: "sum", "mean", "max", "min" or "gather".
+
+        Returns:
+            The work; None if this tensor, or this group, cannot be served so. That is so on all replicas then.
+        """
+        transport = self._ready()
+        shared, ledger = self._shared, self._ledger
+        kind = tensor.device.type
+        if (
+            shared is None
+            or ledger is None
+            or not (kind == "cpu" or kind in transport.staged)
+            or not shared.takes(tensor, op)
+        ):
+            return None
+        record = signature.record(key)
+        with self._issuing:
+            number = self._post(ledger, record)
+            own = shared.post(tensor, self, number)
+        return SharedWork(shared, own, tensor, op, self, number)
+
+    def _note(self, key: signature.Key) -> int:
+        """Record something that every replica must do alike, though nothing is communicated in it."""
+        self._ready()
+        record = signature.record(key)
+        ledger = self._ledger
+        if ledger is None:
+            self.raise_failure()
+        with self._issuing:
+            return self._post(ledger, record)
+
+    def _run(
+        self,
+        key: signature.Key,
+        method: str,
+        tensors: tuple[Any, ...],
+        written: tuple[bool, ...],
+        *rest: Any,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        """Record a collective and enter it.
+
+        Args:
+            key: Its signature.
+            method: The backend's name for it.
+            tensors: Its arguments that are tensors or lists of them; `written` tells which it writes to.
+            rest: The other arguments.
+            timeout: The caller's own time limit.
+        """
+        transport = self._ready()
+        device = key[3]
+        record = signature.record(key)
+        staging = None
+        if device in transport.staged:
+            staging = Staging(_device_of(tensors))
+            tensors = tuple(staging.host(each, written=flag) for each, flag in zip(tensors, written, strict=True))
+            device = "cpu"
+        backend = transport.backends.get(device)
+        if backend is None:
+            raise RuntimeError(
+                f"No backend type associated with device type {device}: these replicas communicate tensors on "
+                f"{', '.join(transport.backends)}."
+            )
+        call = getattr(backend, method, None) or getattr(transport.plain, method)
+        ledger = self._ledger
+        if ledger is None:
+            self.raise_failure()
+        with self._issuing:
+            number = self._post(ledger, record)
+            try:
+                inner = call(*tensors, *rest)
+            except BaseException as error:
+                ledger.retract(number, error)
+                raise
+        if device != "cpu":
+            return DeviceWork(self, inner)
+        self._open[number] = inner
+        return CollectiveWork(self, inner, number, staging, timeout)
+
+    def _post(self, ledger: Ledger, record: Record) -> int:
+        """Number a collective that is about to be entered, and compare it with what others called."""
+        epoch, waits = self.epoch, self._waits
+        if waits is not None:
+            waits.issued()
+        while not ledger.room():
+            time.sleep(_PAUSE_S)
+            self.examine(epoch, None)
+        new = ledger.is_new(record)
+        try:
+            number = ledger.post(record)
+        except CollectiveMismatchError as error:
+            self.fail(error)
+            raise
+        while new and not ledger.agreed(number):
+            self.examine(epoch, number)
+            time.sleep(_PAUSE_S)
+        return number
+
+    def _message(self, method: str, tensors: list[torch.Tensor], written: bool, *rest: Any) -> dist.Work:
+        """Start a send or a receive. These have no number: only two replicas take part."""
+        transport = self._ready()
+        device = tensors[0].device
+        if device.type != "cpu" and device.type not in transport.staged:
+            return DeviceWork(self, getattr(transport.backends[device.type], method)(tensors, *rest))
+        staging = None
+        if device.type in transport.staged:
+            staging = Staging(device)
+            tensors = staging.host(tensors, written=written)
+        work = MessageWork(self, getattr(transport.backends["cpu"], method)(tensors, *rest), staging)
+        return work
+
+
+def _device_of(value: Any) -> torch.device:
+    while not isinstance(value, torch.Tensor):
+        value = next(each for each in value if not isinstance(each, (list, tuple)) or each)
+    return value.device
