@@ -36,7 +36,8 @@ def read(board: Switchboard, timeout_ms: int) -> list[tuple[int, Any]]:
 
 
 def test_a_message_goes_there_and_back_by_the_engines_id(board: Switchboard, context: zmq.Context[Any]) -> None:
-    link = Link(context, 5, board.program_url, server_public=SERVER_PUBLIC, client_public=CLIENT_PUBLIC, client_secret=CLIENT_SECRET)  # fmt: skip
+    keys = {"server_public": SERVER_PUBLIC, "client_public": CLIENT_PUBLIC, "client_secret": CLIENT_SECRET}
+    link = Link(context, 5, board.program_url, **keys)
     link.send(Hello(5, os.getpid(), "here", "cpu:0"))
     ((engine, hello),) = read(board, 5000)
     assert (engine, hello.host) == (5, "here")

@@ -11,7 +11,6 @@ import pytest
 from distnb.engine.guard import Guard
 from distnb.errors import ProgramAborted
 
-
 BEGUN = threading.Event()
 
 
