@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--cells", type=int, default=20)
     options = parser.parse_args()
 
-    cells = Cells("distnb", "ipyparallel")
+    cells = Cells("distnb")
     cluster = ipyparallel.Cluster(n=2, log_level=40)
     client = cluster.start_and_connect_sync()
     try:
@@ -31,7 +31,7 @@ def main() -> int:
         comparison = compare(
             {
                 "%%distribute mirrored": timed(lambda: cells.run("%%distribute mirrored\npass"), options.cells),
-                "%%px": timed(lambda: cells.run("%%px\npass"), options.cells),
+                "%%px --block": timed(lambda: cells.run("%%px --block\npass"), options.cells),
             },
             rounds=options.rounds,
         )
@@ -39,8 +39,10 @@ def main() -> int:
     finally:
         client.close()
         cluster.stop_cluster_sync()
-    target = Target("%%distribute mirrored", "%%px", at_most=1.0)
-    kept = report("an empty cell on 2 engines, until the prompt is back", comparison, baseline="%%px", targets=[target])
+    target = Target("%%distribute mirrored", "%%px --block", at_most=1.0)
+    kept = report(
+        "an empty cell on 2 engines, until the prompt is back", comparison, baseline="%%px --block", targets=[target]
+    )
     return 0 if kept else 1
 
 

@@ -19,14 +19,10 @@ from typing import Any
 
 import ipyparallel
 
-from benchmarks.bare_zmq import BareZmq
+from benchmarks.bare_zmq import BareZmq, nothing
 from benchmarks.harness import Comparison, Measure, Target, compare, report, timed
 
 DISTNB, IPYPARALLEL, RAY, ZMQ = "distnb strategy.run", "ipyparallel apply_sync", "Ray actors", "bare ZMQ"
-
-
-def nothing() -> None:
-    """What is called."""
 
 
 @contextlib.contextmanager
