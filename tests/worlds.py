@@ -22,6 +22,7 @@ from traitlets.config import Config
 
 from distnb.engine.namespace import EngineNamespace
 from distnb.engine.objects import Objects
+from distnb.options import StrategySpec
 from distnb.session.handles import HANDLES
 from distnb.session.namespace import NotebookNamespace
 from distnb.topology import Device, Team
@@ -304,3 +305,29 @@ def _differ_functions(one: Any, other: Any, where: str, seen: Any) -> str | None
 
 def _first(found: Iterable[str | None]) -> str | None:
     return next((difference for difference in found if difference is not None), None)
+
+
+class ClusterWorld:
+    """This process as the notebook of a real cluster, used for one sequence after the other."""
+
+    def __init__(self, session: Any, notebook: Process) -> None:
+        self._session = session
+        self.notebook = notebook
+        self._number = 0
+        for name in list(self.names()):
+            del notebook.user_ns[name]
+
+    @property
+    def namespace(self) -> NotebookNamespace:
+        found: NotebookNamespace = self._session.namespace
+        return found
+
+    def run(self, cell: Cell) -> None:
+        self._number += 1
+        if cell.distributed:
+            self._session.run_cell(cell.text, StrategySpec("mirrored"), filename=f"<cell {self._number}>")
+        else:
+            self.notebook.run(cell.text, self._number)
+
+    def names(self) -> dict[str, Any]:
+        return self.notebook.names()

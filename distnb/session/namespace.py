@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,15 +13,15 @@ from distnb.session.arrivals import Arrival
 from distnb.session.handles import HANDLES, state_of_handle
 from distnb.session.local_copies import LocalCopies
 from distnb.session.modules import ModuleWatch
+from distnb.session.plans import Plans
 from distnb.session.operations import Operations, Perform
 from distnb.session.reads import names_read
 from distnb.session.spaces import Argument, NotebookSpace, Outstanding, Plain
-from distnb.session.travel import Packer
+from distnb.session.travel import Packer, objects_in
 from distnb.topology import Team
 from distnb.values import DistributedValues, Mirrored, structure
 from distnb.wire.bindings import Delivery, Effects, SpaceKey
 from distnb.wire.graph import Side
-from distnb.wire.immutables import is_plain
 from distnb.wire.messages import ObjectId
 
 __all__ = ["NotebookNamespace"]
@@ -44,6 +45,9 @@ class NotebookNamespace:
         self._epochs = itertools.count(1)
         self._serials = itertools.count(1)
         self._modules = ModuleWatch()
+        self._plans: dict[SpaceKey, Plans] = {}
+        # Grows whenever something is bound on engines: what a plan knows of the bindings there is then out of date.
+        self._version = 0
 
     # -- cells -----------------------------------------------------------------------------------------------------
 
@@ -128,13 +132,34 @@ class NotebookNamespace:
     ) -> Delivery:
         """The delivery of a call, or of an operation on `touched` handles."""
         packer = self._packer(space, in_call=True)
+        objects = list(objects_in(arguments))
+        functions = [value for value in objects if isinstance(value, types.FunctionType)]
+        plans = self._plans.setdefault(space.key, Plans())
+        # A name whose object is gone here is to be unbound there, too: that is more than a plan looks at.
+        plan = None if space.bound_is_released() else plans.find(functions, self._version, space, self.side)
         names: set[str] = set()
-        for index, value in enumerate(_objects_in(arguments)):
-            names |= packer.take_value(value, f"#{index}", getattr(value, "__name__", "an argument of the call"))
+        if plan is None:
+            for function in functions:
+                names |= packer.take_value(function, "", function.__name__)
+            packer.collect(sorted(names))
+        else:
+            packer.luggage.watch.update(dict.fromkeys(plan.watch))
+            packer.luggage.handles.update(dict.fromkeys(plan.handles))
+        by_functions = packer.luggage.copy()
+        names = set()
+        for value in objects:
+            names |= (
+                packer.take_value(value, "", "an argument of the call")
+                if not isinstance(value, types.FunctionType)
+                else set()
+            )
         for handle in touched:
             names |= packer.take_handle(handle)
         packer.collect(sorted(names))
-        return self._send(packer, space, arguments)
+        delivery = self._send(packer, space, arguments, stale=plan is None or bool(names))
+        if plan is None and functions and not names:
+            plans.make(functions, self._version, space, by_functions, packer)
+        return delivery
 
     def take_in_call(self, space: NotebookSpace, effects: dict[int, Effects], *, with_result: bool = True) -> Any:
         """Take in what a program did, and give its result."""
@@ -151,6 +176,8 @@ class NotebookNamespace:
             space.reject(serial)
             raise
         arrival.confirm()
+        if any(one.names or one.deleted for one in effects.values()):
+            self._version += 1
         space.outstanding.pop(serial, None)
         if len(effects) < space.size:
             for identity in watch:
@@ -253,8 +280,13 @@ class NotebookNamespace:
             space, self.user_ns, self.side, next(self._serials), self._modules, self._announce, in_call=in_call
         )
 
-    def _send(self, packer: Packer, space: NotebookSpace, arguments: Any = None, *, cell: bool = False) -> Delivery:
-        delivery = packer.pack(arguments, delete=self._stale_names(space, packer.luggage.bindings))
+    def _send(
+        self, packer: Packer, space: NotebookSpace, arguments: Any = None, *, cell: bool = False, stale: bool = True
+    ) -> Delivery:
+        delete = self._stale_names(space, packer.luggage.bindings) if stale else ()
+        delivery = packer.pack(arguments, delete=delete)
+        if packer.luggage.bindings or delete:
+            self._version += 1
         space.outstanding[delivery.serial] = Outstanding(delivery, cell)
         return delivery
 
@@ -279,14 +311,3 @@ class NotebookNamespace:
 
 def _as_argument(value: Any) -> Any:
     return Argument(value) if isinstance(value, DistributedValues) and isinstance(value, HANDLES) else value
-
-
-def _objects_in(arguments: Any) -> Iterator[Any]:
-    """The objects in a call's arguments that may be shared with the notebook: containers made for the call are passed over."""
-    pending: list[Any] = [] if arguments is None else [*arguments[0], *arguments[1].values()]
-    while pending:
-        value = pending.pop()
-        if type(value) is tuple:
-            pending.extend(value)
-        elif not is_plain(value):
-            yield value

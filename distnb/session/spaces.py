@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +72,11 @@ class NotebookSpace:
     renamed: dict[ObjectId, ObjectId] = field(default_factory=dict)
     outstanding: dict[int, Outstanding] = field(default_factory=dict)
 
+    @functools.cached_property
+    def rules(self) -> dict[type, Callable[[Any], Any]]:
+        """How handles and distributed values stand in what is pickled for these engines."""
+        return dict.fromkeys(distributed_types(), self.by_reference)
+
     @property
     def size(self) -> int:
         """How many replicas it has."""
@@ -85,6 +92,11 @@ class NotebookSpace:
             state = state_of_handle(value)
             return state.space is self and state.identity == marker
         return value is not MISSING and self.twins.id_of(value) == marker
+
+    def bound_is_released(self) -> bool:
+        """Whether an object that a name is bound to on the engines has died here."""
+        released = set(self.twins.released)
+        return bool(released) and any(marker in released for marker in self.bound.values() if isinstance(marker, tuple))
 
     def mark_bound(self, name: str, value: Any) -> None:
         """Note what a name is bound to on the engines."""

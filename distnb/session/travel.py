@@ -6,7 +6,7 @@ import collections
 import io
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
 __all__ = ["Luggage", "Packer"]
 
 LARGE_NBYTES = 50 << 20
+_DESCRIPTORS = (property, classmethod, staticmethod, types.MemberDescriptorType)
 _HELD_BY_US = 3  # the memo's entry, the loop's variable, and getrefcount's argument
 
 
@@ -56,7 +57,11 @@ class Luggage:
     handles: dict[ObjectId, None] = field(default_factory=dict)
     attributes: set[str] = field(default_factory=set)
     sources: dict[str, str] = field(default_factory=dict)
-    everything: bool = False
+    watch: dict[ObjectId, None] = field(default_factory=dict)
+
+    def copy(self) -> Luggage:
+        """What has been collected so far."""
+        return Luggage(dict(self.bindings), list(self.roots), dict(self.handles))
 
 
 class Packer:
@@ -242,7 +247,7 @@ class Packer:
                 continue
             pickler.dump((identity, kind, state))
             updates += 1
-        nodes = self._register(pickler, {id(luggage.bindings)})
+        nodes = self._register(pickler, {id(luggage.bindings), *_made_for_call(arguments)})
         blob = codec_parcel(file, pickler)
         self._note(contents)
         self._tell_of_large(blob.nbytes)
@@ -272,7 +277,7 @@ class Packer:
             tuple(space.rejected),
             dict(space.renamed),
             space.twins.take_released(),
-            tuple(self._watched()),
+            tuple(self.watched(self.luggage.roots)),
             tuple(self._compared_handles()),
             None if changed.empty else changed,
             sources,
@@ -376,11 +381,11 @@ class Packer:
             f"distnb: sending {nbytes / 1e6:,.0f} MB to {self._space.size} replica(s): {', '.join(large) or 'many objects'}"
         )
 
-    def _watched(self) -> Iterable[ObjectId]:
-        """Objects that the program may change in place."""
-        watched: dict[ObjectId, None] = {}
-        for root in self.luggage.roots:
-            if self._in_call and _is_simple_code(root.value):
+    def watched(self, roots: Iterable[Root]) -> Iterable[ObjectId]:
+        """Objects in some roots that the program may change in place, and those known to be such."""
+        watched = dict(self.luggage.watch)
+        for root in roots:
+            if self._in_call and is_simple_code(root.value):
                 continue
             identity = self._space.twins.id_of(root.value)
             if identity is not None:
@@ -421,20 +426,55 @@ def codec_parcel(file: io.BytesIO, pickler: GraphPickler) -> Any:
     return Parcel([file.getbuffer(), *pickler.buffers])
 
 
+def _made_for_call(arguments: Any) -> set[int]:
+    """Containers in a call's arguments that are nobody's objects: see `objects_in`."""
+    if arguments is None:
+        return set()
+    positional, keywords = arguments
+    return {id(keywords), *(id(value) for value in positional if type(value) is dict)}
+
+
+def objects_in(arguments: Any) -> Iterator[Any]:
+    """The objects in the arguments of a call that the notebook may hold, too.
+
+    Args:
+        arguments: None, or `(args, kwargs)` of a strategy's method: among those of `run` are a tuple and a dict
+            that were made for the call.
+    """
+    if arguments is None:
+        return
+    positional, keywords = arguments
+    pending: list[Any] = [*keywords.values()]
+    for value in positional:
+        pending.extend(value.values() if type(value) is dict else (value,))
+    while pending:
+        value = pending.pop()
+        if type(value) is tuple:
+            pending.extend(value)
+        elif not is_plain(value):
+            yield value
+
+
 def _shape(node: Any) -> tuple[str, tuple[int, ...]]:
     return str(node.dtype), tuple(node.shape)
 
 
-def _is_simple_code(value: Any) -> bool:
-    """Whether calling it cannot change it: classes, and functions that close over nothing."""
+def is_simple_code(value: Any) -> bool:
+    """Whether calling it cannot change it: functions that close over nothing, and classes made of such."""
+    if isinstance(value, types.FunctionType):
+        return (
+            value.__closure__ is None
+            and not value.__dict__
+            and is_plain(value.__defaults__)
+            and not value.__kwdefaults__
+        )
     if isinstance(value, type):
-        return True
-    return (
-        isinstance(value, types.FunctionType)
-        and value.__closure__ is None
-        and not value.__dict__
-        and is_plain(value.__defaults__)
-    )
+        return all(
+            is_plain(part) or type(part) in _DESCRIPTORS or (not isinstance(part, type) and is_simple_code(part))
+            for name, part in vars(value).items()
+            if name not in ("__dict__", "__weakref__", "__slotnames__", "__annotations__", "_abc_impl")
+        )
+    return False
 
 
 def _path_to(value: Any, culprit: Any, depth: int = 6) -> str:

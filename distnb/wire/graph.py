@@ -67,14 +67,17 @@ class Side:
 
     def __init__(self, user_ns: dict[str, Any]) -> None:
         self.user_ns = user_ns
+        self._streams: tuple[int, int] | None = None
+        self._words: dict[int, str] = {}
 
     def specials(self) -> dict[int, str]:
         """The word of each such object, by its `id()`."""
-        return {
-            id(self.resolve(word)): word
-            for word in ("user_ns", "main", "stdout", "stderr", "shell")
-            if self.resolve(word) is not None
-        }
+        streams = id(sys.stdout), id(sys.stderr)
+        if self._streams != streams:
+            self._streams = streams
+            words = ("user_ns", "main", "stdout", "stderr", "shell")
+            self._words = {id(found): word for word in words if (found := self.resolve(word)) is not None}
+        return self._words
 
     def resolve(self, word: str) -> Any:
         """The object here that a word stands for."""

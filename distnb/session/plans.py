@@ -1,0 +1,128 @@
+"""Plans: what a function that is called again and again reads, so that a small call costs little."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distnb.session.handles import HANDLES, state_of_handle
+from distnb.session.spaces import NotebookSpace
+from distnb.session.travel import Luggage, Packer, is_simple_code
+from distnb.wire.fingerprints import fingerprint
+from distnb.wire.graph import Side
+from distnb.wire.messages import ObjectId
+from distnb.wire.twins import NOT_THERE
+
+__all__ = ["Plan", "Plans"]
+
+_KEPT = 64
+
+
+@dataclass
+class Plan:
+    """What a call with certain functions among its arguments reads.
+
+    Attributes:
+        version: Of the engines' bindings when it was made: another delivery may have bound the names anew since.
+        functions: Those functions.
+        names: Names that they read, as they are bound on the engines.
+        data: Objects whose content must be compared at each call.
+        code: Functions and classes, each with what it was made of.
+        handles: Engine objects that they read, each with what it read and held itself.
+        watch: Objects to be compared after the call.
+    """
+
+    version: int
+    functions: tuple[weakref.ref[Any], ...]
+    names: tuple[str, ...]
+    data: tuple[ObjectId, ...]
+    code: dict[ObjectId, tuple[Any, ...]]
+    handles: dict[ObjectId, Any]
+    watch: tuple[ObjectId, ...]
+
+
+class Plans:
+    """The plans of one space."""
+
+    def __init__(self) -> None:
+        self._plans: OrderedDict[tuple[int, ...], Plan] = OrderedDict()
+
+    def find(self, functions: Sequence[Any], version: int, space: NotebookSpace, side: Side) -> Plan | None:
+        """The plan for a call with these functions, if all that they read is on the engines as it is here."""
+        plan = self._plans.get(tuple(map(id, functions)))
+        if plan is None or plan.version != version or any(ref() is None for ref in plan.functions):
+            return None
+        try:
+            current = all(space.is_current(name, side.user_ns) for name in plan.names)
+        except KeyError:
+            return None
+        return plan if current and self._is_same(plan, space, side) else None
+
+    def _is_same(self, plan: Plan, space: NotebookSpace, side: Side) -> bool:
+        for identity, parts in plan.code.items():
+            if _parts_of(space.twins.get(identity)) != parts:
+                return False
+        for identity, facts in plan.handles.items():
+            handle = space.twins.get(identity)
+            if not isinstance(handle, HANDLES) or _facts_of(handle) != facts:
+                return False
+        for identity in plan.data:
+            value = space.twins.get(identity)
+            if value is NOT_THERE:
+                return False
+            found = fingerprint(value, side, space.twins, space.rules)
+            if not found.matches(space.records.get(identity)):
+                return False
+        return True
+
+    def make(
+        self, functions: Sequence[Any], version: int, space: NotebookSpace, luggage: Luggage, packer: Packer
+    ) -> None:
+        """Remember what a call with these functions read, unless it cannot be told cheaply next time."""
+        data: list[ObjectId] = []
+        code: dict[ObjectId, tuple[Any, ...]] = {}
+        for root in luggage.roots:
+            identity = space.twins.id_of(root.value)
+            if identity is None:
+                return  # a tuple with something mutable in it: always looked at
+            if is_simple_code(root.value):
+                code[identity] = _parts_of(root.value)
+            else:
+                data.append(identity)
+        handles = {}
+        for identity in luggage.handles:
+            handle = space.twins.get(identity)
+            if not isinstance(handle, HANDLES):
+                return
+            handles[identity] = _facts_of(handle)
+        references = tuple(weakref.ref(function) for function in functions)
+        plan = Plan(
+            version,
+            references,
+            tuple(luggage.bindings),
+            tuple(data),
+            code,
+            handles,
+            tuple(packer.watched(luggage.roots)),
+        )
+        self._plans[tuple(map(id, functions))] = plan
+        self._plans.move_to_end(tuple(map(id, functions)))
+        if len(self._plans) > _KEPT:
+            self._plans.popitem(last=False)
+
+
+def _parts_of(code: Any) -> tuple[Any, ...]:
+    """What a simple function or class is made of; equal parts, by identity, are an unchanged one."""
+    if isinstance(code, types.FunctionType):
+        return id(code.__code__), id(code.__defaults__), id(code.__kwdefaults__)
+    return (
+        tuple(id(value) for cls in code.__mro__[:-1] for value in vars(cls).values()) if isinstance(code, type) else ()
+    )
+
+
+def _facts_of(handle: Any) -> Any:
+    return [(fact.reads, fact.holds) for fact in state_of_handle(handle).facts.values()]

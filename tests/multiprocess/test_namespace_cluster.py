@@ -1,0 +1,125 @@
+"""The sequences of cells on a real cluster, and what only real processes can show."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from distnb.errors import StaleHandleError
+from distnb.options import StrategySpec
+from distnb.session.handles import RemotePerReplica
+from distnb.session.session import Session
+from tests.sequences import SEQUENCES
+from tests.worlds import ClusterWorld, PlainWorld, Process, compare, distributed, ordinary, run_all
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Process:
+    return Process()
+
+
+@pytest.fixture(scope="module")
+def session(notebook: Process) -> Iterator[Session]:
+    torch.set_num_threads(1)
+    session = Session.start(2, "cpu:0,cpu:1", user_ns=notebook.user_ns)
+    yield session
+    session.stop()
+
+
+@pytest.fixture
+def world(session: Session, notebook: Process) -> Iterator[ClusterWorld]:
+    folder, dtype = os.getcwd(), torch.get_default_dtype()
+    yield ClusterWorld(session, notebook)
+    os.chdir(folder)
+    torch.set_default_dtype(dtype)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_as_in_one_ipython(name: str, world: ClusterWorld) -> None:
+    cells = SEQUENCES[name]
+    plain = PlainWorld()
+    run_all(plain, cells)
+    torch.set_default_dtype(torch.float32)
+    run_all(world, cells)
+    compare(plain.names(), world.names())
+
+
+def test_objects_are_freed(world: ClusterWorld) -> None:
+    count = (
+        "import gc, torch\ngc.collect()\nn = sum(torch.is_tensor(o) and o.numel() == 12345 for o in gc.get_objects())"
+    )
+    run_all(world, [distributed("import torch\nx = torch.zeros(12345)\ny = [x]"), distributed(count)])
+    assert world.names()["n"] >= 1
+    run_all(world, [ordinary("del x, y")])
+    gc.collect()
+    run_all(world, [distributed("pass"), distributed(count)])
+    assert world.names()["n"] == 0
+
+
+def test_working_directory_and_local_modules(world: ClusterWorld, tmp_path: Path) -> None:
+    (tmp_path / "distnb_test_local.py").write_text("value = 1\ndef f():\n    return value\n")
+    ns = world.notebook.user_ns
+    sys.path.insert(0, "")
+    try:
+        run_all(
+            world,
+            [
+                ordinary(f"%cd -q {tmp_path}\nimport distnb_test_local as local"),
+                distributed("a = local.f()\nimport os\nwhere = os.getcwd()"),
+            ],
+        )
+        assert (ns["a"], ns["where"]) == (1, str(tmp_path))
+        (tmp_path / "distnb_test_local.py").write_text("value = 200\ndef f():\n    return value\n")
+        run_all(world, [ordinary("import importlib\nlocal = importlib.reload(local)"), distributed("b = local.f()")])
+        assert ns["b"] == 200
+        (tmp_path / "sub").mkdir()
+        run_all(world, [distributed("os.chdir('sub')")])
+        assert os.getcwd() == str(tmp_path / "sub")
+    finally:
+        sys.path.remove("")
+        sys.modules.pop("distnb_test_local", None)
+
+
+def test_replaced_engine(notebook: Process) -> None:
+    session = Session.start(2, "cpu:0,cpu:1", user_ns=notebook.user_ns)
+    try:
+        _replace(ClusterWorld(session, notebook), session)
+    finally:
+        session.stop()
+
+
+def _replace(world: ClusterWorld, session: Session) -> None:
+    made = """
+import torch, torch.distributed as dist, distnb
+m = torch.nn.Linear(2, 2)
+for p in m.parameters():
+    torch.nn.init.ones_(p)
+mine = [distnb.replica_id()]
+"""
+    run_all(world, [ordinary("history = []"), distributed(made)])
+    ns = world.notebook.user_ns
+    assert isinstance(ns["mine"], RemotePerReplica)
+    session.restart([1])
+    # Replicas meet in `all_reduce`: the replacement is a full member of the group.
+    met = """
+t = torch.ones(1)
+dist.all_reduce(t)
+met = t.item()
+s = sum(p.sum().item() for p in m.parameters())
+history.append(s)
+"""
+    run_all(world, [distributed(met)])
+    assert (ns["met"], ns["s"], ns["history"]) == (2.0, 6.0, [6.0])
+    with pytest.raises(StaleHandleError, match="`mine`"):
+        ns["mine"].values
+    session.restart()
+    with pytest.raises(StaleHandleError, match="`m`"):
+        session.run_cell("m", StrategySpec("mirrored"), filename="<cell>")
