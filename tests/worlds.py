@@ -6,6 +6,7 @@ in the others the distributed ones run on replicas. `compare` then looks at the 
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import io
@@ -61,6 +62,8 @@ class Process:
         config = Config()
         config.HistoryManager.enabled = False
         self.shell = InteractiveShell(config=config)
+        # Each shell would clear itself at exit, with a full collection of garbage: minutes for hundreds of them.
+        atexit.unregister(self.shell.atexit_operations)
         self.user_ns = self.shell.user_ns
         self.user_ns["__name__"] = "__main__"
         self.user_ns["get_ipython"] = self.get_shell

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import re
 import subprocess
 import sys
@@ -31,6 +32,8 @@ def shell() -> Iterator[InteractiveShell]:
     unload_ipython_extension(made)
     sessions._current = None
     made.history_manager.end_session()
+    made.history_manager.close()
+    atexit.unregister(made.atexit_operations)  # it would clear itself again, slowly
 
 
 @pytest.fixture

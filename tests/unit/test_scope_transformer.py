@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +48,8 @@ def shell() -> Iterator[InteractiveShell]:
     made.user_ns["there"] = FakeStrategy(remote=True)
     yield made
     made.history_manager.end_session()
+    made.history_manager.close()
+    atexit.unregister(made.atexit_operations)  # it would clear itself again, slowly
 
 
 def run(shell: InteractiveShell, source: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -28,6 +30,8 @@ def test_it_is_shown_so_in_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         tracebacks.remove(shell)
         shell.history_manager.end_session()
+        shell.history_manager.close()
+        atexit.unregister(shell.atexit_operations)  # it would clear itself again, slowly
     shown = capsys.readouterr().out
     assert "is no device" in shown
     assert "topology.py" not in shown
