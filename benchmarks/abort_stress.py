@@ -1,6 +1,6 @@
 """Aborts in mid-traffic, many times over: is every replica free within a second, and are the sums right afterwards?
 
-`python -m benchmarks.abort_stress [--ranks 2 4] [--rounds 25] [--traffic small 4MB 64MB ddp]`
+`python -m benchmarks.abort_stress [--ranks 2 4] [--rounds 25] [--traffic small 4MB 64MB shared ddp messages]`
 
 Each round joins a new generation of the process group, checks a sum, forks a DataLoader worker that stays alive, and
 sends traffic until a thread of each replica aborts at about the same moment; in every other round one replica stopped
@@ -25,9 +25,10 @@ from typing import Any
 
 __all__ = ["main", "stress"]
 
-TRAFFIC = ("small", "4MB", "64MB", "ddp", "messages")
-_NUMBERS = {"small": 10, "4MB": 1 << 20, "64MB": 1 << 24, "ddp": 1 << 18, "messages": 1 << 16}
+TRAFFIC = ("small", "4MB", "64MB", "shared", "ddp", "messages")
+_NUMBERS = {"small": 10, "4MB": 1 << 20, "64MB": 1 << 24, "shared": 1 << 20, "ddp": 1, "messages": 1 << 16}
 LIMIT_S = 1.0
+_HEADING = "ranks   traffic  aborts  freed  median ms     p95     max  wrong formed ms  threads"
 
 
 # -- one replica ------------------------------------------------------------------------------------------------------
@@ -65,12 +66,14 @@ def _replica(rank: int, size: int, port: int, rounds: int, traffic: Sequence[str
 
 def _sum_is_right(group: Any) -> bool:
     import torch
+    import torch.distributed as dist
 
     for numel in (7, 100_000):
-        tensor = torch.full((numel,), group.rank + 1.0)
-        group.all_reduce(tensor)
-        if not bool((tensor == group.size * (group.size + 1) / 2).all()):
-            return False
+        for all_reduce in (group.all_reduce, dist.all_reduce):
+            tensor = torch.full((numel,), group.rank + 1.0)
+            all_reduce(tensor)
+            if not bool((tensor == group.size * (group.size + 1) / 2).all()):
+                return False
     return True
 
 
@@ -87,13 +90,15 @@ def _worker() -> Any:
     """A DataLoader's worker, forked while the group is connected, that lives as long as the iterator."""
     import torch
 
-    loader = torch.utils.data.DataLoader(torch.arange(1000), num_workers=1, prefetch_factor=2)  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(range(1000), num_workers=1, prefetch_factor=2)  # type: ignore[arg-type]
     iterator = iter(loader)
     next(iterator)
     return iterator
 
 
-def _until_aborted(group: Any, kind: str, models: dict[str, Any], shared: random.Random, stopped: bool) -> tuple[str, float]:
+def _until_aborted(
+    group: Any, kind: str, models: dict[str, Any], shared: random.Random, stopped: bool
+) -> tuple[str, float]:
     from distnb.collectives import groups
     from distnb.errors import ProgramAborted
 
@@ -143,13 +148,17 @@ def _step(group: Any, kind: str, models: dict[str, Any]) -> Callable[[], None]:
             sending.wait()
 
         return exchange
-    return lambda: group.all_reduce(tensor.fill_(1.0))
+    if kind == "shared":
+        return lambda: group.all_reduce(tensor.fill_(1.0))
+    return lambda: dist.all_reduce(tensor.fill_(1.0))
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-def stress(size: int, rounds: int, traffic: Sequence[str] = TRAFFIC, *, timeout_s: float, seed: int = 0) -> list[dict[str, Any]]:
+def stress(
+    size: int, rounds: int, traffic: Sequence[str] = TRAFFIC, *, timeout_s: float, seed: int = 0
+) -> list[dict[str, Any]]:
     """Run the rounds on `size` replicas.
 
     Args:
@@ -165,16 +174,18 @@ def stress(size: int, rounds: int, traffic: Sequence[str] = TRAFFIC, *, timeout_
     Raises:
         AssertionError: A replica did not come to its end.
     """
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="stress-") as folder:
         outs = [Path(folder, str(rank)) for rank in range(size)]
         command = [sys.executable, "-m", "benchmarks.abort_stress", "--port", str(store.port), "--rounds", str(rounds)]
         command += ["--seed", str(seed), "--size", str(size), "--traffic", *traffic]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         processes = [
-            subprocess.Popen([*command, "--rank", str(rank), "--out", str(out)], env=environment, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*command, "--rank", str(rank), "--out", str(out)], env=environment, stderr=subprocess.PIPE, text=True
+            )
             for rank, out in enumerate(outs)
         ]
         try:
@@ -208,13 +219,17 @@ def _wait(processes: Sequence[subprocess.Popen[str]], timeout_s: float) -> None:
         return
     stacks = "\n".join(_stack(process.pid) for process in processes if process.poll() is None)
     codes = [process.poll() for process in processes]
-    raise AssertionError(f"The replicas ended with {codes} (None: not within {timeout_s:g} s).\n{stacks}\n" + "\n".join(errors.values()))
+    raise AssertionError(
+        f"The replicas ended with {codes} (None: not within {timeout_s:g} s).\n{stacks}\n" + "\n".join(errors.values())
+    )
 
 
 def _stack(pid: int) -> str:
     py_spy = Path(sys.executable).with_name("py-spy")
     try:
-        return subprocess.run([py_spy, "dump", "--native", "--pid", str(pid)], capture_output=True, text=True, timeout=20).stdout
+        return subprocess.run(
+            [py_spy, "dump", "--native", "--pid", str(pid)], capture_output=True, text=True, timeout=20
+        ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"pid {pid}: no stack ({error})"
 
@@ -228,9 +243,11 @@ def _report(size: int, replicas: Sequence[dict[str, Any]], traffic: Sequence[str
         wrong = sum(not record["right"] for record in records)
         aborts = len(records) // size
         fine = fine and not wrong and freed[-1] < LIMIT_S
+        times_ms = [1e3 * value for value in (statistics.median(freed), freed[int(len(freed) * 0.95)], freed[-1])]
+        threads = max(replica["threads"] for replica in replicas)
         print(
-            f"{size:>5} {kind:>9} {aborts:>7} {len(freed):>6} {statistics.median(freed) * 1e3:>10.1f} {freed[int(len(freed) * 0.95)] * 1e3:>7.1f} "
-            f"{freed[-1] * 1e3:>7.1f} {wrong:>6} {formed * 1e3:>9.1f} {max(replica['threads'] for replica in replicas):>8}",
+            f"{size:>5} {kind:>9} {aborts:>7} {len(freed):>6} {times_ms[0]:>10.1f} {times_ms[1]:>7.1f} "
+            f"{times_ms[2]:>7.1f} {wrong:>6} {formed * 1e3:>9.1f} {threads:>8}",
             flush=True,
         )
     return fine
@@ -251,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.rank is not None:
         _replica(given.rank, given.size, given.port, given.rounds, given.traffic, given.seed, given.out)
         return 0
-    print(f"{'ranks':>5} {'traffic':>9} {'aborts':>7} {'freed':>6} {'median ms':>10} {'p95':>7} {'max':>7} {'wrong':>6} {'formed ms':>9} {'threads':>8}")
+    print(_HEADING)
     fine = True
     for size in given.ranks:
         for kind in given.traffic:

@@ -131,6 +131,10 @@ class Board:
     def exchange(self) -> None:
         """Bring this copy and the others' up to date; there is one board only where memory is shared."""
 
+    def told(self, replica: int) -> int:
+        """Up to which number another replica surely has this one's records."""
+        return self.last(self.me)
+
     @staticmethod
     def nbytes(size: int) -> int:
         """How much memory the board of so many replicas takes."""

@@ -83,7 +83,11 @@ class Ledger:
 
     def room(self) -> bool:
         """Whether the next collective can be posted without overwriting what another replica has yet to compare."""
-        return all(self.number - self._compared[rank] < _AHEAD for rank in self._peers)
+        number, board = self.number, self._board
+        for rank in self._peers:
+            if number - self._compared[rank] >= _AHEAD or number - board.told(rank) >= _AHEAD:
+                return False
+        return True
 
     def is_new(self, record: Record) -> bool:
         """Whether everyone must have told the same before this replica enters: where memory is not shared, once."""
@@ -190,10 +194,11 @@ class Ledger:
         while number <= self.number:
             if not board.same(rank, number):
                 other = board.read(rank, number)
-                if other is None:
+                if other is None and board.last(rank) < number:
                     break  # not there yet
                 mine = board.read(board.me, number)
-                if mine is not None:
+                # Where one is overwritten, the replica that came later has compared them.
+                if mine is not None and other is not None:
                     self._compare(number, mine, rank, other)
             self._compared[rank] = number
             number += 1

@@ -39,6 +39,10 @@ class ReplicatedBoard(Board):
         self._seen = [b""] * size
         self._lock = threading.Lock()
 
+    def told(self, replica: int) -> int:
+        """Up to which number another replica surely has this one's records."""
+        return self._acknowledged[replica]
+
     def exchange(self) -> None:
         """Publish and read. A store that no longer answers is none of the collectives' business."""
         if not self._lock.acquire(blocking=False):

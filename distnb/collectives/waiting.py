@@ -8,11 +8,15 @@ looks whether a chain of such waits comes back to itself.
 from __future__ import annotations
 
 import threading
+import time
+from typing import Final
 
 from distnb.collectives.board import Board, Wait
 from distnb.errors import CollectiveMismatchError
 
 __all__ = ["Waits"]
+
+_PATIENCE_S: Final = 0.15
 
 
 class Waits:
@@ -27,6 +31,7 @@ class Waits:
         self._thread: int | None = None
         self._several_threads = False
         self._seen: dict[int, Wait] = {}
+        self._since = 0.0
 
     def issued(self) -> None:
         """A collective was issued by this thread. Where several do so, one that waits tells nothing of the others."""
@@ -43,6 +48,7 @@ class Waits:
         """This replica waits no longer."""
         if self._board.wait_of(self._board.me) is not None:
             self._board.set_wait(None)
+            self._board.exchange()
         self._seen = {}
 
     def on(self, group: str, number: int, absent: list[int], text: str) -> None:
@@ -62,14 +68,15 @@ class Waits:
         me, board = self._board.me, self._board
         board.set_wait(Wait(f"{group}#{number}", tuple(absent), text))
         circle = self._circle(me)
-        # Twice the same: one that is just leaving its wait may not have said so yet.
-        if circle and all(self._seen.get(rank) == wait for rank, wait in circle.items()):
+        # The same for a while: what others tell may be about to change, or take its time to come here.
+        if circle != self._seen:
+            self._seen, self._since = circle, time.monotonic()
+        elif circle and time.monotonic() - self._since >= (_PATIENCE_S if board.shared else 4 * _PATIENCE_S):
             told = "; ".join(f"replica {rank} in {circle[rank].text}" for rank in sorted(circle))
             raise CollectiveMismatchError(
                 f"The replicas wait for each other in different process groups: {told}. "
                 "Every replica must call the collectives of all groups that it is in in the same order."
             )
-        self._seen = circle
 
     def _circle(self, me: int) -> dict[int, Wait]:
         """The waits by which this replica waits for itself; empty if it does not."""

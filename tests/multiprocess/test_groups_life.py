@@ -1,0 +1,338 @@
+"""How groups begin and end: teams, generations, scripts, adopted groups, forks, deaths, exits."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.ranks import run_ranks
+
+PROLOGUE = """
+    import time, threading
+    import torch.distributed as dist
+    from distnb.collectives import groups
+    from distnb.topology import Device, Team
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    cpu, address, port = Device("cpu"), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    def team(generation, engines=None):
+        engines = engines or tuple(range(size))
+        return Team(engines, (cpu,) * len(engines), generation, address, port)
+    def sum_of(value):
+        tensor = torch.tensor([float(value)])
+        dist.all_reduce(tensor)
+        return tensor.item()
+"""
+
+
+def run(program: str, n: int, **options):
+    return run_ranks(PROLOGUE + program, n, **options)
+
+
+def results(program: str, n: int, **options):
+    return [rank.check().result for rank in run(program, n, **options)]
+
+
+def test_teams_live_side_by_side_and_switching_is_cheap():
+    program = """
+    engine, result = rank, {}
+    teams = {"ab": (0, 1), "bc": (1, 2), "abc": (0, 1, 2)}
+    mine = [name for name, engines in teams.items() if engine in engines]
+    subgroups = {}
+    def enter(name, generation):
+        t = team(generation, teams[name])
+        return groups.join(t, t.rank_of(engine), cpu)
+    for turn in range(30):
+        for name in mine:
+            began = time.perf_counter()
+            group = enter(name, 7)
+            took = time.perf_counter() - began
+            assert group.size == dist.get_world_size() == len(teams[name]) and os.environ["RANK"] == str(group.rank)
+            if turn == 0:
+                subgroups[name] = dist.new_group([0, 1])
+            if group.rank < 2:
+                tensor = torch.ones(1)
+                dist.all_reduce(tensor, group=subgroups[name])
+                assert tensor.item() == 2
+            assert sum_of(1) == len(teams[name])
+            result.setdefault("switch", []).append(took if turn else 0.0)
+    # One team goes on to a new generation; the others follow later, or never.
+    if engine != 0:
+        enter("bc", 8)
+        assert sum_of(2) == 4
+    group = enter("abc", 8)
+    result["sum"] = sum_of(1)
+    if group.rank < 2:
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=subgroups["abc"])  # it belongs to this team, and connects anew
+        result["part"] = tensor.item()
+    """
+    found = results(program, 3)
+    assert [each["sum"] for each in found] == [3, 3, 3]
+    assert [each.get("part") for each in found] == [2, 2, None]
+    for each in found:
+        assert sorted(each["switch"])[len(each["switch"]) // 2] < 0.002
+
+
+def test_ddp_and_subgroups_made_before_an_abort_stay_good():
+    program = """
+    group = groups.join(team(0), rank, cpu)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    part = dist.new_group([0, 1])
+    model(torch.ones(1, 4)).sum().backward()
+    threading.Timer(0.2, groups.abort, ["enough"]).start()
+    try:
+        dist.recv(torch.zeros(1), 1 - rank)
+    except BaseException as error:
+        result = [type(error).__name__]
+    result.append(group.aborted)
+    try:
+        dist.barrier()
+    except BaseException as error:
+        result.append(str(error))
+    again = groups.join(team(1), rank, cpu)
+    model.zero_grad()
+    model(torch.ones(1, 4) * (rank + 1)).sum().backward()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=part)
+    result += [model.module.weight.grad[0, 0].item(), tensor.item(), again.aborted, group.aborted]
+    """
+    assert results(program, 2) == [["ProgramAborted", True, "enough", 1.5, 2.0, False, True]] * 2
+
+
+def test_an_abort_ends_a_joining():
+    program = """
+    from distnb.errors import CollectiveError, ProgramAborted
+    result = []
+    if rank == 0:
+        threading.Timer(0.3, groups.abort, ["no more"]).start()
+        try:
+            groups.join(team(0), rank, cpu)
+        except ProgramAborted as error:
+            result.append(str(error))
+        try:
+            groups.join(team(1), rank, cpu, timeout_s=0.3)
+        except CollectiveError as error:
+            result.append(str(error))
+    else:
+        time.sleep(1.0)
+    groups.join(team(2), rank, cpu)
+    result.append(sum_of(1))
+    """
+    first, second = results(program, 2)
+    assert first[0] == "no more"
+    assert "did not come: 1" in first[1]
+    assert first[2] == second[0] == 2
+
+
+def test_a_replica_alone():
+    program = """
+    group = groups.join(team(0), rank, cpu)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    result = [sum_of(3), group.all_gather_object("x"), [t.tolist() for t in group.all_gather_uneven(torch.ones(2))]]
+    """
+    assert results(program, 1) == [[3, ["x"], [[1, 1]]]]
+
+
+def test_only_loopback_listens():
+    program = """
+    import psutil
+    group = groups.join(team(0), rank, cpu)
+    group.barrier()
+    listening = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    result = sorted(set(listening))
+    group.barrier()
+    """
+    assert results(program, 2) == [["127.0.0.1"]] * 2
+
+
+def test_forked_children_are_no_replicas():
+    program = """
+    group = groups.join(team(0), rank, cpu)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.barrier()
+        except BaseException as error:
+            os.write(writing, str(error).encode())
+        os._exit(0)
+    result = os.read(reading, 1000).decode()
+    os.waitpid(child, 0)
+    assert sum_of(1) == 2
+    """
+    assert all("forked child" in text for text in results(program, 2))
+
+
+def test_a_killed_replica_frees_the_others_though_its_children_live():
+    program = """
+    import signal
+    groups.join_from_env()
+    sum_of(1)
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(4)  # as a DataLoader's worker may, for a while
+            os._exit(0)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        sum_of(1)
+    except Exception as error:
+        result = (type(error).__name__, str(error), time.monotonic() - began)
+    """
+    ranks = run(program, 3)
+    assert ranks[1].returncode == -9
+    for rank in (ranks[0], ranks[2]):
+        name, text, seconds = rank.check().result
+        assert name == "CollectiveError"
+        assert "lost" in text
+        assert seconds < 2.5
+
+
+# -- scripts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_script_joins_and_exits_cleanly():
+    program = """
+    group = groups.join_from_env()
+    assert groups.join_from_env() is group is groups.current()
+    result = (group.rank, group.size, sum_of(1), os.environ["RANK"])
+    """
+    ranks = run(program, 2)
+    assert [rank.check().result for rank in ranks] == [(0, 2, 2, "0"), (1, 2, 2, "1")]
+    assert not any(rank.stderr for rank in ranks), [rank.stderr for rank in ranks]
+
+
+def test_a_group_that_the_program_initialised_is_taken_over():
+    program = """
+    dist.init_process_group("gloo")
+    before = dist.group.WORLD
+    sum_of(1)
+    group = groups.join_from_env()
+    assert dist.group.WORLD is group.process_group and sum_of(1) == 2
+    old = torch.ones(1)
+    dist.all_reduce(old, group=before) if dist.get_rank(before) >= 0 else None
+    groups.leave()
+    assert dist.group.WORLD is before
+    result = sum_of(1)
+    group = groups.join_from_env()
+    result += sum_of(1)
+    groups.leave()
+    dist.destroy_process_group()
+    """
+    program = re.sub(r"\n    old = .*\n    dist.all_reduce\(old.*", "", program)
+    assert results(program, 2) == [4, 4]
+
+
+def test_init_process_group_that_contradicts_is_refused():
+    program = """
+    groups.join_from_env()
+    try:
+        dist.init_process_group("gloo", world_size=5, rank=rank)
+    except Exception as error:
+        result = str(error)
+    """
+    assert all("world_size=5" in text and f"rank {rank} of 2" in text for rank, text in enumerate(results(program, 2)))
+
+
+def test_without_an_environment_the_cure_is_named():
+    program = """
+    for name in ("RANK", "MASTER_ADDR"):
+        del os.environ[name]
+    try:
+        groups.join_from_env()
+    except Exception as error:
+        result = str(error)
+    """
+    assert "RANK, MASTER_ADDR is not set" in results(program, 1)[0]
+
+
+def test_a_script_that_ends_early_is_named():
+    program = """
+    groups.join_from_env()
+    if rank == 0:
+        sum_of(1)
+    """
+    first, second = run(program, 2)
+    assert first.returncode == 1
+    assert "replica 1 finished its program after 0 collectives" in first.stderr
+    assert second.returncode == 0
+
+
+def test_a_script_that_fails_is_no_mismatch():
+    program = """
+    groups.join_from_env()
+    if rank == 1:
+        raise ValueError("mine")
+    sum_of(1)
+    """
+    first, second = run(program, 2)
+    assert "ValueError: mine" in second.stderr
+    assert first.returncode == 1
+    assert "CollectiveError" in first.stderr
+    assert "Mismatch" not in first.stderr
+
+
+@pytest.mark.parametrize("traffic", ["dist.recv(torch.zeros(1), 1 - rank)", "dist.barrier()", "future.wait()"])
+def test_the_exit_after_an_abort_is_clean(traffic):
+    program = f"""
+    groups.join(team(0), rank, cpu)
+    sum_of(1)
+    if rank == 0:
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        threading.Timer(0.2, groups.abort, ["enough"]).start()
+        try:
+            {traffic}
+        except (BaseException) as error:
+            result = type(error).__name__
+    else:
+        time.sleep(0.5)
+    """
+    ranks = run(program, 2, timeout_s=30)
+    assert ranks[0].check().result in ("ProgramAborted", "RuntimeError")
+    ranks[1].check()
+
+
+def test_ctrl_c_ends_a_wait():
+    program = """
+    import _thread
+    groups.join(team(0), rank, cpu)
+    sum_of(1)
+    result = None
+    if rank == 0:
+        struck = []
+        def strike():
+            struck.append(time.monotonic())
+            _thread.interrupt_main()
+        threading.Timer(0.3, strike).start()
+        try:
+            sum_of(1)
+        except KeyboardInterrupt:
+            result = time.monotonic() - struck[0]
+    else:
+        time.sleep(1.0)
+    """
+    assert results(program, 2)[0] < 0.5
+
+
+# -- replicas on several machines -------------------------------------------------------------------------------------
+
+
+def test_replicas_that_share_no_memory():
+    program = """
+    from distnb.collectives import rendezvous
+    from tests.multiprocess import group_cases
+    rendezvous.host = lambda: f"machine {os.environ['RANK']}"
+    good = ["everything", "own_lines", "far_ahead", "training_with_ddp"]
+    bad = ["other_operation", "other_shape_known", "other_dtype", "swapped_order", "fewer_calls", "whole_against_part"]
+    result = group_cases.run([*good, *bad, "sum_after_all"]), good, bad
+    """
+    for rank, (ended, good, bad) in enumerate(results(program, 2, env={"GLOO_SOCKET_IFNAME": "lo"}, timeout_s=100)):
+        assert not any(ended[name].error for name in good), {name: ended[name] for name in good}
+        for name in bad:
+            if (name, rank) != ("fewer_calls", 1):
+                assert ended[name].error == "CollectiveMismatchError", ended[name]
+                assert ended[name].seconds < 1.5
+        assert ended["sum_after_all"].value == 2
