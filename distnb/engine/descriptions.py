@@ -11,7 +11,7 @@ import types
 from typing import Any
 
 from distnb.engine.objects import Space
-from distnb.values import DistributedValues
+from distnb.values import DistributedValues, structure
 from distnb.wire.bindings import Described, Leaf, Summary
 from distnb.wire.digests import is_array, is_tensor
 from distnb.wire.fingerprints import Fingerprint, fingerprint
@@ -20,7 +20,7 @@ from distnb.wire.immutables import is_importable, is_plain
 from distnb.wire.messages import ObjectId
 from distnb.wire.twins import is_value_twin
 
-__all__ = ["Describer", "summarise"]
+__all__ = ["Describer", "is_mirrored", "own_part", "summarise"]
 
 _SHORT_ELEMENTS = 64
 _SHORT_CHARACTERS = 400
@@ -101,10 +101,12 @@ class Describer:
             holds=() if found is None else tuple(node for node in found.nodes if node != identity),
         )
 
+    def items(self, values: list[Any], space: Space, serial: int) -> list[Leaf]:
+        """The items of a container, each a leaf whatever it is."""
+        return [Leaf(self.value(item, space, (serial, f"r{index}"))) for index, item in enumerate(values)]
+
     def tree(self, value: Any, space: Space, serial: int) -> Any:
         """A result's structure with a `Leaf` for each of its leaves."""
-        from distnb.values import structure
-
         leaves, shape = structure.flatten(value)
         described = [
             Leaf(self.value(leaf, space, (serial, f"r{index}"), brief=True)) for index, leaf in enumerate(leaves)
@@ -135,9 +137,7 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
         value: Any object.
         brief: Nothing that costs time or waits for a device; the notebook asks again when it is shown.
     """
-    shown = value
-    if isinstance(value, DistributedValues) and len(value.values) == 1:
-        shown = value.values[0]
+    shown = own_part(value)
     name = _type_name(type(shown))
     if is_array(shown) or is_tensor(shown):
         shape, dtype = str(tuple(shown.shape)), str(shown.dtype).removeprefix("torch.")
@@ -153,6 +153,16 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
         signature=_signature(shown),
         kind="callable" if callable(shown) else "",
     )
+
+
+def own_part(value: Any) -> Any:
+    """A value, or a structure that holds distributed ones, as this replica has it: with its own components."""
+    try:
+        if structure.has_distributed(value):
+            return structure.map_structure(lambda leaf: leaf.values[0] if isinstance(leaf, DistributedValues) else leaf, value)
+    except Exception:
+        pass  # a container of the user's that cannot be rebuilt with other items
+    return value
 
 
 def _type_name(kind: type) -> str:

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from distnb.engine.descriptions import is_mirrored, summarise
+from distnb.engine.descriptions import is_mirrored, own_part, summarise
 from distnb.engine.objects import Space
 from distnb.errors import NamespaceError, StaleHandleError
 from distnb.strategies.scope import spec_of
@@ -43,6 +43,9 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         return None if spectator else _TRANSFERS[message.operation](namespace, space, request)
     args, kwargs = namespace.open_call(delivery, None, replica)
     target = _follow(_object(space, message.target), request.path)
+    if message.operation == "list":
+        items = list(target)
+        return namespace.finish_with(lambda space, serial: namespace.describer.items(items, space, serial))
     result = _OPERATIONS[message.operation](target, args, kwargs)
     if isinstance(result, _Answer):
         return namespace.finish_with(lambda space, serial: result.value)
@@ -124,10 +127,6 @@ def _contains(target: Any, args: Any, kwargs: Any) -> Any:
     return args[0] in target
 
 
-def _listed(target: Any, args: Any, kwargs: Any) -> Any:
-    return list(target)
-
-
 def _summary(target: Any, args: Any, kwargs: Any) -> _Answer:
     return _Answer(summarise(target))
 
@@ -140,7 +139,6 @@ _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "get": _get,
     "get_item": _get_item,
     "length": _length,
-    "list": _listed,
     "set_attribute": _set_attribute,
     "set_item": _set_item,
     "summary": _summary,
@@ -155,14 +153,10 @@ def _fetch(namespace: EngineNamespace, space: Space, request: Request) -> Parcel
 
     What the notebook holds itself goes by reference, so a copied container holds the notebook's own objects.
     """
-    values = [_object(space, identity) for identity in request.targets]
-    if request.path:
-        values = [_follow(values[0], request.path)]
+    values = [own_part(_object(space, identity)) for identity in request.targets]
     by_reference = {key: identity for key, identity in space.twins.ids.items() if is_value_twin(identity)}
     file = io.BytesIO()
-    pickler = GraphPickler(
-        file, namespace.side, by_reference, {_kind: _component for _kind in DistributedValues.__subclasses__()}
-    )
+    pickler = GraphPickler(file, namespace.side, by_reference)
     try:
         return pack_all(pickler, file, [values])
     except Exception as error:
@@ -170,10 +164,6 @@ def _fetch(namespace: EngineNamespace, space: Space, request: Request) -> Parcel
         raise NamespaceError(
             f"An object of type {shown} cannot be copied to the notebook: {error}. Work with it in a distributed cell."
         ) from error
-
-
-def _component(value: DistributedValues) -> Any:
-    return None
 
 
 def _export(namespace: EngineNamespace, space: Space, request: Request) -> tuple[Parcel, tuple[ObjectId, ...]]:

@@ -121,6 +121,7 @@ class Extension:
     def _after(self, result: ExecutionResult | Any) -> None:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
+            self._local.leave()
             self._name.restore()
             if getattr(result, "success", False):
                 self._settle(result)

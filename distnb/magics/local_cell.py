@@ -10,8 +10,10 @@ from __future__ import annotations
 import linecache
 import re
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from distnb import session as sessions
 from distnb.errors import OptionError
 from distnb.magics.cell_text import check_no_nested_magic, insert_after_future_imports
 from distnb.magics.presenting import presented
@@ -71,6 +73,7 @@ class LocalCells:
         self._shell = shell
         self._front = front
         self._name = name
+        self._copies = ExitStack()
 
     def install(self) -> None:
         """Put the transformer before the one that makes magic calls."""
@@ -112,6 +115,14 @@ class LocalCells:
             request = read_request(line, self._shell.user_ns)
             self._name.bind(request)
             self._front.name_cell(request.word)
+            session = sessions.current()
+            if session is not None:
+                # What lives on the engines is worked on as copies; the names are the handles again when the cell ends.
+                self._copies.enter_context(session.namespace.localise(_text_of(sys._getframe(1).f_code.co_filename)))
+
+    def leave(self) -> None:
+        """The cell ended."""
+        self._copies.close()
 
     def complain(self, line: int) -> None:
         """What a cell does that has a comment above its magic line."""
@@ -120,6 +131,10 @@ class LocalCells:
                 f"%%distribute must be the first line of its cell, and here it is line {line}: IPython reads a cell "
                 "magic nowhere else. Move the comment below it."
             )
+
+
+def _text_of(filename: str) -> str:
+    return "".join(linecache.getlines(filename))
 
 
 def _restore_first_line(filename: str, line: str) -> None:

@@ -84,13 +84,8 @@ class Operations:
 
     def listed(self, handle: DistributedValues) -> list[Any]:
         """The items of a mirrored container, each a plain value or a handle."""
-        items = self.run(handle, "list")
-        length: int = self.run(items, "length") if isinstance(items, DistributedValues) else len(items)
-        return (
-            [self.run(items, "get_item", (index,)) for index in range(length)]
-            if isinstance(items, DistributedValues)
-            else list(items)
-        )
+        items: list[Any] = self.run(handle, "list")
+        return items
 
     def _effects(
         self, handle: DistributedValues, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path
