@@ -1,0 +1,197 @@
+"""The ledger's comparison, without processes: replicas are ledgers on one board."""
+
+from __future__ import annotations
+
+import pytest
+
+from distnb.collectives.board import RING, Board, Record
+from distnb.collectives.ledger import Ledger
+from distnb.errors import CollectiveMismatchError
+
+
+def record(operation: str, line: int = 1, chain: str = "") -> Record:
+    def digest(text: str) -> bytes:
+        return hash(text).to_bytes(8, "little", signed=True)
+
+    return Record(
+        digest(operation) + digest(f"line {line}") + digest(f"line {line}{chain}"), f"{operation}\0cell, line {line}"
+    )
+
+
+def replicas(size: int = 2) -> list[Ledger]:
+    memory = bytearray(Board.nbytes(size))
+    made = [Ledger(Board(memory, rank, size), range(size)) for rank in range(size)]
+    for each in made:
+        each.begin(1)
+    return made
+
+
+def test_equal_collectives_pass():
+    ledgers = replicas(3)
+    for _ in range(3 * RING):
+        for ledger in ledgers:
+            ledger.post(record("all_reduce(float32[3], sum)"))
+    for ledger in ledgers:
+        ledger.check()
+        ledger.end(failed=False)
+
+
+def test_the_later_one_raises_before_it_enters_and_the_earlier_one_when_it_looks():
+    first, second = replicas()
+    first.post(record("all_reduce(float32[3], sum)", 4))
+    with pytest.raises(CollectiveMismatchError) as caught:
+        second.post(record("broadcast(float32[3], root=0)", 7))
+    assert "replica 0 called all_reduce(float32[3], sum) at cell, line 4" in str(caught.value)
+    assert "replica 1 called broadcast(float32[3], root=0) at cell, line 7" in str(caught.value)
+    with pytest.raises(CollectiveMismatchError, match="collective number 1"):
+        first.check()
+
+
+def test_an_earlier_difference_is_found_later():
+    first, second = replicas()
+    first.post(record("a"))
+    first.post(record("b"))
+    first.post(record("c"))
+    second.post(record("a"))
+    with pytest.raises(CollectiveMismatchError, match="number 2"):
+        second.post(record("x"))
+
+
+def test_own_lines_are_fine():
+    first, second = replicas()
+    for _ in range(10):
+        first.post(record("broadcast", 1))
+        second.post(record("broadcast", 2))
+        first.post(record("all_reduce", 3))
+        second.post(record("all_reduce", 3))
+    first.check()
+
+
+def test_swapped_lines_are_not():
+    first, second = replicas()
+    first.post(record("all_reduce", 1))
+    second.post(record("all_reduce", 2))
+    first.post(record("all_reduce", 2))
+    with pytest.raises(
+        CollectiveMismatchError, match="different order: all_reduce at cell, line 1 was collective number 1"
+    ):
+        second.post(record("all_reduce", 1))
+
+
+def test_swapped_callers_of_one_line_are_not():
+    first, second = replicas()
+    first.post(record("all_reduce", 1, "from a"))
+    second.post(record("all_reduce", 1, "from b"))
+    first.post(record("all_reduce", 1, "from b"))
+    with pytest.raises(CollectiveMismatchError, match="different order"):
+        second.post(record("all_reduce", 1, "from a"))
+
+
+def test_taking_turns_with_barriers_is_fine():
+    first, second = replicas()
+    first.post(record("barrier()", 1))
+    second.post(record("barrier()", 2))
+    first.post(record("barrier()", 2))
+    second.post(record("barrier()", 1))
+    first.check()
+
+
+def test_taking_turns_as_the_source_is_fine():
+    first, second = replicas()
+    first.post(record("broadcast(root=0)", 1))
+    second.post(record("broadcast(root=0)", 2))
+    first.post(record("broadcast(root=1)", 2))
+    second.post(record("broadcast(root=1)", 1))
+    first.check()
+
+
+def test_nobody_gets_further_ahead_than_can_be_compared():
+    first, second = replicas()
+    while first.room():
+        first.post(record("broadcast"))
+    assert RING // 2 < first.number < RING
+    second.post(record("broadcast"))
+    first.check()
+    assert first.room()
+
+
+def test_who_ended_is_missed_by_who_waits():
+    first, second = replicas()
+    first.post(record("a"))
+    second.post(record("a"))
+    number = first.post(record("b", 9))
+    assert first.check_departed(number) == []
+    second.end(failed=False)
+    with pytest.raises(
+        CollectiveMismatchError, match=r"called b at cell, line 9 .*replica 1 finished its program after 1"
+    ):
+        first.check_departed(number)
+
+
+def test_who_failed_is_no_mismatch():
+    first, second = replicas()
+    number = first.post(record("a"))
+    second.end(failed=True)
+    assert first.check_departed(number) == [1]
+
+
+def test_who_is_in_the_next_program_is_missed_too():
+    first, second = replicas()
+    number = first.post(record("a"))
+    second.begin(2)
+    with pytest.raises(CollectiveMismatchError, match="replica 1 finished"):
+        first.check_departed(number)
+
+
+def test_the_last_to_end_compares_the_counts():
+    first, second = replicas()
+    first.post(record("a"))
+    first.end(failed=False)
+    with pytest.raises(CollectiveMismatchError, match=r"Replica 0 called a .* but replica 1 finished"):
+        second.end(failed=False)
+
+
+def test_collectives_of_different_programs_do_not_match():
+    first, second = replicas()
+    second.begin(2)
+    first.post(record("a"))
+    with pytest.raises(CollectiveMismatchError, match="different cells"):
+        second.post(record("a"))
+
+
+def test_a_refused_collective_is_told():
+    first, second = replicas()
+    first.post(record("a"))
+    number = second.post(record("a"))
+    second.retract(number, ValueError("bad shape"))
+    with pytest.raises(CollectiveMismatchError, match="which failed with ValueError"):
+        first.check()
+
+
+def test_a_refused_collective_is_told_after_it_was_compared():
+    first, second = replicas()
+    first.post(record("a"))
+    number = second.post(record("a"))
+    first.check()
+    second.retract(number, ValueError("bad shape"))
+    with pytest.raises(CollectiveMismatchError, match="which failed with ValueError"):
+        first.check_departed(number)
+
+
+def test_what_one_finds_all_learn():
+    ledgers = replicas(3)
+    ledgers[0].tell(CollectiveMismatchError("something is wrong"))
+    with pytest.raises(CollectiveMismatchError, match="something is wrong"):
+        ledgers[2].check()
+
+
+def test_long_texts_are_cut():
+    board = Board(bytearray(Board.nbytes(2)), 0, 2)
+    long = Record(bytes(24), "x" * 1000 + "\0" + "y" * 1000)
+    board.write(1, long, 5)
+    found = board.read(0, 1)
+    assert found is not None
+    assert found[0].operation.startswith("xxx")
+    assert found[1] == 5
+    board.set_verdict("z" * 5000)
+    assert set(board.verdict_of(0)) == {"z"}

@@ -1,0 +1,83 @@
+"""What the ledger writes down: signatures, call sites, waits."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from distnb.collectives import callsite, signature, waiting
+from distnb.collectives.board import Board
+from distnb.collectives.waiting import Waits
+from distnb.errors import CollectiveMismatchError
+
+
+def test_signatures_tell_what_they_are():
+    tensor = torch.zeros(10, 3, dtype=torch.int32)
+    assert signature.describe(signature.of_tensors("all_reduce", 0, None, [tensor])) == "all_reduce(int32[10, 3], sum)"
+    assert signature.describe(signature.of_tensors("broadcast", None, 2, [tensor[0]])) == "broadcast(int32[3], root=2)"
+    many = signature.describe(signature.of_tensors("all_reduce_coalesced", 4, None, [tensor] * 9))
+    assert many.endswith("… 9 tensors, max)")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        signature.of_tensors("all_reduce", 0, None, [torch.zeros(4)]),
+        signature.of_tensors("all_reduce", 0, None, [torch.zeros(3, dtype=torch.float64)]),
+        signature.of_tensors("all_reduce", 4, None, [torch.zeros(3)]),
+        signature.of_tensors("reduce", 0, 1, [torch.zeros(3)]),
+        signature.of_tensors("all_reduce", 0, None, [torch.zeros(3, device="meta")]),
+        signature.of_tensors("all_reduce", 0, None, [torch.zeros(3), torch.zeros(3)]),
+    ],
+)
+def test_signatures_differ(other):
+    mine = signature.record(signature.of_tensors("all_reduce", 0, None, [torch.zeros(3)]))
+    assert mine.signature != signature.record(other).signature
+
+
+def test_a_call_site_is_the_innermost_line_and_those_that_called_it():
+    def inner():
+        return callsite.current()
+
+    def outer():
+        return inner()
+
+    here, there = inner(), outer()
+    assert here.text == there.text
+    assert here.text.startswith("test_ledger_texts.py, line ")
+    assert here.identity[:8] == there.identity[:8]
+    assert here.identity != there.identity
+
+
+def test_lines_of_libraries_are_left_out():
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return callsite.current()
+
+    text = torch.nn.Sequential(Module())(torch.zeros(1)).text
+    assert text.startswith("test_ledger_texts.py, line ")
+
+
+def test_a_circle_of_waits_is_found_once_it_lasts():
+    memory = bytearray(Board.nbytes(3))
+    waits = [Waits(Board(memory, rank, 3)) for rank in range(3)]
+    waits[0].on("whole", 4, [1], "a")
+    waits[1].on("part", 2, [2], "b")
+    waits[2].on("other part", 1, [0], "c")
+    waits[0].on("whole", 4, [1], "a")
+    time.sleep(1.5 * waiting._PATIENCE_S)
+    with pytest.raises(CollectiveMismatchError, match="replica 0 in a; replica 1 in b; replica 2 in c"):
+        waits[0].on("whole", 4, [1], "a")
+
+
+def test_a_wait_that_ends_breaks_the_circle():
+    memory = bytearray(Board.nbytes(2))
+    first, second = [Waits(Board(memory, rank, 2)) for rank in range(2)]
+    for _ in range(3):
+        second.on("part", 2, [0], "b")
+        first.on("whole", 4, [1], "a")
+        second.over()
+        time.sleep(waiting._PATIENCE_S)
+        first.on("whole", 4, [1], "a")
