@@ -46,7 +46,7 @@ class _Proposal:
 
 def agree(
     group: ReducingGroup, families: Sequence[Family], touched: Sequence[Family], place: str
-) -> tuple[Family, ...]:
+) -> tuple[tuple[Family, ...], bool]:
     """Find the families that this kind of pass reduces, the same on every replica.
 
     Args:
@@ -56,7 +56,8 @@ def agree(
         place: The user's line, for errors.
 
     Returns:
-        The families in the order of their making; their `sparse` places are those of all replicas.
+        The families in the order of their making, their `sparse` places being those of all replicas; and whether
+        the pass reached all of them on every replica.
 
     Raises:
         GradientError: The replicas' models differ.
@@ -83,13 +84,19 @@ def agree(
         theirs = [alias[identity] for alias in aliases]
         _compare(proposals, theirs, by_identity.get(identity))
         family = by_identity[identity]
+        family.number = theirs[0][1]
         family.sparse = set().union(*(p.sparse[name] for p, name in zip(proposals, theirs, strict=True)))
         family.slots = [
             Slot(slot.shape, slot.stride, slot.dtype, slot.device, place in family.sparse)
             for place, slot in zip(family.active, family.slots, strict=True)
         ]
         family.checked = True
-    return tuple(family for family in families if family.identity in reached)
+    found = tuple(family for family in families if family.identity in reached)
+    alike = all(
+        tuple(alias[identity] for identity in reached) == proposal.touched
+        for alias, proposal in zip(aliases, proposals, strict=True)
+    )
+    return found, alike
 
 
 def _same_in_order(proposals: Sequence[_Proposal]) -> bool:

@@ -18,8 +18,15 @@ from distnb.collectives.families import Family
 from distnb.collectives.packing import Pack, PackPool, Slot
 from distnb.errors import GradientError
 
-__all__ = ["Bucket", "Plan", "ReducingGroup", "Started", "Weighting"]
+__all__ = ["Bucket", "Plan", "ReducingGroup", "Started", "Weighting", "bucket_nbytes", "is_large"]
 
+
+# A family of at least this size is cut into buckets that start during the pass; smaller ones wait for its end.
+OVERLAP_NBYTES = {"cpu": 2**20, "cuda": 4 * 2**20}
+# A bucket holds at least so much, and at least an eighth of its family: each costs a round of messages.
+BUCKET_NBYTES = {"cpu": 2**19, "cuda": 4 * 2**20}
+
+_SALTS = 61
 
 Member = tuple[Family, int]
 """A parameter: its family, and its place there."""
@@ -75,11 +82,11 @@ class Weighting(NamedTuple):
 class Bucket:
     """Some of a plan's slots, all of one device and dtype, and their flat tensor while it travels."""
 
-    def __init__(self, indices: list[int], slots: Sequence[Slot], members: Sequence[Member]) -> None:
+    def __init__(self, indices: list[int], slots: Sequence[Slot], members: Sequence[Member], salt: int) -> None:
         self.members = [members[index] for index in indices]
         self._families = list(dict.fromkeys(family for family, _ in self.members))
         self.pack: Pack | None = None
-        self._pool = PackPool([slots[index] for index in indices])
+        self._pool = PackPool([slots[index] for index in indices], salt)
         self._started: Started | None = None
         self._complete = True
 
@@ -159,7 +166,9 @@ class Plan:
                 cut.append(open_ones.pop(key))
                 sizes[key] = 0
         cut.extend(open_ones.values())
-        return [Bucket(indices, self.slots, self.members) for indices in cut]
+        # Buckets that start during the pass start in the order in which the pass reaches their families.
+        salt = self.families[0].number % _SALTS if bucket_nbytes is not None else 0
+        return [Bucket(indices, self.slots, self.members, salt) for indices in cut]
 
     @property
     def low_precision(self) -> bool:
@@ -256,3 +265,21 @@ def _arrived(
     found = plan()
     if found is not None:
         found.arrived(number, member, ready)
+
+
+def _size(family: Family) -> tuple[int, str]:
+    """(bytes, type of device) of the gradients that are packed."""
+    dense = [slot for slot in family.slots if not slot.sparse]
+    return sum(slot.nbytes for slot in dense), dense[0].device.type if dense else "cpu"
+
+
+def is_large(family: Family) -> bool:
+    """Whether a family is worth several buckets."""
+    nbytes, kind = _size(family)
+    return nbytes >= OVERLAP_NBYTES.get(kind, OVERLAP_NBYTES["cuda"])
+
+
+def bucket_nbytes(family: Family) -> int:
+    """The least size of a large family's buckets."""
+    nbytes, kind = _size(family)
+    return max(BUCKET_NBYTES.get(kind, BUCKET_NBYTES["cuda"]), nbytes // 8)

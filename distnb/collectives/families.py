@@ -55,7 +55,8 @@ class Family:
     depends on when a replica's garbage collector ran.
 
     Attributes:
-        identity: (generation, number): the same on every replica.
+        identity: (generation, number): nearly always the same on every replica.
+        number: Replica 0's number for it: the same on every replica once they have agreed.
         params: During a backward pass, the parameters; else empty.
         aside: During a pass: the gradients that were there before it, by place.
         local: Gradients with a part that is still this replica's own, by place.
@@ -67,6 +68,7 @@ class Family:
 
     def __init__(self, identity: tuple[int, int], description: str, on_extinct: Callable[[Family], None]) -> None:
         self.identity = identity
+        self.number = identity[1]
         self.description = description
         self.references: list[weakref.ref[torch.nn.Parameter]] = []
         self.params: list[torch.nn.Parameter] = []

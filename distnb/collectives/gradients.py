@@ -18,7 +18,7 @@ import torch
 from distnb.collectives.aggregated import aggregated, mark_aggregated
 from distnb.collectives.agreement import agree
 from distnb.collectives.backward import calling_frame, describe_frame, listen, nesting_seen, stop_listening
-from distnb.collectives.buckets import Bucket, Plan, ReducingGroup, Weighting
+from distnb.collectives.buckets import Bucket, Plan, ReducingGroup, Weighting, bucket_nbytes, is_large
 from distnb.collectives.families import Family
 from distnb.collectives.finishing import finish, finish_with_graph, keep_local, sum_of_weights
 from distnb.collectives.healing import HealingGroup, heal
@@ -29,11 +29,6 @@ from distnb.collectives.wrapping import refuse_wrapping
 from distnb.errors import OptionError
 
 __all__ = ["GradientSync", "is_mirrored", "mark_aggregated"]
-
-# A family of at least this size is cut into buckets that start during the pass; smaller ones wait for its end.
-OVERLAP_NBYTES = {"cpu": 2**20, "cuda": 4 * 2**20}
-# A bucket holds at least so much, and at least an eighth of its family: each costs a round of messages.
-BUCKET_NBYTES = {"cpu": 2**19, "cuda": 4 * 2**20}
 
 
 @dataclass
@@ -93,6 +88,7 @@ class GradientSync:
         self._families: list[Family] = []
         self._by_key: dict[object, weakref.ref[Family]] = {}
         self._entries: dict[tuple[Family, ...], _Entry] = {}
+        self._varying: list[_Entry] = []
         self._overlapped: dict[Family, Plan] = {}
         self._pass: _Pass | None = None
         self._unsynced = 0
@@ -109,6 +105,7 @@ class GradientSync:
         Args:
             parameter: Made in a scope, on all replicas, with the same values.
             family: What is reduced together: the root module, or any identity that is the same for its parameters.
+                Its attribute `label`, if it has one, names it in errors.
         """
         if is_mirrored(parameter):
             return
@@ -234,7 +231,7 @@ class GradientSync:
         for family in touched:
             if not self._launched(family) and family.layout_is_stale(fresh[family]):
                 family.layout_version += 1
-        entry = self._entries.get(touched)
+        entry = self._entry(touched)
         if entry is None or not entry.current:
             entry = self._agree(this, touched, fresh)
         weighting = this.weighting
@@ -256,21 +253,31 @@ class GradientSync:
             family.serial = aggregated.serial
             family.release()
 
+    def _entry(self, touched: tuple[Family, ...]) -> _Entry | None:
+        entry = self._entries.get(touched)
+        if entry is None:
+            for varying in self._varying:
+                if set(touched) <= set(varying.families):
+                    return varying
+        return entry
+
     def _agree(
         self, this: _Pass, touched: tuple[Family, ...], fresh: dict[Family, list[torch.Tensor | None]]
     ) -> _Entry:
         for family in self._families:
             family.lay_out(fresh.get(family) or family.fresh())
-        families = agree(this.group, self._families, touched, describe_frame(calling_frame()))
-        large = [family for family in families if _is_large(family)]
+        families, alike = agree(this.group, self._families, touched, describe_frame(calling_frame()))
+        large = [family for family in families if is_large(family)]
         small = [family for family in families if family not in large]
         plans = [self._overlapped_plan(family) for family in large]
         if small:
             plans.append(Plan(small, None))
         entry = _Entry(families, tuple([family.layout_version for family in families]), tuple(plans))
+        if not alike:
+            # From pass to pass each replica may reach any of these families: all such passes are one kind from now on.
+            self._varying.append(entry)
+            self._entries = {key: known for key, known in self._entries.items() if not set(key) <= set(families)}
         self._entries[touched] = entry
-        # The other replicas may know this pass by a smaller or larger set: what they agreed on holds for it too.
-        self._entries.setdefault(families, entry)
         return entry
 
     def _overlapped_plan(self, family: Family) -> Plan:
@@ -278,7 +285,7 @@ class GradientSync:
         if plan is None or plan.version != family.layout_version:
             if plan is not None:
                 plan.detach()
-            plan = self._overlapped[family] = Plan([family], _bucket_nbytes(family))
+            plan = self._overlapped[family] = Plan([family], bucket_nbytes(family))
             plan.attach(self._ready)
         return plan
 
@@ -317,7 +324,11 @@ class GradientSync:
             if generation != self._generation:
                 self._enter_generation(generation)
             self._made += 1
-            kind = type(identity).__name__ if isinstance(identity, torch.nn.Module) else "model"
+            kind = (
+                type(identity).__name__
+                if isinstance(identity, torch.nn.Module)
+                else getattr(identity, "label", "model")
+            )
             sync = weakref.ref(self)
 
             def gone(family: Family) -> None:
@@ -336,11 +347,11 @@ class GradientSync:
         self._drop_entries([family])
 
     def _drop_entries(self, families: list[Family]) -> None:
+        dropped = set(families)
         self._entries = {
-            key: entry
-            for key, entry in self._entries.items()
-            if not any(family in entry.families for family in families)
+            key: entry for key, entry in self._entries.items() if dropped.isdisjoint((*key, *entry.families))
         }
+        self._varying = [entry for entry in self._varying if dropped.isdisjoint(entry.families)]
         for family in families:
             plan = self._overlapped.pop(family, None)
             if plan is not None:
@@ -356,22 +367,6 @@ class GradientSync:
 
 
 _SUM = Weighting()
-
-
-def _size(family: Family) -> tuple[int, str]:
-    """(bytes, type of device) of the gradients that are packed."""
-    dense = [slot for slot in family.slots if not slot.sparse]
-    return sum(slot.nbytes for slot in dense), dense[0].device.type if dense else "cpu"
-
-
-def _is_large(family: Family) -> bool:
-    nbytes, kind = _size(family)
-    return nbytes >= OVERLAP_NBYTES.get(kind, OVERLAP_NBYTES["cuda"])
-
-
-def _bucket_nbytes(family: Family) -> int:
-    nbytes, kind = _size(family)
-    return max(BUCKET_NBYTES.get(kind, BUCKET_NBYTES["cuda"]), nbytes // 8)
 
 
 def _some(gradients: list[torch.Tensor | None]) -> bool:

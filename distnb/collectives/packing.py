@@ -53,12 +53,17 @@ class Slot:
 class Pack:
     """A flat tensor, a view of it for each slot, and two tails: which slots are used, and a weight.
 
+    Args:
+        slots: What it holds.
+        salt: So many elements are added at the end. Packs of different salt cannot be taken for each other when
+            replicas reduce them in different order: their sizes differ.
+
     Attributes:
         views: One tensor per slot, shaped and laid out as the gradient is.
         wire: What is reduced: the flat tensor (as real numbers where it is complex).
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], salt: int = 0) -> None:
         dtype, device = slots[0].dtype, slots[0].device
         step = max(1, _ALIGNMENT // dtype.itemsize)
         offsets = []
@@ -68,10 +73,10 @@ class Pack:
             end += -(-slot.numel // step) * step
         with torch.no_grad():
             # Zeros, so that the gaps between the views add up to zero and never to a signalling NaN.
-            self._flat = torch.zeros(end + len(slots) + 1, dtype=dtype, device=device)
+            self._flat = torch.zeros(end + len(slots) + 1 + salt, dtype=dtype, device=device)
             self._body = self._flat[:end]
-            self._used = self._flat[end:-1]
-            self._weight = self._flat[-1]
+            self._used = self._flat[end : end + len(slots)]
+            self._weight = self._flat[end + len(slots)]
             self.wire = torch.view_as_real(self._flat) if dtype.is_complex else self._flat
             self.views = [
                 self._flat[offset : offset + slot.numel].as_strided(slot.shape, slot.stride, offset)
@@ -140,8 +145,9 @@ class Pack:
 class PackPool:
     """The packs of one layout: as many as are in use at once, nearly always one or two."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], salt: int = 0) -> None:
         self._slots = tuple(slots)
+        self._salt = salt
         self._packs: list[Pack] = []
 
     def take(self) -> Pack:
@@ -149,7 +155,7 @@ class PackPool:
         for pack in self._packs:
             if pack.idle():
                 return pack
-        pack = Pack(self._slots)
+        pack = Pack(self._slots, self._salt)
         # Two at most are kept: whoever keeps gradients of many steps shall own them alone.
         self._packs = [pack, *self._packs[:1]]
         return pack

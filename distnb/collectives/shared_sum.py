@@ -291,6 +291,3 @@ class SharedWork:
         # Nobody waits for it: the others' data is not needed any more.
         if self._tensor is not None:
             self._shared.done(self._own)
-
-
-assert os.sysconf("SC_PAGE_SIZE") % _LINE == 0

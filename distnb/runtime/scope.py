@@ -29,7 +29,14 @@ _MESSAGE_NBYTES = 256 * 2**20
 
 
 class FamilyKey:
-    """Names the parameters of one model to GradientSync without keeping the model alive."""
+    """Names the parameters of one model to GradientSync without keeping the model alive.
+
+    Args:
+        label: How errors call it.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
 
 
 class Adoption:
@@ -66,10 +73,10 @@ class Adoption:
         new: list[tuple[str, torch.Tensor]] = []
         lazy: list[torch.nn.Module] = []
         for root in roots:
-            key = self._families.setdefault(root, FamilyKey())
+            key = self._families.setdefault(root, FamilyKey(type(root).__name__))
             new += [(f"{type(root).__name__}.{name}", tensor) for name, tensor in self._new_of(root, key)]
             lazy += [part for part in root.modules() if any(map(is_lazy, part.parameters(recurse=False)))]
-        key = FamilyKey()
+        key = FamilyKey("parameters")
         for parameter in loose:
             if self._adopt(parameter, key):
                 new.append(("Parameter", parameter))

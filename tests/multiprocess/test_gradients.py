@@ -1,4 +1,4 @@
-"""Gradient sync on 2, 3 and 4 processes over plain Gloo, against one replica on the whole batch."""
+"""Gradient sync on 2, 3 and 4 processes against one replica on the whole batch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from tests.ranks import run_ranks
 
-_SOURCE = Path(__file__).with_name("gradients_cases.py")
+_FOLDER = Path(__file__).with_name("gradient_cases")
 
 
 def _names() -> list[str]:
-    tree = ast.parse(_SOURCE.read_text(encoding="utf-8"))
+    nodes = [node for file in sorted(_FOLDER.glob("*.py")) for node in ast.parse(file.read_text(encoding="utf-8")).body]
     return [
         node.name
-        for node in tree.body
+        for node in nodes
         if isinstance(node, ast.FunctionDef)
         and any(isinstance(mark, ast.Name) and mark.id == "case" for mark in node.decorator_list)
     ]
@@ -25,7 +25,7 @@ def _names() -> list[str]:
 
 @functools.cache
 def _results(n: int) -> dict[str, str | None]:
-    program = "from tests.multiprocess.gradients_cases import run_cases\nresult = run_cases()"
+    program = "from tests.multiprocess.gradient_cases.run import run_cases\nresult = run_cases()"
     found: dict[str, str | None] = run_ranks(program, n, timeout_s=150)[0].check().result
     return found
 
