@@ -1,0 +1,122 @@
+"""Learning of backward passes, and leaving autograd as it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from distnb.collectives import backward
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.fails_at = ""
+
+    def _hear(self, what: str) -> None:
+        self.heard.append(what)
+        if what == self.fails_at:
+            raise ValueError(what)
+
+    def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
+        self._hear("begin graph" if create_graph else "begin")
+
+    def end(self) -> None:
+        self._hear("end")
+
+    def failed(self) -> None:
+        self._hear("failed")
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    made = Listener()
+    backward.listen(made)
+    yield made
+    backward.stop_listening(made)
+
+
+def weight() -> torch.Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+def test_autograd_is_left_as_it_was_found() -> None:
+    before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    listener = Listener()
+    backward.listen(listener)
+    assert torch.autograd._engine_run_backward is not before  # type: ignore[attr-defined]
+    backward.stop_listening(listener)
+    assert torch.autograd._engine_run_backward is before  # type: ignore[attr-defined]
+    weight().sum().backward()
+    assert listener.heard == []
+
+
+def test_every_way_to_begin(listener: Listener) -> None:
+    weight().sum().backward()
+    torch.autograd.backward([weight().sum()])
+    with pytest.warns(UserWarning, match="create_graph"):
+        weight().sum().backward(create_graph=True)
+    assert listener.heard == ["begin", "end"] * 2 + ["begin graph", "end"]
+
+
+def test_autograd_grad_is_no_backward_pass(listener: Listener) -> None:
+    w = weight()
+    torch.autograd.grad(w.square().sum(), w)
+    assert listener.heard == []
+
+
+def test_a_nested_pass_belongs_to_the_outer_one(listener: Listener) -> None:
+    w = weight()
+    checkpoint(lambda t: t * w, w * 2, use_reentrant=True).sum().backward()
+    assert listener.heard == ["begin", "end"]
+    assert backward.nesting_seen()
+
+
+def test_a_failing_pass(listener: Listener) -> None:
+    w = weight() * 1
+    w.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        w.sum().backward()
+    assert listener.heard == ["begin", "failed"]
+
+
+@pytest.mark.parametrize("where", ["begin", "end"])
+def test_a_failing_listener(listener: Listener, where: str) -> None:
+    listener.fails_at = where
+    with pytest.raises(ValueError, match=where):
+        weight().sum().backward()
+    assert listener.heard[-1] == "failed"
+    listener.fails_at = ""
+    weight().sum().backward()
+    assert listener.heard[-2:] == ["begin", "end"]
+
+
+def test_passes_of_two_threads_end_together(listener: Listener) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        w = weight() * 1
+        w.register_hook(lambda g: (inside.set(), go_on.wait(10))[0])
+        w.sum().backward()
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    assert inside.wait(10)
+    weight().sum().backward()
+    assert listener.heard == ["begin"]
+    go_on.set()
+    thread.join()
+    assert listener.heard == ["begin", "end"]
+
+
+def test_the_users_line_is_found() -> None:
+    frame = backward.calling_frame()
+    assert frame is not None
+    assert frame.f_code.co_name == "test_the_users_line_is_found"
+    assert backward.describe_frame(frame).startswith("test_gradients_backward.py, line ")
+    assert backward.describe_frame(None) == "a library's code"
