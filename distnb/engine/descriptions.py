@@ -75,7 +75,7 @@ class Describer:
     def _code(self, value: Any, space: Space) -> Described | None:
         try:
             digest = fingerprint(value, self._side, space.twins, by_reference="all").digest
-        except Exception:
+        except Exception:  # noqa: BLE001
             return None  # a compiled or wrapped function that only this process can hold
         return Described("code", digest)
 
@@ -115,7 +115,7 @@ class Describer:
             return described[0]
         try:
             return structure.unflatten(shape, described)
-        except Exception:  # a container that checks what it is given
+        except Exception:  # a container that checks what it is given  # noqa: BLE001
             return Leaf(self.value(value, space, (serial, "r"), brief=True))
 
 
@@ -159,8 +159,10 @@ def own_part(value: Any) -> Any:
     """A value, or a structure that holds distributed ones, as this replica has it: with its own components."""
     try:
         if structure.has_distributed(value):
-            return structure.map_structure(lambda leaf: leaf.values[0] if isinstance(leaf, DistributedValues) else leaf, value)
-    except Exception:
+            return structure.map_structure(
+                lambda leaf: leaf.values[0] if isinstance(leaf, DistributedValues) else leaf, value
+            )
+    except Exception:  # noqa: BLE001
         pass  # a container of the user's that cannot be rebuilt with other items
     return value
 
@@ -177,7 +179,7 @@ def _names(value: Any) -> tuple[str, ...]:
         names = dir(value)
         if is_importable(type(value)):
             names = sorted(set(names) - set(dir(type(value))))
-    except Exception:
+    except Exception:  # noqa: BLE001
         return ()
     return tuple(name for name in names if not name.startswith("__"))
 
@@ -187,7 +189,7 @@ def _short_text(value: Any) -> str:
         if isinstance(value, list | tuple | dict | set | frozenset | str | bytes):
             return reprlib.repr(value)
         text = repr(value)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
     return text if len(text) <= _SHORT_CHARACTERS else text[: _SHORT_CHARACTERS - 1] + "…"
 

@@ -40,7 +40,7 @@ class EngineNamespace:
         reserved: Names that the engine itself binds before a program runs.
 
     Attributes:
-        adopt: Called with each object restored from a survivor, and the strategy that made it: it is kept in sync again.
+        adopt: Called with each object restored from a survivor, and the strategy that made it, to keep it in sync.
     """
 
     def __init__(

@@ -70,7 +70,8 @@ def _object(space: Space, identity: ObjectId) -> Any:
     found = space.twins.get(identity)
     if found is NOT_THERE:
         raise StaleHandleError(
-            f"Replica {space.replica} has no object for this handle: the name was never assigned on it, or the object was freed."
+            f"Replica {space.replica} has no object for this handle: the name was never assigned on it, "
+            "or the object was freed."
         )
     if isinstance(found, DistributedValues) and len(found.values) == 1:
         return found.values[0]
@@ -181,7 +182,7 @@ def _export(namespace: EngineNamespace, space: Space, request: Request) -> tuple
 def _packable(namespace: EngineNamespace, obj: Any) -> bool:
     try:
         pack_all(GraphPickler(file := io.BytesIO(), namespace.side, {}), file, [obj])
-    except Exception:
+    except Exception:  # noqa: BLE001
         return False
     return True
 

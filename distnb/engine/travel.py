@@ -118,7 +118,7 @@ def pack_effects(
         return Luggage(None, 0, {}, {}, {})
     try:
         return _pack(code, changed, space, side, serial, describer, strict=False)
-    except Exception:
+    except Exception:  # noqa: BLE001
         # Something new in there cannot be pickled. Now every object that is no plain container stays here.
         return _pack(code, changed, space, side, serial, describer, strict=True)
 
@@ -168,5 +168,5 @@ def _pack(
 def _digest(kind: str, state: Any, space: Space, side: Side) -> bytes:
     try:
         return fingerprint((kind, state), side, space.twins, by_reference="all").digest
-    except Exception:
+    except Exception:  # noqa: BLE001
         return b""  # never equal to another replica's

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StructureError
 from distnb.session.handles import HANDLES, RemoteMethod, RemoteState, change_kind, make_handle, state_of_handle
+from distnb.session.luggage import shape_of
 from distnb.session.spaces import MISSING, NotebookSpace
-from distnb.session.travel import _shape
 from distnb.wire.bindings import Confirmation, Described, Effects, Leaf, pack_indexes
 from distnb.wire.codec import Parcel
 from distnb.wire.environment import apply_environment
@@ -99,7 +99,8 @@ class Arrival:
         if unlike:
             shown = "\n".join(f"  replica {replica}: {spec}" for replica, spec in specs.items())
             raise StructureError(
-                f"The replicas returned different structures:\n{shown}\nReturn the same containers with the same keys on every replica."
+                f"The replicas returned different structures:\n{shown}\n"
+                "Return the same containers with the same keys on every replica."
             )
         leaves = {replica: structure.flatten(tree)[0] for replica, tree in trees.items()}
         shape = structure.flatten(first)[1]
@@ -132,7 +133,7 @@ class Arrival:
             try:
                 apply_state(node, kind, state)
                 taken.append(identity)
-            except Exception:
+            except Exception:  # noqa: BLE001
                 different[identity] = None
             del state
         code = None
@@ -213,10 +214,10 @@ class Arrival:
                     node = space.twins.get(identity)
                     if id(node) in found.arrays:
                         space.twins.contents[identity] = found.arrays[id(node)]
-                        space.shapes[identity] = _shape(node)
+                        space.shapes[identity] = shape_of(node)
 
     def _become_handle(self, identity: ObjectId) -> None:
-        """An object that the replicas changed differently: a handle takes its place wherever the notebook can see it."""
+        """An object that the replicas changed differently: a handle takes its place wherever it is seen."""
         space = self._space
         node = space.twins.get(identity)
         if node is NOT_THERE:
@@ -240,7 +241,8 @@ class Arrival:
         _replace_in_containers(node, handle, self._user_ns)
         what = f"`{names[0]}`" if names else f"A {type(node).__qualname__} in the notebook"
         self._announce(
-            f"distnb: {what} was changed differently by the replicas. It is now a PerReplica handle of what each of them has; "
+            f"distnb: {what} was changed differently by the replicas. It is now a PerReplica handle of what each of "
+            "them has; "
             "strategy.local_results gives the components."
         )
         space.twins.contents.pop(identity, None)

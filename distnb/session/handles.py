@@ -36,7 +36,7 @@ class RemoteState:
     Attributes:
         identity: The object's id on every replica.
         facts: How it was described, by replica; a replica that never assigned the name has none.
-        local: Components that only the notebook holds, by replica: what the name was for replicas that did not assign it.
+        local: Components that only the notebook holds, by replica: the name's value where it was not assigned.
         name: The name that it was first bound to, for messages.
         lost: Replicas whose engine was restarted since.
         dated: The text in the summaries may be out of date; it is asked for again when it is shown.
@@ -66,7 +66,8 @@ class RemoteState:
         if self.space.ended or self.lost:
             where = "the engines were" if self.space.ended else f"the engine of replica {min(self.lost)} was"
             raise StaleHandleError(
-                f"{what} ({self.type_name}) is gone: {where} restarted or stopped since it was made, and it lived there. "
+                f"{what} ({self.type_name}) is gone: {where} restarted or stopped since it was made, and it "
+                "lived there. "
                 "Run the cell that makes it again."
             )
 
@@ -78,7 +79,8 @@ class RemoteState:
         """
         if replica not in self.facts and replica not in self.local:
             raise UnassignedError(
-                f"name {self.name!r} is not defined on replica {replica}: only replicas {sorted(self.facts)} assigned it."
+                f"name {self.name!r} is not defined on replica {replica}: only replicas "
+                f"{sorted(self.facts)} assigned it."
             )
 
 
@@ -109,7 +111,8 @@ class _Remote(DistributedValues):
         state = state_of_handle(self)
         if not isinstance(replica_id, int) or not 0 <= replica_id < self._num_replicas:
             raise DistributedValueError(
-                f"A {type(self).__name__} of {self._num_replicas} replica(s) has no component {replica_id}: they are numbered from 0."
+                f"A {type(self).__name__} of {self._num_replicas} replica(s) has no component "
+                f"{replica_id}: they are numbered from 0."
             )
         return state.operations.fetch_components(self, (replica_id,))[replica_id]
 
@@ -173,7 +176,8 @@ class _Remote(DistributedValues):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise DistributedValueError(
-            f"A handle of a {state_of_handle(self).type_name} cannot be pickled: the object lives on the engines. Fetch it first: "
+            f"A handle of a {state_of_handle(self).type_name} cannot be pickled: the object lives on the "
+            "engines. Fetch it first: "
             "strategy.local_results(value)."
         )
 
@@ -182,7 +186,8 @@ class _Remote(DistributedValues):
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise DistributedValueError(
-            f"A handle of a {state_of_handle(self).type_name} cannot be copied in the notebook: the object lives on the engines. Copy it in "
+            f"A handle of a {state_of_handle(self).type_name} cannot be copied in the notebook: the "
+            "object lives on the engines. Copy it in "
             "a distributed cell, or fetch it with strategy.local_results(value)."
         )
 
@@ -223,7 +228,7 @@ class RemoteMirrored(_Remote, Mirrored):
     def __index__(self) -> int:
         return int(self.component(0).__index__())
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:  # type: ignore[override]
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 
@@ -239,7 +244,7 @@ class RemoteMirrored(_Remote, Mirrored):
         return found
 
 
-HANDLES: tuple[type, ...] = (RemotePerReplica, RemoteMirrored)
+HANDLES: tuple[type[DistributedValues], ...] = (RemotePerReplica, RemoteMirrored)
 
 
 class _Documentation:
@@ -328,7 +333,7 @@ def _parse_signature(text: str) -> inspect.Signature:
     assert isinstance(tree, ast.FunctionDef)
     arguments = tree.args
     kinds = inspect.Parameter
-    positional = [(argument, kinds.POSITIONAL_ONLY) for argument in arguments.posonlyargs]
+    positional: list[tuple[ast.arg, Any]] = [(argument, kinds.POSITIONAL_ONLY) for argument in arguments.posonlyargs]
     positional += [(argument, kinds.POSITIONAL_OR_KEYWORD) for argument in arguments.args]
     without = len(positional) - len(arguments.defaults)
     defaults: list[Any] = [None] * without + list(arguments.defaults)

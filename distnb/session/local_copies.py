@@ -90,14 +90,15 @@ class LocalCopies:
         if changed:
             what = ", ".join(f"`{name}`" for name in changed)
             self._announce(
-                f"distnb: the cell changed its copy of {what}; the replicas' own is as it was. To keep such a change, assign "
+                f"distnb: the cell changed its copy of {what}; the replicas' own is as it was. To keep such a "
+                "change, assign "
                 "the object to a name of its own in the cell."
             )
 
     def _print(self, value: Any) -> bytes | None:
         try:
             return fingerprint(value, self._side, Twins(weak=True)).digest
-        except Exception:
+        except Exception:  # noqa: BLE001
             return None
 
     def _look(self, reads: Reads) -> tuple[list[str], list[DistributedValues], list[tuple[Any, Any, Any]]]:

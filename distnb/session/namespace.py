@@ -12,12 +12,13 @@ from distnb.errors import NamespaceError
 from distnb.session.arrivals import Arrival
 from distnb.session.handles import HANDLES, state_of_handle
 from distnb.session.local_copies import LocalCopies
+from distnb.session.luggage import objects_in
 from distnb.session.modules import ModuleWatch
-from distnb.session.plans import Plans
 from distnb.session.operations import Operations, Perform
+from distnb.session.plans import Plans
 from distnb.session.reads import names_read
 from distnb.session.spaces import Argument, NotebookSpace, Outstanding, Plain
-from distnb.session.travel import Packer, objects_in
+from distnb.session.travel import Packer
 from distnb.topology import Team
 from distnb.values import DistributedValues, Mirrored, structure
 from distnb.wire.bindings import Delivery, Effects, SpaceKey

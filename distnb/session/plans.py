@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from distnb.session.handles import HANDLES, state_of_handle
+from distnb.session.luggage import Luggage, is_simple_code
 from distnb.session.spaces import NotebookSpace
-from distnb.session.travel import Luggage, Packer, is_simple_code
+from distnb.session.travel import Packer
 from distnb.wire.fingerprints import fingerprint
 from distnb.wire.graph import Side
 from distnb.wire.messages import ObjectId
@@ -34,6 +35,7 @@ class Plan:
         code: Functions and classes, each with what it was made of.
         handles: Engine objects that they read, each with what it read and held itself.
         watch: Objects to be compared after the call.
+        modules: Modules that they read, each with its spec: a reload makes a new one.
     """
 
     version: int
@@ -43,6 +45,7 @@ class Plan:
     code: dict[ObjectId, tuple[Any, ...]]
     handles: dict[ObjectId, Any]
     watch: tuple[ObjectId, ...]
+    modules: tuple[tuple[types.ModuleType, Any], ...]
 
 
 class Plans:
@@ -63,6 +66,8 @@ class Plans:
         return plan if current and self._is_same(plan, space, side) else None
 
     def _is_same(self, plan: Plan, space: NotebookSpace, side: Side) -> bool:
+        if any(module.__spec__ is not spec for module, spec in plan.modules):
+            return False
         for identity, parts in plan.code.items():
             if _parts_of(space.twins.get(identity)) != parts:
                 return False
@@ -100,15 +105,10 @@ class Plans:
                 return
             handles[identity] = _facts_of(handle)
         references = tuple(weakref.ref(function) for function in functions)
-        plan = Plan(
-            version,
-            references,
-            tuple(luggage.bindings),
-            tuple(data),
-            code,
-            handles,
-            tuple(packer.watched(luggage.roots)),
-        )
+        watch = tuple(packer.watched(luggage.roots))
+        modules = [value for value in luggage.bindings.values() if isinstance(value, types.ModuleType)]
+        specs = tuple((module, module.__spec__) for module in modules)
+        plan = Plan(version, references, tuple(luggage.bindings), tuple(data), code, handles, watch, specs)
         self._plans[tuple(map(id, functions))] = plan
         self._plans.move_to_end(tuple(map(id, functions)))
         if len(self._plans) > _KEPT:

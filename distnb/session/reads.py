@@ -374,8 +374,8 @@ class _Flow(ast.NodeVisitor):
             inner.visit(statement)
         names: set[str] = set()
         dynamic = False
-        for part in node.body:
-            for method in ast.walk(part):
+        for member in node.body:
+            for method in ast.walk(member):
                 if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
                     body = self._body_of(method)
                     names |= body.names

@@ -161,7 +161,8 @@ class NotebookSpace:
         if state.space is not self:
             raise Unsendable(
                 handle,
-                f"it belongs to a strategy of {state.space.size} replica(s) on engines {list(state.space.key[0])}, and this program runs on "
+                f"it belongs to a strategy of {state.space.size} replica(s) on engines "
+                f"{list(state.space.key[0])}, and this program runs on "
                 f"{list(self.key[0])}. Fetch it with strategy.local_results(value), and pass on what you need",
             )
         return state

@@ -3,65 +3,35 @@
 from __future__ import annotations
 
 import collections
+import functools
 import io
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
-from distnb.errors import CannotTravelError, NamespaceError, StaleHandleError
+from distnb.errors import CannotTravelError, StaleHandleError
 from distnb.session.handles import HANDLES, state_of_handle
+from distnb.session.luggage import Luggage, Root, is_simple_code, made_for_call, shape_of
 from distnb.session.modules import ModuleWatch
+from distnb.session.refusals import explain
 from distnb.session.spaces import MISSING, Argument, NotebookSpace, distributed_types
 from distnb.wire.bindings import Delivery, pack_indexes
+from distnb.wire.codec import Parcel
 from distnb.wire.digests import is_array, is_tensor
 from distnb.wire.environment import capture_environment, with_fresh_seed
-from distnb.wire.fingerprints import Fingerprint, fingerprint
+from distnb.wire.fingerprints import fingerprint
 from distnb.wire.graph import GraphPickler, Side, Unsendable
 from distnb.wire.immutables import is_plain
 from distnb.wire.messages import ObjectId
 from distnb.wire.nodes import FROZEN, is_node, state_of
 from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
 
-__all__ = ["Luggage", "Packer"]
+__all__ = ["Packer"]
 
 LARGE_NBYTES = 50 << 20
-_DESCRIPTORS = (property, classmethod, staticmethod, types.MemberDescriptorType)
 _HELD_BY_US = 3  # the memo's entry, the loop's variable, and getrefcount's argument
-
-
-@dataclass
-class Root:
-    """A value that a program reads.
-
-    Attributes:
-        key: Its id, or "name:…" while it has none.
-        found: Its fingerprint.
-        changed: The engines do not have it as it is.
-    """
-
-    key: ObjectId | str
-    label: str
-    value: Any
-    found: Fingerprint
-    changed: bool
-
-
-@dataclass
-class Luggage:
-    """What a program reads, collected name by name."""
-
-    bindings: dict[str, Any] = field(default_factory=dict)
-    roots: list[Root] = field(default_factory=list)
-    handles: dict[ObjectId, None] = field(default_factory=dict)
-    attributes: set[str] = field(default_factory=set)
-    sources: dict[str, str] = field(default_factory=dict)
-    watch: dict[ObjectId, None] = field(default_factory=dict)
-
-    def copy(self) -> Luggage:
-        """What has been collected so far."""
-        return Luggage(dict(self.bindings), list(self.roots), dict(self.handles))
 
 
 class Packer:
@@ -98,6 +68,8 @@ class Packer:
         self._rules: dict[type, Callable[[Any], Any]] = dict.fromkeys(distributed_types(), self._stand_in)
         self.luggage = Luggage()
         self._seen: set[int] = set()
+        self._done: set[str] = set()
+        self._optional: collections.deque[str] = collections.deque()
 
     # -- collecting ------------------------------------------------------------------------------------------------
 
@@ -111,20 +83,21 @@ class Packer:
         Raises:
             CannotTravelError: The value of a name cannot be sent.
         """
-        spared = set(optional)
-        queue = collections.deque([*names, *spared])
-        done: set[str] = set()
-        while queue:
-            name = queue.popleft()
-            if name in done or not self._is_user_name(name):
+        self._optional.extend(optional)
+        required = collections.deque(names)
+        while required or self._optional:
+            needed = bool(required)
+            name = (required if needed else self._optional).popleft()
+            if name in self._done or not self._is_user_name(name):
                 continue
-            done.add(name)
             try:
-                queue.extend(self._take(name, self._user_ns[name]))
+                reads = self._take(name, self._user_ns[name])
             except (CannotTravelError, StaleHandleError):
-                if name not in spared:
+                if needed:
                     raise
-                self.luggage.bindings.pop(name, None)
+                continue
+            self._done.add(name)
+            (required if needed else self._optional).extend(reads)
 
     def _is_user_name(self, name: str) -> bool:
         hidden = self._user_ns.get(name, MISSING) is MISSING or (name.startswith("__") and name.endswith("__"))
@@ -150,16 +123,16 @@ class Packer:
         try:
             found = fingerprint(value, self._side, self._space.twins, _Seeing(self._rules, handles), keep_memo=True)
         except Exception as error:
-            raise self._cannot_travel(value, label or f"`{name}`", error) from error
+            raise explain(value, label or f"`{name}`", error) from error
         identity = self._space.twins.id_of(value)
         key: ObjectId | str = identity if identity is not None else f"name:{name}"
         changed = not found.matches(self._space.records.get(key))
-        self.luggage.roots.append(Root(key, label or name, value, found, changed))
+        self.luggage.roots.append(Root(key, label or f"`{name}`", value, found, changed))
         self.luggage.attributes |= found.attributes
         self.luggage.sources |= found.sources
         reads = set(found.names)
         if found.dynamic:
-            reads |= self.all_names()
+            self._optional.extend(self.all_names())
         for handle in handles:
             reads |= self._take_handle(handle, "")
         return reads
@@ -176,7 +149,7 @@ class Packer:
         try:
             state = self._space.state(handle)
         except Unsendable as error:
-            raise self._cannot_travel(handle, f"`{name or state_of_handle(handle).name}`", error) from error
+            raise explain(handle, f"`{name or state_of_handle(handle).name}`", error) from error
         if id(handle) in self._seen:
             return set()
         self._seen.add(id(handle))
@@ -208,26 +181,9 @@ class Packer:
     def _stand_in(self, value: Any) -> Any:
         return self._space.by_reference(value)
 
-    def _cannot_travel(self, value: Any, label: str, error: BaseException) -> Exception:
-        if isinstance(error, NamespaceError) and not isinstance(error, Unsendable):
-            return error
-        if isinstance(error, Unsendable):
-            cure, culprit = error.cure, error.obj
-        else:
-            cure, culprit = "make it inside the distributed cell, or keep it out of what the cell reads", value
-        kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
-        where = _path_to(value, culprit)
-        held = (
-            f"is a {kind}"
-            if culprit is value
-            else f"holds a {kind}{' at ' + label.strip('`') + where if where else ''}"
-        )
-        detail = "" if isinstance(error, Unsendable) else f" ({error})"
-        return CannotTravelError(f"{label} cannot be sent to the engines: it {held}{detail}. The cure: {cure}.")
-
     # -- packing ---------------------------------------------------------------------------------------------------
 
-    def pack(self, arguments: Any = None, *, delete: Iterable[str] = (), generation: int = 0) -> Delivery:
+    def pack(self, arguments: Any = None, *, delete: Iterable[str] = ()) -> Delivery:
         """Make the delivery, and note what the engines have from now on."""
         space, luggage = self._space, self.luggage
         contents = {key: digest for root in luggage.roots for key, digest in root.found.arrays.items()}
@@ -247,8 +203,8 @@ class Packer:
                 continue
             pickler.dump((identity, kind, state))
             updates += 1
-        nodes = self._register(pickler, {id(luggage.bindings), *_made_for_call(arguments)})
-        blob = codec_parcel(file, pickler)
+        nodes = self._register(pickler, {id(luggage.bindings), *made_for_call(arguments)})
+        blob = Parcel([file.getbuffer(), *pickler.buffers])
         self._note(contents)
         self._tell_of_large(blob.nbytes)
         environment = capture_environment()
@@ -261,7 +217,7 @@ class Packer:
                 [value for value in luggage.bindings.values() if isinstance(value, types.ModuleType)],
                 luggage.attributes,
             )
-            if not self._in_call
+            if luggage.bindings
             else {}
         )
         sources = {name: text for name, text in luggage.sources.items() if name not in space.sources}
@@ -276,7 +232,7 @@ class Packer:
             tuple(space.confirmed),
             tuple(space.rejected),
             dict(space.renamed),
-            space.twins.take_released(),
+            self._release(),
             tuple(self.watched(self.luggage.roots)),
             tuple(self._compared_handles()),
             None if changed.empty else changed,
@@ -289,8 +245,15 @@ class Packer:
         space.renamed.clear()
         return delivery
 
+    def _release(self) -> tuple[ObjectId, ...]:
+        released = self._space.twins.take_released()
+        for identity in released:
+            self._space.records.pop(identity, None)
+            self._space.shapes.pop(identity, None)
+        return released
+
     def _dirty(self, contents: dict[int, bytes]) -> dict[ObjectId, None]:
-        """Objects there whose state may be out of date; those that cannot take a new one on are forgotten, to be sent anew."""
+        """Objects there whose state may be out of date; the others are forgotten, to be sent anew."""
         twins = self._space.twins
         dirty: dict[ObjectId, None] = {}
         replaced: set[ObjectId] = set()
@@ -308,12 +271,13 @@ class Packer:
                             replaced.add(identity)
                             grew = True
         twins.drop(replaced)
+        twins.released.extend(replaced)
         return {identity: None for identity in dirty if identity not in replaced}
 
     def _must_be_replaced(self, identity: ObjectId, contents: dict[int, bytes]) -> bool:
         node = self._space.twins.get(identity)
         if is_array(node) or is_tensor(node):
-            return self._space.shapes.get(identity, _shape(node)) != _shape(node)
+            return bool(self._space.shapes.get(identity, shape_of(node)) != shape_of(node))
         if node is NOT_THERE or isinstance(node, str | bytes):
             return False
         if type(node) in (list, dict, set):
@@ -360,7 +324,7 @@ class Packer:
                 node = space.twins.get(identity)
                 if id(node) in contents:
                     space.twins.contents[identity] = contents[id(node)]
-                    space.shapes[identity] = _shape(node)
+                    space.shapes[identity] = shape_of(node)
                 elif is_node(node) and type(node) not in (list, dict, set, str, bytes) and state_of(node)[0] == FROZEN:
                     state = state_of(node)[1]
                     space.twins.contents[identity] = fingerprint(
@@ -378,7 +342,8 @@ class Packer:
             if root.changed and root.found.nbytes > LARGE_NBYTES // 4
         ]
         self._announce(
-            f"distnb: sending {nbytes / 1e6:,.0f} MB to {self._space.size} replica(s): {', '.join(large) or 'many objects'}"
+            f"distnb: sending {nbytes / 1e6:,.0f} MB to {self._space.size} replica(s): "
+            f"{', '.join(large) or 'many objects'}"
         )
 
     def watched(self, roots: Iterable[Root]) -> Iterable[ObjectId]:
@@ -397,7 +362,7 @@ class Packer:
         return watched
 
     def _compared_handles(self) -> Iterable[ObjectId]:
-        """Engine objects to be described anew. In a call only those that were found equal, and might not be so for long."""
+        """Engine objects to be described anew. In a call only those that were found equal."""
         if not self._in_call:
             return self.luggage.handles
         found = []
@@ -416,94 +381,12 @@ class _Seeing(dict[type, Callable[[Any], Any]]):
     def __init__(self, rules: dict[type, Callable[[Any], Any]], seen: list[Any]) -> None:
         super().__init__(rules)
         for kind, rule in rules.items():
-            self[kind] = lambda value, rule=rule: (seen.append(value), rule(value))[1]
+            self[kind] = functools.partial(_note_and_apply, seen, rule)
 
 
-def codec_parcel(file: io.BytesIO, pickler: GraphPickler) -> Any:
-    """The parcel that a pickler filled."""
-    from distnb.wire.codec import Parcel
-
-    return Parcel([file.getbuffer(), *pickler.buffers])
-
-
-def _made_for_call(arguments: Any) -> set[int]:
-    """Containers in a call's arguments that are nobody's objects: see `objects_in`."""
-    if arguments is None:
-        return set()
-    positional, keywords = arguments
-    return {id(keywords), *(id(value) for value in positional if type(value) is dict)}
-
-
-def objects_in(arguments: Any) -> Iterator[Any]:
-    """The objects in the arguments of a call that the notebook may hold, too.
-
-    Args:
-        arguments: None, or `(args, kwargs)` of a strategy's method: among those of `run` are a tuple and a dict
-            that were made for the call.
-    """
-    if arguments is None:
-        return
-    positional, keywords = arguments
-    pending: list[Any] = [*keywords.values()]
-    for value in positional:
-        pending.extend(value.values() if type(value) is dict else (value,))
-    while pending:
-        value = pending.pop()
-        if type(value) is tuple:
-            pending.extend(value)
-        elif not is_plain(value):
-            yield value
-
-
-def _shape(node: Any) -> tuple[str, tuple[int, ...]]:
-    return str(node.dtype), tuple(node.shape)
-
-
-def is_simple_code(value: Any) -> bool:
-    """Whether calling it cannot change it: functions that close over nothing, and classes made of such."""
-    if isinstance(value, types.FunctionType):
-        return (
-            value.__closure__ is None
-            and not value.__dict__
-            and is_plain(value.__defaults__)
-            and not value.__kwdefaults__
-        )
-    if isinstance(value, type):
-        return all(
-            is_plain(part) or type(part) in _DESCRIPTORS or (not isinstance(part, type) and is_simple_code(part))
-            for name, part in vars(value).items()
-            if name not in ("__dict__", "__weakref__", "__slotnames__", "__annotations__", "_abc_impl")
-        )
-    return False
-
-
-def _path_to(value: Any, culprit: Any, depth: int = 6) -> str:
-    """Where in a value an object is, as one would write it after a name; "" if it is not found soon."""
-    queue = collections.deque([(value, "", 0)])
-    seen = {id(value)}
-    while queue and len(seen) < 10_000:
-        obj, path, level = queue.popleft()
-        if obj is culprit and path:
-            return path
-        if level >= depth:
-            continue
-        for part, step in _parts_of(obj):
-            if id(part) not in seen:
-                seen.add(id(part))
-                queue.append((part, path + step, level + 1))
-    return ""
-
-
-def _parts_of(obj: Any) -> list[tuple[Any, str]]:
-    if isinstance(obj, dict):
-        return [(part, f"[{key!r}]") for key, part in obj.items()]
-    if isinstance(obj, list | tuple):
-        return [(part, f"[{index}]") for index, part in enumerate(obj)]
-    if isinstance(obj, types.FunctionType):
-        names = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=False)
-        return [(cell.cell_contents, f" (closed over as {name})") for name, cell in names]
-    attributes = getattr(obj, "__dict__", None)
-    return [(part, f".{name}") for name, part in attributes.items()] if type(attributes) is dict else []
+def _note_and_apply(seen: list[Any], rule: Callable[[Any], Any], value: Any) -> Any:
+    seen.append(value)
+    return rule(value)
 
 
 _SHELL_NAMES = frozenset({"In", "Out", "exit", "quit", "get_ipython", "_dh", "_oh", "_ih", "_i", "_ii", "_iii"})

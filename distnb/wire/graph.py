@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distnb.errors import NamespaceError
@@ -109,7 +109,7 @@ class GraphPickler(codec.Pickler):
         file: io.BytesIO,
         side: Side,
         ids: dict[int, ObjectId],
-        rules: dict[type, Callable[[Any], Any]] | None = None,
+        rules: Mapping[type, Callable[[Any], Any] | None] | None = None,
     ) -> None:
         self._side = side
         self._ids = ids

@@ -99,7 +99,7 @@ def _array_parts(node: Any) -> Any:
     import numpy
 
     flat = numpy.ascontiguousarray(node).reshape(-1).view(numpy.uint8)
-    return node.dtype, node.shape, pickle.PickleBuffer(flat)
+    return node.dtype, node.shape, pickle.PickleBuffer(flat.data)
 
 
 def _function_parts(node: types.FunctionType) -> dict[str, Any]:
@@ -224,7 +224,8 @@ def _apply_array(node: Any, state: Any) -> None:
         node.shape = shape
     if node.dtype != dtype or node.shape != shape:
         raise ValueError(
-            f"an array of shape {node.shape} and dtype {node.dtype} cannot become one of shape {shape} and dtype {dtype} in place"
+            f"an array of shape {node.shape} and dtype {node.dtype} cannot become one of shape {shape} and "
+            f"dtype {dtype} in place"
         )
     writeable = node.flags.writeable
     if not writeable:

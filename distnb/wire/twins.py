@@ -7,6 +7,7 @@ released, and the engines let go of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections import deque
@@ -88,7 +89,7 @@ class Twins:
         held = obj
         if self._weak:
             try:
-                held = weakref.ref(obj, lambda _, key=id(obj): self._died(identity, key))
+                held = weakref.ref(obj, functools.partial(self._died, identity, id(obj)))
             except TypeError:
                 self._strong[identity] = obj
         self._objects[identity] = held
@@ -97,7 +98,7 @@ class Twins:
             if not is_value_twin(known):
                 self.owned[id(obj)] = known
 
-    def _died(self, identity: ObjectId, key: int) -> None:
+    def _died(self, identity: ObjectId, key: int, reference: weakref.ref[Any]) -> None:
         if self._objects.pop(identity, None) is not None:
             self.released.append(identity)
         if self.ids.get(key) == identity:

@@ -260,7 +260,7 @@ def test_replaced_engine_gets_mirrored_objects(world: DoubleWorld) -> None:
     assert ns["kind"] is True
     assert ns["history"] == [6.0]
     assert "<lost" in repr(ns["mine"])
-    with pytest.raises(StaleHandleError, match="`mine`.*replica 1"):
+    with pytest.raises(StaleHandleError, match=r"`mine`.*replica 1"):
         ns["mine"].values
 
 
@@ -299,7 +299,7 @@ def test_two_teams_side_by_side() -> None:
     assert ns["xs"] == [0, 1, 2, 3]
     assert ns["b"] == 3
     assert ns["c"].values == (0, 1)
-    with pytest.raises(CannotTravelError, match="`a`.*2 replica"):
+    with pytest.raises(CannotTravelError, match=r"`a`.*2 replica"):
         world.run(distributed("a"))
 
 
