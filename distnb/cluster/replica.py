@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> None:
         sys.stdout.flush()
         print(text, end="", file=sys.stderr, flush=True)
         report(Path(directory), int(rank))
+        sys.last_value = error  # as the interpreter does: what runs at exit can tell that the script failed
         raise SystemExit(1) from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,7 @@ class Entering(GroupCore):
                 ledger.retract(number, error)
                 raise
         if device != "cpu":
-            return DeviceWork(self, inner)
+            return cast(dist.Work, inner and DeviceWork(self, inner))  # none while operations are coalesced
         self._open[number] = inner
         return CollectiveWork(self, inner, number, staging, timeout)
 

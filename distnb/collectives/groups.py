@@ -25,7 +25,18 @@ from distnb.collectives.rendezvous import StoreClient
 from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted
 from distnb.topology import Device, Team, parse_device
 
-__all__ = ["Group", "Pending", "abort", "current", "join", "join_from_env", "leave", "program_began", "program_ended"]
+__all__ = [
+    "Group",
+    "Pending",
+    "abort",
+    "current",
+    "failure",
+    "join",
+    "join_from_env",
+    "leave",
+    "program_began",
+    "program_ended",
+]
 
 _members: dict[tuple[int, ...], Member] = {}
 _active: Member | None = None
@@ -147,6 +158,11 @@ def join_from_env() -> Group:
 def current() -> Group | None:
     """The group that was joined last, or None."""
     return _group
+
+
+def failure() -> BaseException | None:
+    """What ended the current group, or None while it is whole. Waits in C++ raise a RuntimeError in its place."""
+    return _active.group.failure if _active is not None else None
 
 
 def abort(reason: str) -> None:

@@ -195,8 +195,10 @@ class Member:
 
     def fail(self, error: BaseException) -> None:
         """End everything under way in this generation."""
-        for group in self.groups():
-            group.fail(error)
+        groups = self.groups()
+        for group in groups:
+            group.fail(error, end_transport=False)
+        transport.abort_all([group.transport for group in groups if group.transport is not None])
 
     def begin(self, program: int) -> None:
         """A program began."""

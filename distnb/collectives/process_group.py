@@ -96,8 +96,13 @@ class GroupCore(GroupIdentity):
             transport.abort()
             transport.release(lambda: not _under_way(opened, watched))
 
-    def fail(self, error: BaseException) -> None:
-        """End every operation under way, and all later ones until `reset`, with an error. Safe from any thread."""
+    def fail(self, error: BaseException, end_transport: bool = True) -> None:
+        """End every operation under way, and all later ones until `reset`, with an error. Safe from any thread.
+
+        Args:
+            error: What all of them raise.
+            end_transport: Whether to abort the transport too; else the caller does.
+        """
         if self.failure is not None:
             return
         self.failure = error
@@ -105,7 +110,7 @@ class GroupCore(GroupIdentity):
             for ledger in (self._ledger, self._parent._ledger if self._parent is not None else None):
                 if ledger is not None:
                     ledger.tell(error)
-        if self._transport is not None:
+        if self._transport is not None and end_transport:
             self._transport.abort()
         for work in list(self._watched):
             work.conclude()
@@ -122,9 +127,10 @@ class GroupCore(GroupIdentity):
         if transport is not None:
             transport.release(lambda: not _under_way(opened, watched))
 
-    def connections(self) -> Any:
-        """The sockets under this group, or None while it has none."""
-        return self._transport.connections if self._transport is not None else None
+    @property
+    def transport(self) -> Transport | None:
+        """What carries the data, while the group is connected."""
+        return self._transport
 
     def keep_for_ever(self) -> None:
         """Before the interpreter ends: see to it that no destructor waits, and no thread comes back from C++ later."""

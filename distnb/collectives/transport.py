@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from distnb.collectives.sockets import Connections, pollers
 from distnb.errors import CollectiveError
 
-__all__ = ["FOREVER", "Transport", "form", "stop_releasing"]
+__all__ = ["FOREVER", "Transport", "abort_all", "form", "stop_releasing"]
 
 FOREVER = timedelta(days=3650)
 """The time limit that the inner backends get. A replica that computes for an hour is slow, not lost."""
@@ -49,15 +49,8 @@ class Transport:
     connections: Connections = field(default_factory=Connections)
 
     def abort(self) -> None:
-        """End everything that is under way on this replica. Safe from any thread, never blocks for long."""
-        self.connections.shut_down()
-        nccl = [backend for kind, backend in self.backends.items() if kind == "cuda"]
-        if nccl:
-            # Inside one NCCL group, so that the aborts of several communicators cannot wait for each other.
-            nccl[0]._group_start()
-            for backend in nccl:
-                backend.abort()
-            nccl[0]._group_end()
+        """End everything that is under way on this replica. Safe from any thread."""
+        abort_all([self])
 
     def keep_for_ever(self) -> None:
         """Before the interpreter ends: no destructor shall wait for what other replicas do."""
@@ -71,7 +64,7 @@ class Transport:
                 way for ever, and the destructor would wait for it: such a backend is leaked, with its threads.
         """
         keep = [self.plain, *self.backends.values()]
-        if idle():
+        if idle() and "cuda" not in self.backends:  # NCCL's destructor may take its time
             self.connections.close()
             self.backends, self.plain = {}, None  # type: ignore[assignment]
             del keep
@@ -92,6 +85,19 @@ class Transport:
         thread = threading.Thread(target=drain, name="distnb-release", daemon=True)
         _releasing.add(thread)
         thread.start()
+
+
+def abort_all(transports: Sequence[Transport]) -> None:
+    """End everything that is under way on this replica in several groups. Safe from any thread."""
+    for transport in transports:
+        transport.connections.shut_down()
+    nccl = [backends["cuda"] for backends in (transport.backends for transport in transports) if "cuda" in backends]
+    if nccl:
+        # Inside one NCCL group, so that the aborts of several communicators cannot wait for each other.
+        nccl[0]._group_start()
+        for backend in nccl:
+            backend.abort()
+        nccl[0]._group_end()
 
 
 def stop_releasing() -> None:

@@ -26,6 +26,7 @@ from distnb.engine.guard import Guard
 from distnb.engine.namespace import EngineNamespace
 from distnb.engine.objects import Objects
 from distnb.engine.output import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
+from distnb.errors import CollectiveMismatchError
 from distnb.runtime import spmd
 from distnb.strategies import live
 from distnb.topology import Device, Team
@@ -148,6 +149,10 @@ class Agent:
         return reply
 
     def _failed(self, program: int, error: BaseException, value: Any = None) -> Reply:
+        ended = groups.failure()
+        if isinstance(ended, CollectiveMismatchError) and type(error) is RuntimeError:
+            # C++ (DistributedDataParallel's) waits know no exceptions of ours.
+            error = ended.with_traceback(error.__traceback__)
         self._failure = error
         if self._guard.aborted:
             return Reply(program, "interrupted" if self._guard.interrupted else "aborted", value=value)

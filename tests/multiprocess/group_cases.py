@@ -120,7 +120,9 @@ def everything(group: Group) -> Any:
     assert tensor.item() == size
     for dtype in (torch.bool, torch.bfloat16, torch.complex64, torch.int64, torch.uint8):
         gathered = group.all_gather(torch.tensor([[rank], [1]]).to(dtype))
-        assert [each[0, 0].item() for each in gathered] == [torch.tensor(r).to(dtype).item() for r in range(size)], dtype
+        assert [each[0, 0].item() for each in gathered] == [torch.tensor(r).to(dtype).item() for r in range(size)], (
+            dtype
+        )
         moved = torch.tensor([rank, 1]).to(dtype)
         group.broadcast(moved, size - 1)
         assert moved[0].item() == torch.tensor(size - 1).to(dtype).item()
@@ -452,7 +454,12 @@ def refused_arguments(group: Group) -> None:
 @case
 def splits_apart(group: Group) -> None:
     splits = [1] * group.size
-    dist.all_to_all_single(torch.zeros(group.size + (group.rank == 1)), torch.ones(group.size), [1 + (group.rank == 1), *splits[1:]], splits)
+    dist.all_to_all_single(
+        torch.zeros(group.size + (group.rank == 1)),
+        torch.ones(group.size),
+        [1 + (group.rank == 1), *splits[1:]],
+        splits,
+    )
 
 
 @case
