@@ -58,8 +58,16 @@ def describe_frame(frame: FrameType | None) -> str:
         return "a library's code"
     filename, line = frame.f_code.co_filename, frame.f_lineno or 0
     text = linecache.getline(filename, line).strip()
-    where = f"{Path(filename).name}, line {line}"
+    where = f"{_name_of(filename)}, line {line}"
     return f"{where}: {text}" if text else where
+
+
+def _name_of(filename: str) -> str:
+    """How people call a file: a cell by its number, where IPython knows it."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is not None and (cell := shell.compile.format_code_name(filename)) is not None:
+        return " ".join(cell)
+    return Path(filename).name
 
 
 class _Watch:

@@ -144,10 +144,13 @@ class GradientSync:
             return
         healed = heal(cast("HealingGroup", group), self._families)
         if healed is not None:
-            warnings.warn(
+            frame = calling_frame()
+            warnings.warn_explicit(
                 "The replicas had drifted apart, since a program ended half-way through a step. "
                 f"Set to what replica 0 holds: {healed}.",
-                stacklevel=2,
+                UserWarning,
+                frame.f_code.co_filename if frame is not None else __file__,
+                frame.f_lineno if frame is not None else 0,
             )
 
     @property
