@@ -20,6 +20,7 @@ from distnb.values import Mirrored, PerReplica
 from distnb.wire.bindings import Delivery, Described, Effects, Mark, SpaceKey, unpack_indexes
 from distnb.wire.environment import Environment, apply_environment, capture_environment
 from distnb.wire.fingerprints import Fingerprint, fingerprint
+from distnb.wire.frozen import note_frozen
 from distnb.wire.graph import GraphUnpickler, Side
 from distnb.wire.messages import Apply, ObjectId
 from distnb.wire.nodes import apply_state
@@ -281,6 +282,7 @@ class EngineNamespace:
             known = space.twins.ids.get(key)
             if known is not None:
                 space.twins.contents[known] = digest
+        note_frozen(found.nodes, self.side, space.twins)
         return found
 
     def _changed(self, mark: Mark, space: Space) -> list[ObjectId]:

@@ -68,5 +68,12 @@ class Objects:
             found = self._spaces[key] = Space(key)
         return found
 
+    def rename(self, old: SpaceKey, new: SpaceKey) -> None:
+        """A space goes on with fewer engines, or with more."""
+        space = self._spaces.pop(old, None)
+        if space is not None:
+            space.key = new
+            self._spaces[new] = space
+
     def __len__(self) -> int:
         return sum(len(space.twins) for space in self._spaces.values())

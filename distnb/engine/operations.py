@@ -33,6 +33,9 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         StaleHandleError: The object is not here.
         BaseException: What the operation itself raises.
     """
+    if message.operation == "rename":
+        namespace.objects.rename(*message.payload)
+        return None
     request: Request = message.payload
     delivery = request.delivery
     space = namespace.objects.space(delivery.space)

@@ -15,6 +15,7 @@ from distnb.wire.bindings import Described
 from distnb.wire.codec import Parcel
 from distnb.wire.digests import digest_of_content, is_array, is_tensor
 from distnb.wire.fingerprints import fingerprint
+from distnb.wire.frozen import REPLACED, hide_outdated
 from distnb.wire.graph import _SENDABLE_IO, _UNSENDABLE, GraphPickler, Side
 from distnb.wire.messages import ObjectId
 from distnb.wire.nodes import FROZEN, is_node, state_of
@@ -134,6 +135,7 @@ def _pack(
     strict: bool,
 ) -> Luggage:
     twins = space.twins
+    outdated = hide_outdated([identity for identity in changed if is_value_twin(identity)], side, twins)
     fresh: dict[ObjectId, Described] = {}
     kept: list[Any] = []
 
@@ -157,9 +159,12 @@ def _pack(
         if (is_array(node) or is_tensor(node)) and twins.contents.get(identity) == digest_of_content(node):
             continue
         kind, state = state_of(node)
-        if kind == FROZEN:
+        if identity in outdated:
+            pickler.dump((identity, REPLACED, node))
+        elif kind != FROZEN:
+            pickler.dump((identity, kind, state))
+        else:
             continue
-        pickler.dump((identity, kind, state))
         digests[identity] = _digest(kind, state, space, side)
     memo = {index: obj for index, obj in pickler.memo.copy().values() if is_node(obj)}
     return Luggage(Parcel([file.getbuffer(), *pickler.buffers]), len(digests), memo, fresh, digests)

@@ -18,6 +18,7 @@ from distnb.wire.bindings import Confirmation, Described, Effects, Leaf, pack_in
 from distnb.wire.codec import Parcel
 from distnb.wire.environment import apply_environment
 from distnb.wire.fingerprints import fingerprint
+from distnb.wire.frozen import REPLACED, note_frozen
 from distnb.wire.graph import GraphUnpickler, Side
 from distnb.wire.immutables import same
 from distnb.wire.messages import ObjectId
@@ -130,9 +131,12 @@ class Arrival:
             node = self._space.twins.get(identity)
             if identity in different or node is NOT_THERE:
                 continue
+            taken.append(identity)
+            if kind == REPLACED:
+                self._replace(identity, node, state)
+                continue
             try:
                 apply_state(node, kind, state)
-                taken.append(identity)
             except Exception:  # noqa: BLE001
                 different[identity] = None
             del state
@@ -210,11 +214,20 @@ class Arrival:
             with contextlib.suppress(Exception):
                 found = fingerprint(value, self._side, space.twins, rules)
                 space.records[key] = replace(found, arrays={}, sources={})
+                note_frozen(found.nodes, self._side, space.twins, rules)
                 for identity in found.nodes:
                     node = space.twins.get(identity)
                     if id(node) in found.arrays:
                         space.twins.contents[identity] = found.arrays[id(node)]
                         space.shapes[identity] = shape_of(node)
+
+    def _replace(self, identity: ObjectId, old: Any, new: Any) -> None:
+        """An object that cannot change in place: a new one takes its place."""
+        self._space.twins.drop((identity,))
+        self._space.twins.released.append(identity)
+        for name in [name for name, value in self._user_ns.items() if value is old]:
+            self._user_ns[name] = new
+        _replace_in_containers(old, new, self._user_ns)
 
     def _become_handle(self, identity: ObjectId) -> None:
         """An object that the replicas changed differently: a handle takes its place wherever it is seen."""

@@ -43,6 +43,7 @@ class NotebookNamespace:
         self.operations = Operations(self, perform)
         self._announce = announce
         self._spaces: dict[tuple[int, ...], NotebookSpace] = {}
+        self._dead: set[int] = set()
         self._epochs = itertools.count(1)
         self._serials = itertools.count(1)
         self._modules = ModuleWatch()
@@ -132,6 +133,8 @@ class NotebookNamespace:
         self, space: NotebookSpace, arguments: Any, *, touched: Iterable[DistributedValues] = ()
     ) -> Delivery:
         """The delivery of a call, or of an operation on `touched` handles."""
+        if self._lost_some(space):
+            self._move(space, tuple(engine for engine in space.key[0] if engine not in self._dead))
         packer = self._packer(space, in_call=True)
         objects = list(objects_in(arguments))
         functions = [value for value in objects if isinstance(value, types.FunctionType)]
@@ -187,6 +190,23 @@ class NotebookNamespace:
 
     # -- engines that come and go ------------------------------------------------------------------------------------
 
+    def engine_died(self, engine: int) -> None:
+        """An engine's process has ended; from any thread. Programs on those that are left use what lives there."""
+        self._dead.add(engine)
+
+    def _lost_some(self, space: NotebookSpace) -> bool:
+        engines = space.key[0]
+        return not self._dead.isdisjoint(engines) and not self._dead.issuperset(engines)
+
+    def _move(self, space: NotebookSpace, engines: tuple[int, ...]) -> None:
+        """Let a space go on with fewer engines, or with more: those that stay keep its objects."""
+        self._give_up(space)
+        old, new = space.key, (engines, next(self._epochs))
+        self.operations.rename(tuple(engine for engine in old[0] if engine in engines), old, new)
+        del self._spaces[old[0]]
+        self._spaces[engines] = space
+        space.move(new)
+
     def engines_replaced(self, engines: Iterable[int], survivors: Iterable[int]) -> None:
         """New processes have taken the place of some engines. Mirrored objects are restored to them from a survivor.
 
@@ -195,6 +215,11 @@ class NotebookNamespace:
             survivors: Engines of the cluster that kept their process.
         """
         replaced, alive = set(engines), set(survivors)
+        self._dead -= replaced
+        for space in list(self._spaces.values()):
+            grown = tuple(engine for engine in space.whole if engine in alive | replaced)
+            if grown != space.key[0] and grown not in self._spaces and not alive.isdisjoint(space.key[0]):
+                self._move(space, grown)
         for key, space in list(self._spaces.items()):
             if replaced.isdisjoint(key):
                 continue
@@ -221,6 +246,8 @@ class NotebookNamespace:
             state = state_of_handle(handle)
             if state.identity not in restored:
                 state.lost |= set(lost) & set(state.facts)
+            elif isinstance(handle, Mirrored):
+                state.facts.update(dict.fromkeys(lost, state.facts[survivor]))
         unknown = [
             identity
             for identity, obj in space.twins.items()
@@ -267,6 +294,10 @@ class NotebookNamespace:
     def _space(self, engines: tuple[int, ...]) -> NotebookSpace:
         space = self._spaces.get(engines)
         if space is None:
+            for other in list(self._spaces.values()):
+                if self._lost_some(other) and set(other.key[0]) - self._dead == set(engines):
+                    self._move(other, engines)
+                    return other
             key: SpaceKey = (engines, next(self._epochs))
             space = self._spaces[engines] = NotebookSpace(key)
         return space

@@ -10,7 +10,7 @@ from distnb.session.arrivals import method_of
 from distnb.session.handles import RemoteState, state_of_handle
 from distnb.session.spaces import NotebookSpace, distributed_types
 from distnb.values import DistributedValues
-from distnb.wire.bindings import Effects, Leaf, Request, Summary
+from distnb.wire.bindings import Effects, Leaf, Request, SpaceKey, Summary
 from distnb.wire.codec import Parcel
 from distnb.wire.graph import GraphUnpickler
 from distnb.wire.messages import ObjectId
@@ -106,6 +106,10 @@ class Operations:
             self._namespace.failed(request.delivery)
             raise
         return {space.key[0].index(engine): answer for engine, answer in answers.items() if answer is not None}
+
+    def rename(self, engines: tuple[int, ...], old: SpaceKey, new: SpaceKey) -> None:
+        """Tell engines that a space of theirs has another key: the group is smaller or larger than it was."""
+        self._perform(engines, "rename", (0, ""), (old, new))
 
     # -- looking at it ---------------------------------------------------------------------------------------------
 

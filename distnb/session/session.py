@@ -137,6 +137,7 @@ class Session:
 
     def _on_exit(self, engine: int, pid: int, status: str) -> None:
         self._ended[engine] = status
+        self.namespace.engine_died(engine)
         self._supervisor.engine_died(engine, pid, status)
         self._generation += 1
 

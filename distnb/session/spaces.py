@@ -77,6 +77,22 @@ class NotebookSpace:
         """How handles and distributed values stand in what is pickled for these engines."""
         return dict.fromkeys(distributed_types(), self.by_reference)
 
+    def __post_init__(self) -> None:
+        self.whole = self.key[0]  # the engines that it was made with, those that died since among them
+
+    def move(self, key: SpaceKey) -> None:
+        """Go on with other engines: components are renumbered, those of engines that are gone are lost."""
+        before, self.key = self.key[0], key
+        places = {old: key[0].index(engine) for old, engine in enumerate(before) if engine in key[0]}
+        for handle in self.handles():
+            state = state_of_handle(handle)
+            state.facts = {places[replica]: fact for replica, fact in state.facts.items() if replica in places}
+            state.local = {places[replica]: value for replica, value in state.local.items() if replica in places}
+            state.lost = {places[replica] for replica in state.lost if replica in places}
+            if not state.facts and not state.local:
+                state.lost = {0}
+            object.__setattr__(handle, "_num_replicas", len(key[0]))
+
     @property
     def size(self) -> int:
         """How many replicas it has."""

@@ -22,6 +22,7 @@ from distnb.wire.codec import Parcel
 from distnb.wire.digests import is_array, is_tensor
 from distnb.wire.environment import capture_environment, with_fresh_seed
 from distnb.wire.fingerprints import fingerprint
+from distnb.wire.frozen import hide_outdated, note_frozen
 from distnb.wire.graph import GraphPickler, Side, Unsendable
 from distnb.wire.immutables import is_plain
 from distnb.wire.messages import ObjectId
@@ -187,7 +188,7 @@ class Packer:
         """Make the delivery, and note what the engines have from now on."""
         space, luggage = self._space, self.luggage
         contents = {key: digest for root in luggage.roots for key, digest in root.found.arrays.items()}
-        dirty = self._dirty(contents)
+        dirty = self._dirty()
         file = io.BytesIO()
         pickler = GraphPickler(file, self._side, space.twins.ids, self._rules)
         pickler.roots = {id(root.value) for root in luggage.roots}
@@ -252,7 +253,7 @@ class Packer:
             self._space.shapes.pop(identity, None)
         return released
 
-    def _dirty(self, contents: dict[int, bytes]) -> dict[ObjectId, None]:
+    def _dirty(self) -> dict[ObjectId, None]:
         """Objects there whose state may be out of date; the others are forgotten, to be sent anew."""
         twins = self._space.twins
         dirty: dict[ObjectId, None] = {}
@@ -267,26 +268,22 @@ class Packer:
                 for identity in root.found.nodes if root.changed else ():
                     if identity not in dirty:
                         dirty[identity] = None
-                        if self._must_be_replaced(identity, contents):
+                        if self._has_other_shape(identity):
                             replaced.add(identity)
+                            twins.hide(identity)
                             grew = True
+            outdated = hide_outdated(dirty.keys() - replaced, self._side, twins, self._rules)
+            replaced.update(outdated)
+            grew = grew or bool(outdated)
         twins.drop(replaced)
         twins.released.extend(replaced)
         return {identity: None for identity in dirty if identity not in replaced}
 
-    def _must_be_replaced(self, identity: ObjectId, contents: dict[int, bytes]) -> bool:
+    def _has_other_shape(self, identity: ObjectId) -> bool:
         node = self._space.twins.get(identity)
-        if is_array(node) or is_tensor(node):
-            return bool(self._space.shapes.get(identity, shape_of(node)) != shape_of(node))
-        if node is NOT_THERE or isinstance(node, str | bytes):
+        if not is_array(node) and not is_tensor(node):
             return False
-        if type(node) in (list, dict, set):
-            return False
-        kind, state = state_of(node)
-        if kind != FROZEN:
-            return False
-        digest = fingerprint(state, self._side, self._space.twins, self._rules, by_reference="all").digest
-        return self._space.twins.contents.get(identity) != digest
+        return self._space.shapes.get(identity, shape_of(node)) != shape_of(node)
 
     def _register(self, pickler: GraphPickler, skip: set[int]) -> list[int]:
         twins = self._space.twins
@@ -325,11 +322,7 @@ class Packer:
                 if id(node) in contents:
                     space.twins.contents[identity] = contents[id(node)]
                     space.shapes[identity] = shape_of(node)
-                elif is_node(node) and type(node) not in (list, dict, set, str, bytes) and state_of(node)[0] == FROZEN:
-                    state = state_of(node)[1]
-                    space.twins.contents[identity] = fingerprint(
-                        state, self._side, space.twins, self._rules, by_reference="all"
-                    ).digest
+            note_frozen(space.records[root.key].nodes, self._side, space.twins, self._rules)
         for name, value in self.luggage.bindings.items():
             space.mark_bound(name, value)
 

@@ -87,6 +87,8 @@ def reduce_code(pickler: Any, obj: Any, user_ns: dict[str, Any]) -> Any:
     if type(obj) is functools._lru_cache_wrapper and not is_importable(obj):
         limits = obj.cache_parameters()
         return _make_cache, (obj.__wrapped__, limits["maxsize"], limits["typed"])
+    if type(obj) is functools.cached_property:
+        return _make_cached_property, (obj.attrname,), obj.func, None, None, _fill_cached_property
     return NotImplemented
 
 
@@ -152,6 +154,12 @@ def _reduce_class(pickler: Any, cls: type) -> Any:
     make, args, (attributes, slots), *rest = reduced
     # Pickling an instance leaves a cache in its class; it must not look like a change.
     attributes.pop("__slotnames__", None)
+    if "__slots__" in attributes and len(args) == 6:
+        # They can only be given when the class is made; cloudpickle sets them afterwards, to no effect.
+        type_, name, bases, keywords, *others = args
+        args = (type_, name, bases, {**keywords, "__slots__": attributes.pop("__slots__")}, *others)
+        for member in [key for key, value in attributes.items() if type(value) is types.MemberDescriptorType]:
+            del attributes[member]
     return (make, (*args[:-2], None, args[-1]), (attributes, slots), *rest)
 
 
@@ -171,6 +179,17 @@ def _make_cell() -> types.CellType:
 def fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
     """Give a cell its content."""
     cell.cell_contents = content[0]
+
+
+def _make_cached_property(name: str | None) -> Any:
+    made = functools.cached_property(_make_cell)
+    made.attrname = name
+    return made
+
+
+def _fill_cached_property(cached: Any, function: Any) -> None:
+    cached.func = function
+    cached.__doc__ = function.__doc__
 
 
 def _make_cache(function: Any, maxsize: int | None, typed: bool) -> Any:

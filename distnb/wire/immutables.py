@@ -36,7 +36,6 @@ ATOMS: frozenset[type] = frozenset(
         type(Ellipsis),
         type(None),
         type(NotImplemented),
-        types.BuiltinFunctionType,
         types.ModuleType,
         uuid.UUID,
     }
@@ -65,6 +64,8 @@ def _is_plain_object(value: Any) -> bool:
         return True
     if isinstance(value, type | types.FunctionType):
         return is_importable(value)
+    if isinstance(value, types.BuiltinFunctionType):
+        return value.__self__ is None or isinstance(value.__self__, types.ModuleType | type)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, tuple(getattr(torch, name) for name in _TORCH_ATOMS)):
         return True

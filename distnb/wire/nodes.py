@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
+import functools
 import logging
 import sys
 import types
@@ -30,11 +31,13 @@ _LARGE_NBYTES = 1 << 16
 
 _NO_NODES: frozenset[type] = ATOMS - {str, bytes} | {
     classmethod,
+    functools.cached_property,
     logging.Logger,
     memoryview,
     property,
     staticmethod,
     tuple,
+    types.BuiltinFunctionType,
     types.CodeType,
     types.GetSetDescriptorType,
     types.MappingProxyType,
@@ -134,7 +137,7 @@ def _class_parts(node: type) -> dict[str, Any]:
         "__weakref__",
     ):
         state.pop(name, None)
-    return dict(state)
+    return {name: value for name, value in state.items() if type(value) is not types.MemberDescriptorType}
 
 
 def _reduced_state(node: Any) -> tuple[str, Any]:

@@ -116,6 +116,13 @@ class Twins:
                 del self.ids[id(found)]
                 self.owned.pop(id(found), None)
 
+    def hide(self, identity: ObjectId) -> None:
+        """Let an object be pickled as a new one from now on; its id still finds it."""
+        found = self.get(identity)
+        if self.ids.get(id(found)) == identity:
+            del self.ids[id(found)]
+            self.owned.pop(id(found), None)
+
     def sweep(self) -> None:
         """Release objects that cannot be held weakly (lists, dicts) and that only this table still holds."""
         # Parents were numbered before their parts, so one pass frees whole trees.
