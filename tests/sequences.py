@@ -351,4 +351,129 @@ SEQUENCES: dict[str, list[Cell]] = {
         ordinary("class Third(Child):\n    scale = 10\nm = Third.make(1).triple()"),
         distributed("k = Third.make(2).triple()\nrel = issubclass(Third, Base)"),
     ],
+    "slots, and objects in objects": [
+        ordinary(
+            "class Node:\n    __slots__ = ('value', 'next')\n    def __init__(self, value, next=None):\n"
+            "        self.value, self.next = value, next\nhead = Node(1, Node(2))\ntail = head.next"
+        ),
+        distributed("head.value = 10\ntail.value = 20\nhead.next.next = Node(3)"),
+        ordinary("tail.next.value += 1\nhead.value += 1"),
+        distributed("total = head.value + head.next.value + tail.next.value"),
+    ],
+    "generators of random numbers": [
+        ordinary(
+            f"{_IMPORTS}\ng = torch.Generator().manual_seed(3)\nr = np.random.default_rng(4)\np = random.Random(5)"
+        ),
+        distributed("a = torch.rand(1, generator=g).item()\nb = float(r.random())\nc = p.random()"),
+        ordinary("d = torch.rand(1, generator=g).item()\ne = float(r.random())\nf = p.random()"),
+        distributed("h = torch.rand(1, generator=g).item()\ni = float(r.random())\nj = p.random()"),
+    ],
+    "data of a notebook": [
+        ordinary(
+            f"{_IMPORTS}\nclass Squares(torch.utils.data.Dataset):\n    def __init__(self, n):\n"
+            "        self.x = torch.arange(n)\n    def __len__(self):\n        return len(self.x)\n"
+            "    def __getitem__(self, i):\n        return self.x[i] ** 2\n"
+            "loader = torch.utils.data.DataLoader(Squares(6), batch_size=4)"
+        ),
+        distributed("n = 0\nfor batch in loader:\n    n += int(batch.sum())\nsize = len(loader.dataset)"),
+        ordinary("loader.dataset.x += 1"),
+        distributed("m = sum(int(b.sum()) for b in loader)"),
+    ],
+    "modules without parameters": [
+        ordinary(
+            f"{_IMPORTS}\nclass Scale(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.k = 2\n    def forward(self, x):\n        return x * self.k + BIAS\n"
+            "BIAS = 1\nscale = torch.nn.Sequential(Scale(), torch.nn.ReLU())"
+        ),
+        distributed("a = scale(torch.ones(2)).sum().item()"),
+        ordinary("BIAS = 5\nscale[0].k = 3"),
+        distributed("b = scale(torch.ones(2)).sum().item()\nscale[0].k = 10"),
+        ordinary("c = scale(torch.ones(2)).sum().item()"),
+    ],
+    "tables": [
+        ordinary("import pandas as pd\ndf = pd.DataFrame({'a': [1, 2], 'b': ['x', 'y']})"),
+        distributed("n = int(df['a'].sum())\ndf['c'] = df['a'] * 2\nlabel = df.loc[1, 'b']"),
+        ordinary("columns = ','.join(df.columns)\ndf.loc[0, 'a'] = 100"),
+        distributed("m = int(df['a'].sum())"),
+    ],
+    "estimators": [
+        ordinary(
+            "import numpy as np\nfrom sklearn.linear_model import LinearRegression\n"
+            "est = LinearRegression()\nx = np.arange(4.).reshape(-1, 1)\ny = 2 * x[:, 0] + 1"
+        ),
+        distributed("est.fit(x, y)\nslope = round(float(est.coef_[0]), 6)"),
+        ordinary("again = round(float(est.predict([[10.]])[0]), 6)"),
+    ],
+    "cached functions": [
+        ordinary(
+            f"{_IMPORTS}\nK = 2\n@functools.lru_cache\ndef f(x):\n    return x * K\nclass A:\n"
+            "    @functools.cached_property\n    def v(self):\n        return f(3)\n    @staticmethod\n    def s():\n        return K"
+        ),
+        distributed("a = f(2)\nb = A().v + A.s()"),
+        distributed(
+            "@functools.lru_cache(maxsize=None)\ndef fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\nc = fib(20)"
+        ),
+        distributed("d = fib(10)"),
+    ],
+    "arrays of objects and of text": [
+        ordinary(
+            "import numpy as np\no = np.array([[1], {'a': 2}], dtype=object)\nt = np.array(['a', 'bc'])\nd = np.array(['2020-01-01'], dtype='datetime64[D]')\nst = np.zeros(2, dtype=[('x', 'f4'), ('y', 'i4')])"
+        ),
+        distributed("o[0].append(5)\nt[0] = 'zz'\nyear = str(d[0])\nst['x'][1] = 3"),
+        ordinary("o[1]['a'] = 9\nst['y'][0] = 4"),
+        distributed("n = o[1]['a'] + len(o[0])\nm = float(st['x'][1]) + int(st['y'][0])"),
+    ],
+    "a large text": [
+        ordinary("text = 'x' * 200_000\nparts = [text, text]"),
+        distributed("n = len(parts[1])\nsame = parts[0] is parts[1]"),
+        ordinary("text += 'y'\nparts[0] = text"),
+        distributed("m = len(parts[0])\nmore = text + 'z'"),
+    ],
+    "methods kept in names": [
+        ordinary(
+            "class C:\n    def __init__(self):\n        self.n = 0\n    def up(self):\n        self.n += 1\n        return self.n\nc = C()\nup = c.up\nlog = []\nadd = log.append"
+        ),
+        distributed("a = up()\nadd(a)"),
+        ordinary("b = up()\nadd(b)"),
+        distributed("d = c.up()\nn = len(log)"),
+    ],
+    "a class that others derive from": [
+        ordinary(
+            "import abc\nclass Shape(abc.ABC):\n    registry = {}\n    def __init_subclass__(cls):\n        Shape.registry[cls.__name__] = cls\n    @abc.abstractmethod\n    def area(self): ..."
+        ),
+        distributed(
+            "class Square(Shape):\n    def area(self):\n        return 4\nn = len(Shape.registry)\na = Shape.registry['Square']().area()"
+        ),
+        ordinary("b = Square().area()\nk = sorted(Shape.registry)\nk = str(k)"),
+        distributed("c = isinstance(Square(), Shape)\nm = len(Shape.registry)"),
+    ],
+    "exceptions": [
+        ordinary("class Oops(Exception):\n    def __init__(self, x):\n        super().__init__(x)\n        self.x = x"),
+        distributed("try:\n    raise Oops(5)\nexcept Oops as e:\n    value = e.x\n    kept = e.args"),
+        distributed("raise ValueError('no')", raises=ValueError),
+        ordinary("ok = isinstance(Oops(1), Exception)"),
+    ],
+    "deep nesting": [
+        ordinary("x = []\nfor i in range(50):\n    x = [x, i]"),
+        distributed("depth = 0\ny = x\nwhile y:\n    depth += 1\n    last = y\n    y = y[0]\nlast.append('end')"),
+        ordinary("z = x\nwhile z[0]:\n    z = z[0]\nend = z[2]"),
+    ],
+    "swapping": [
+        ordinary("a, b = [1], [2]"),
+        distributed("a, b = b, a"),
+        distributed("a.append(3)"),
+        ordinary("a, b = b, a\nb.append(4)"),
+        distributed("n = a + b\nn = str(n)"),
+    ],
+    "names that shadow builtins": [
+        ordinary("list_ = [1]\nsum = lambda xs: 42\nid = 7"),
+        distributed("n = sum(list_) + id"),
+        ordinary("del sum, id"),
+        distributed("m = sum(list_)"),
+    ],
+    "threads of both": [
+        ordinary("import threading\nout = []\ndef work():\n    out.append(1)"),
+        distributed("t = threading.Thread(target=work)\nt.start()\nt.join()\ndel t"),
+        ordinary("n = len(out)"),
+    ],
 }

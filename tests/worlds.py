@@ -270,6 +270,12 @@ def differ(one: Any, other: Any, where: str, seen: frozenset[tuple[int, int]] = 
             and one.requires_grad == other.requires_grad
         )
         return None if alike else f"{where}: {one} and {other}"
+    if isinstance(one, torch.Generator):
+        return None if torch.equal(one.get_state(), other.get_state()) else f"{where}: other states"
+    if isinstance(one, numpy.random.Generator):
+        return None if one.bit_generator.state == other.bit_generator.state else f"{where}: other states"
+    if isinstance(one, types.BuiltinFunctionType):
+        return differ(one.__self__, other.__self__, f"{where}.__self__", seen)
     if isinstance(one, numpy.ndarray):
         return None if one.dtype == other.dtype and numpy.array_equal(one, other) else f"{where}: {one} and {other}"
     if isinstance(one, dict):
@@ -286,6 +292,8 @@ def differ(one: Any, other: Any, where: str, seen: frozenset[tuple[int, int]] = 
         return _differ_functions(one, other, where, seen)
     if isinstance(one, types.ModuleType):
         return None if one.__name__ == other.__name__ else f"{where}: {one} and {other}"
+    if type(one).__module__.split(".")[0] == "pandas":
+        return None if one.equals(other) else f"{where}: {one} and {other}"
     if type(one).__module__ == "__main__" or hasattr(one, "__dict__"):
         return differ(vars(one), vars(other), f"vars({where})", seen) if hasattr(one, "__dict__") else None
     if hasattr(one, "__next__"):
