@@ -283,7 +283,7 @@ class Packer:
         node = self._space.twins.get(identity)
         if not is_array(node) and not is_tensor(node):
             return False
-        return self._space.shapes.get(identity, shape_of(node)) != shape_of(node)
+        return bool(self._space.shapes.get(identity, shape_of(node)) != shape_of(node))
 
     def _register(self, pickler: GraphPickler, skip: set[int]) -> list[int]:
         twins = self._space.twins

@@ -182,7 +182,7 @@ def fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
 
 
 def _make_cached_property(name: str | None) -> Any:
-    made = functools.cached_property(_make_cell)
+    made: Any = functools.cached_property(_make_cell)  # type: ignore[arg-type]  # its code is set afterwards
     made.attrname = name
     return made
 
