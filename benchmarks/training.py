@@ -75,11 +75,16 @@ class Ranks:
                 process.kill()
 
 
+@functools.cache
+def _cells() -> Cells:
+    return Cells("distnb")
+
+
 class Cell:
     """A `%%distribute mirrored` cell on 2 engines."""
 
     def __init__(self) -> None:
-        self._cells = Cells("distnb")
+        self._cells = _cells()
         self._cells.run(f"%distnb start -n {REPLICAS}")
         self._made: set[str] = set()
 

@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ class ReplaySession:
         self.replicas = replicas
         self._programs = 0
         self.cells: list[tuple[str, Any, dict[str, Any]]] = []
-        self.namespace = SimpleNamespace()
+        self.namespace = SimpleNamespace(localise=lambda source: nullcontext(()))
 
     def status(self) -> tuple[Any, ...]:
         return tuple(
