@@ -62,6 +62,8 @@ def compute_environment(processes: int) -> dict[str, str]:
         "TP_SOCKET_IFNAME": _LOOPBACK,
         "NCCL_SOCKET_IFNAME": _LOOPBACK,
         "NCCL_RAS_ENABLE": "0",  # a monitoring port of its own, which nobody here reads
+        # Sets of strings have the same order on all replicas: a loop over one may call collectives.
+        "PYTHONHASHSEED": seed if (seed := os.environ.get("PYTHONHASHSEED", "0")).isdigit() else "0",
     }
     return environment | import_environment()
 

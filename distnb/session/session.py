@@ -277,6 +277,7 @@ class Session:
             BaseException: The failing replica's own exception; KeyboardInterrupt when the user ended it.
         """
         with self._dispatch.turn():
+            self.settle()  # what earlier calls did belongs to the namespace that the cell gets
             team = self.team(spec)
             self._dispatch.require_ready(team.engines)
             delivery = self.namespace.outgoing(source, team)
