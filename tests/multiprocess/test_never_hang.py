@@ -219,7 +219,10 @@ MISMATCHES = {
         "if distnb.replica_id() == 0:\n    dist.all_reduce(torch.ones(4))\nelse:\n    dist.broadcast(torch.ones(4), 0)",
         ("all_reduce", "broadcast"),
     ),
-    "different shapes": ("dist.all_reduce(torch.ones(4 + distnb.replica_id()))", ("float32[4]", "different collectives")),
+    "different shapes": (
+        "dist.all_reduce(torch.ones(4 + distnb.replica_id()))",
+        ("float32[4]", "different collectives"),
+    ),
     "different dtypes": (
         "dist.all_reduce(torch.ones(4, dtype=torch.float32 if distnb.replica_id() == 0 else torch.int32))",
         ("float32", "int32"),
