@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from distnb.collectives import board, rendezvous, shared_sum, transport
+from distnb.collectives import transport
+from distnb.collectives.forming import Forming, Parts
 from distnb.collectives.operations import GuardedProcessGroup
 from distnb.collectives.process_group import GroupCore
-from distnb.collectives.rendezvous import Card, StoreClient
-from distnb.collectives.replicated import ReplicatedBoard
-from distnb.collectives.transport import Transport
+from distnb.collectives.rendezvous import StoreClient
 from distnb.collectives.world import World
 from distnb.errors import CollectiveError, ProgramAborted
 from distnb.topology import Device, Team
@@ -46,10 +44,8 @@ class Attempt:
             raise ProgramAborted(self._reason)
 
 
-@dataclass
-class _Parts:
-    transport: Transport
-    board: board.Board
+def _nothing() -> None:
+    """No attempt is under way that could be given up."""
 
 
 class Member:
@@ -76,7 +72,7 @@ class Member:
         self.group = self._group(rank, range(self.size), "world", None)
         self.world = World(self.group, HashStore(), self._backend_name, self._backend_config)
         self._names: Counter[str] = Counter()
-        self._subgroups: weakref.WeakSet[GuardedProcessGroup] = weakref.WeakSet()
+        self._subgroups: tuple[weakref.ref[GuardedProcessGroup], ...] = ()
         self._client: StoreClient | None = None
         self._prefix = ""
         self._attempt: Attempt | None = None
@@ -117,7 +113,8 @@ class Member:
         # Unlike torch's, a name is never used twice in a store: not after a destroyed group, nor in a later generation.
         self._names[name] += 1
         made = self._group(ranks.index(self.rank), ranks, f"part/{self.generation}/{name}/{self._names[name]}", parent)
-        self._subgroups.add(made)
+        # Never changed in place: other threads look at it.
+        self._subgroups = (*(each for each in self._subgroups if each() is not None), weakref.ref(made))
         return made
 
     # -- forming -----------------------------------------------------------------------------------------------------
@@ -132,59 +129,37 @@ class Member:
             return
         self.suspend()
         self._client, self._prefix, self._attempt, self._timeout_s = client, team.prefix, attempt, timeout_s
-        self.group.connect()
+        self.group.renew()
+        try:
+            self.group.connect()
+        except BaseException:
+            self.suspend()
+            raise
+        for group in self.groups():
+            group.renew()  # the parts connect when they are first used
         self.generation = team.generation
         self.world.set_store(PrefixStore(f"{team.prefix}/user", client.store()))
         self._attempt = None
 
-    def _form(self, group: GroupCore) -> _Parts:
-        client = self._client
-        assert client is not None
-        store = PrefixStore(f"{self._prefix}/{group.label}", client.store())
-        rank, size = group.rank(), group.size()
-        slowly = 0.0
-
-        def check(absent: Callable[[], list[int]] = list) -> None:
-            nonlocal slowly
-            if self._attempt is not None:
-                self._attempt.check()
-            if time.monotonic() > slowly:
-                slowly = time.monotonic() + _PERIOD_S
-                group.check_forming(absent)
-
-        host, memory, descriptor = rendezvous.host(), None, -1
-        if rank == 0:
-            memory, descriptor = board.create_memory(size, shared_sum.nbytes(size))
-        mine = Card(host, os.getpid(), descriptor, str(self.device))
-        try:
-            what = f"the process group of replicas {list(group.replicas)}"
-            cards = rendezvous.meet(store, rank, size, mine, check, timeout_s=self._timeout_s, what=what)
-            local = len({card.host for card in cards}) == 1
-            if local and memory is None:
-                memory = board.open_memory(cards[0].pid, cards[0].board, size, shared_sum.nbytes(size))
-            made = transport.form(
-                store,
-                rank,
-                size,
-                nccl=torch.device(self.device.type, self.device.index) if self._uses_nccl else None,
-                staged=frozenset({"cuda"}) if self.device.type == "cuda" and not self._uses_nccl else frozenset(),
-                local=local,
-                check=check,
-                on_abandon=client.spoil,
-            )
-        finally:
-            group.waited()
-            if descriptor >= 0:
-                os.close(descriptor)  # connected: everyone has opened it by now
-        if local and memory is not None:
-            return _Parts(made, board.Board(memory, rank, size))
-        return _Parts(made, ReplicatedBoard(PrefixStore("board", store), rank, size))
+    def _form(self, group: GroupCore) -> Parts:
+        assert self._client is not None
+        device = torch.device(self.device.type, self.device.index) if self.device.type == "cuda" else None
+        return Forming(
+            group,
+            self._client,
+            self._prefix,
+            str(self.device),
+            nccl=device if self._uses_nccl else None,
+            staged=frozenset({"cuda"}) if device is not None and not self._uses_nccl else frozenset(),
+            give_up=self._attempt.check if self._attempt is not None else _nothing,
+            timeout_s=self._timeout_s,
+        ).run()
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     def groups(self) -> list[GuardedProcessGroup]:
         """The default group and all subgroups."""
-        return [self.group, *self._subgroups]
+        return [self.group, *(group for each in self._subgroups if (group := each()) is not None)]
 
     def suspend(self) -> None:
         """Drop the connections. Never blocks."""
@@ -269,4 +244,5 @@ def _tend(members: Mapping[Any, Member]) -> None:
     while not _stop.wait(_PERIOD_S):
         for member in list(members.values()):
             for group in member.groups():
-                group.tend()
+                with suppress(Exception):  # this thread must live; what is wrong is raised where somebody waits
+                    group.tend()

@@ -24,6 +24,9 @@ __all__ = ["Formed", "GroupCore"]
 _ABORT_GRACE_S = 0.5
 _FAILED_GRACE_S = 3.0
 _EXIT_GRACE_S = 1.0
+_NOT_CONNECTED = (
+    "This process group belongs to a team of replicas that is not the one that runs now, or to a generation that ended."
+)
 
 
 class Formed(Protocol):
@@ -78,6 +81,7 @@ class GroupCore(GroupIdentity):
         self._open: dict[int, Any] = {}
         self._watched: set[Any] = set()
         self._failed_since: float | None = None
+        self._destroyed = False
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -86,15 +90,20 @@ class GroupCore(GroupIdentity):
         self._ready()
 
     def reset(self) -> None:
-        """Forget the connections; the next operation makes new ones, for a new generation. Never blocks."""
+        """Forget the connections; every operation is refused until `renew`. Never blocks."""
         transport, opened, watched = self._transport, self._open, self._watched
         self.epoch += 1
         self._transport = self._ledger = self._shared = None
         self._open, self._watched = {}, set()
-        self.failure, self._failed_since = None, None
+        self.failure, self._failed_since = CollectiveError(_NOT_CONNECTED), None
         if transport is not None:
             transport.abort()
             transport.release(lambda: not _under_way(opened, watched))
+
+    def renew(self) -> None:
+        """The next operation connects again, for a new generation; unless the group was destroyed."""
+        if not self._destroyed:
+            self.failure = None
 
     def fail(self, error: BaseException, end_transport: bool = True) -> None:
         """End every operation under way, and all later ones until `reset`, with an error. Safe from any thread.
@@ -122,6 +131,7 @@ class GroupCore(GroupIdentity):
     def shutdown(self) -> None:
         """What torch calls to end a group that is no longer used; others may still be in their last operation."""
         transport, opened, watched = self._transport, self._open, self._watched
+        self._destroyed = True
         self.failure = self.failure or CollectiveError("The process group was destroyed. Make a new one.")
         self._transport = self._ledger = None
         if transport is not None:

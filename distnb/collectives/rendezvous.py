@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from distnb.errors import CollectiveError
 
-__all__ = ["Card", "StoreClient", "host", "meet"]
+__all__ = ["Card", "StoreClient", "all_agree", "host", "meet"]
 
 _CONNECT_S = 60.0
 
@@ -115,20 +115,40 @@ def meet(
     Raises:
         CollectiveError: Somebody did not come in time.
     """
-    store.set(f"card/{rank}", json.dumps(asdict(card)))
-    keys = [f"card/{other}" for other in range(size)]
+    began = time.monotonic()
 
-    def absent() -> list[int]:
-        return [other for other, key in enumerate(keys) if not store.check([key])]
-
-    began, pause = time.monotonic(), 0.0002
-    while not store.check(keys):
+    def look(absent: Callable[[], list[int]]) -> None:
         check(absent)
         if timeout_s is not None and time.monotonic() - began > timeout_s:
             missing = ", ".join(map(str, absent()))
             raise CollectiveError(
                 f"Rank {rank} waited {timeout_s:g} s for {what}; these of {size} ranks did not come: {missing}."
             )
+
+    told = _exchange(store, "card", rank, size, json.dumps(asdict(card)), look)
+    return [Card(**json.loads(each)) for each in told]
+
+
+def all_agree(
+    store: Store, rank: int, size: int, agrees: bool, check: Callable[[Callable[[], list[int]]], None]
+) -> bool:
+    """Whether every replica says yes. All learn the same."""
+    return all(each == b"yes" for each in _exchange(store, "agrees", rank, size, "yes" if agrees else "no", check))
+
+
+def _exchange(
+    store: Store, name: str, rank: int, size: int, value: str, check: Callable[[Callable[[], list[int]]], None]
+) -> list[bytes]:
+    """Leave a value in the store and wait for everyone's, in rank order."""
+    store.set(f"{name}/{rank}", value)
+    keys = [f"{name}/{other}" for other in range(size)]
+
+    def absent() -> list[int]:
+        return [other for other, key in enumerate(keys) if not store.check([key])]
+
+    pause = 0.0002
+    while not store.check(keys):
+        check(absent)
         time.sleep(pause)
         pause = min(2 * pause, 0.01)
-    return [Card(**json.loads(store.get(key))) for key in keys]
+    return [store.get(key) for key in keys]
