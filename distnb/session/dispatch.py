@@ -119,10 +119,6 @@ class Dispatch:
             self._supervisor.interrupt(outcome.program)
         return bool(pending)
 
-    def pump(self) -> None:
-        """Take in the replies that have come, without waiting."""
-        self._read(timeout_ms=0)
-
     def engine_replaced(self, engine: int) -> None:
         """A new process has taken this engine's place."""
         self._lose()  # the old one's end may not have been read yet, when no program waited for it

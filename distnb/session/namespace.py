@@ -23,7 +23,6 @@ from distnb.topology import Team
 from distnb.values import DistributedValues, Mirrored, structure
 from distnb.wire.bindings import Delivery, Effects, SpaceKey
 from distnb.wire.graph import Side
-from distnb.wire.messages import ObjectId
 
 __all__ = ["NotebookNamespace"]
 
@@ -114,10 +113,6 @@ class NotebookNamespace:
     def result(self, team: Team, program: int, replies: Mapping[int, Effects]) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
         return self.take_in_call(self._space(team.engines), dict(replies))
-
-    def freed(self) -> tuple[ObjectId, ...]:
-        """Objects whose last handle is gone; deliveries tell the engines themselves, so there are none left to tell."""
-        return ()
 
     def failed(self, payload: Delivery) -> None:
         """A call's effects will not come: it failed, or could not be sent. What it may have changed is sent again.

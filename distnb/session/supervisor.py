@@ -90,10 +90,6 @@ class Supervisor:
         """The user asks for a program's end."""
         self._do(lambda: self._advance(lambda now: self._state.interrupted(program, now)))
 
-    def fail(self, program: int, reason: str) -> None:
-        """The notebook's side found that a program cannot go on."""
-        self._do(lambda: self._advance(lambda now: self._state.failed(program, reason, now)))
-
     def engine_died(self, engine: int, pid: int, exit_status: str) -> None:
         """The cluster's watcher saw a process end."""
         self._do(lambda: self._bury(Died(engine, pid, exit_status)))

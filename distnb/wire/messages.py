@@ -73,7 +73,6 @@ class CallFunction:
     Attributes:
         method: The method's name; "" calls the first argument with the others, in cross-replica context.
         payload: Pickled `(args, kwargs)`, made by session.travel; opened by engine.travel.
-        free: Ids of objects whose last handle is gone.
     """
 
     program: int
@@ -82,7 +81,6 @@ class CallFunction:
     method: str
     payload: Any
     delivery: Any = None
-    free: tuple[ObjectId, ...] = ()
 
 
 @dataclass(frozen=True)
