@@ -177,13 +177,11 @@ class DoubleWorld:
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `strategy.run` from an ordinary cell does with the namespace."""
-        payload, delivery = self.namespace.outgoing_call((function, args, kwargs), {}, self.team)
+        delivery = self.namespace.outgoing_call((function, args, kwargs), {}, self.team)
         effects = {}
         for replica, namespace in enumerate(self.namespaces):
             with self.engines[replica].active():
-                (engine_function, engine_args, engine_kwargs), _ = namespace.open_call(
-                    self._send(payload), delivery, replica
-                )
+                (engine_function, engine_args, engine_kwargs), _ = namespace.open_call(self._send(delivery), replica)
                 own = structure.select((engine_args, engine_kwargs), replica)
                 result = structure.map_structure(
                     lambda leaf, replica=replica: (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import zmq
-from zmq.eventloop.zmqstream import ZMQStream
+from tornado.ioloop import IOLoop
 
 from distnb import strategies
 from distnb.collectives import groups
@@ -34,6 +34,7 @@ from distnb.values.structure import select
 from distnb.wire import codec
 from distnb.wire.channel import Link
 from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell
+from distnb.wire.shorthand import CallReader, ReplyWriter
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -85,6 +86,8 @@ class Agent:
             on_shutdown=lambda: os._exit(0),
             pipes=pipes,
         )
+        self._calls, self._replies = CallReader(), ReplyWriter()
+        self._serving = False
         self._executor = Executor(engine, shell, self._control)
         self._handlers: dict[type, Callable[[Any, int], Reply]] = {
             RunCell: self._run_cell,
@@ -107,9 +110,11 @@ class Agent:
         )
         self._control.start()
         self._control.emit(hello, urgent=True)
-        self._stream = ZMQStream(self._programs.socket)
-        self._stream.on_recv(self._on_message, copy=False)
+        # No ZMQStream: its bookkeeping costs as much as a small program.
+        loop = IOLoop.current()
+        loop.add_handler(self._programs.socket.fileno(), self._serve_programs, loop.READ)
         self._programs.send(hello)
+        loop.add_callback(self._serve_programs)
 
     def _running(self) -> tuple[int, int] | None:
         return self._control.running
@@ -119,15 +124,25 @@ class Agent:
 
     # -- programs --------------------------------------------------------------------------------------------------
 
-    def _on_message(self, frames: list[zmq.Frame]) -> None:
-        message: Program | None = codec.decode([frame.buffer for frame in frames])
-        # A pipelined sender has more underway; taking it here saves a turn of the event loop for each.
-        while message is not None:
-            self._programs.send(self.perform(message))
-            # Only now: destructors of what a failed cell held may take seconds (a DataLoader waits for its workers).
-            self._failure = None
-            message = self._programs.receive()
-        # The stream asks the socket for events once more when this returns, so none is missed.
+    def _serve_programs(self, *event: Any) -> None:
+        """Run every program that has arrived.
+
+        The descriptor is edge-triggered: it tells of what comes after the socket was last found empty, and so the
+        last thing here is to find it empty.
+        """
+        if self._serving:
+            return  # user code runs the event loop: the loop below goes on when that program has ended
+        self._serving = True
+        try:
+            while (message := self._programs.receive()) is not None:
+                self._programs.send(self._replies.write(self.perform(self._calls.read(message))))
+                # Only now: what a failed cell held may take seconds to end (a DataLoader waits for its workers).
+                self._failure = None
+        except BaseException:
+            IOLoop.current().add_callback(self._serve_programs)  # more may wait, and nothing else would tell
+            raise
+        finally:
+            self._serving = False
 
     def perform(self, message: Program) -> Reply:
         """Run one program to its end and describe how it ended. Never raises."""
@@ -195,7 +210,7 @@ class Agent:
     def _call(self, message: CallFunction, replica: int) -> Reply:
         def body() -> Any:
             self._join(message.team, replica)
-            args, kwargs = self._namespace.open_call(message.payload, message.delivery, replica)
+            args, kwargs = self._namespace.open_call(message.delivery, replica)
             groups.program_began(message.program)
             strategy = strategies.resolve(message.strategy)
             with spmd.results_left_to_caller():

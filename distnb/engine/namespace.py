@@ -86,9 +86,9 @@ class EngineNamespace:
             self._environment = None
         self._delivery = delivery
 
-    def open_call(self, payload: Delivery, delivery: Any, replica: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def open_call(self, delivery: Delivery, replica: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Open the delivery of a call. Returns its arguments; `close_call` ends what this began."""
-        self.open(payload, replica)
+        self.open(delivery, replica)
         args, kwargs = self._arguments
         self._arguments = None
         self._call = self.begin("")

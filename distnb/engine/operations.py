@@ -44,7 +44,7 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
     if spectator or message.operation in _TRANSFERS:
         namespace.open(delivery, replica)
         return None if spectator else _TRANSFERS[message.operation](namespace, space, request)
-    args, kwargs = namespace.open_call(delivery, None, replica)
+    args, kwargs = namespace.open_call(delivery, replica)
     target = _follow(_object(space, message.target), request.path)
     if message.operation == "list":
         items = list(target)

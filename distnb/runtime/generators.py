@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
-import struct
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from ctypes import c_char
+from ctypes import string_at
 from typing import Any
 
 import torch
+
+from distnb.wire.twisters import NumpyTwister, PythonTwister, bits_memory
 
 __all__ = ["CudaStream", "NumpyStream", "PythonStream", "Stream", "TorchStream"]
 
@@ -85,6 +84,7 @@ class TorchStream(Stream):
         self.key = 0
         self._generator = torch.default_generator
         self._marks = _mark_is_safe()
+        self._raw_shared = b""
 
     def read(self) -> torch.Tensor:
         return self._generator.get_state()
@@ -99,16 +99,21 @@ class TorchStream(Stream):
     def switch(self, replica_id: int) -> bool:
         """What `enter` does for the others. Returns whether the replica's stream began anew."""
         state = self._generator.get_state()
-        renew = replica_id != self._replica_id or self._shared is None or not torch.equal(state, self._shared)
+        renew = replica_id != self._replica_id or self._shared is None or _raw(state) != self._raw_shared
         if renew:
             self._replica_id = replica_id
             if self._marks:
                 state = _unmarked(state)
-            self.key = _fold(state.numpy().tobytes(), replica_id)
+            self.key = _fold(_raw(state), replica_id)
             self._own = self.derive(self.key)
             self._shared = _marked(state) if self._marks else state
+            self._raw_shared = _raw(self._shared)
         self._generator.set_state(self._own)
         return renew
+
+
+def _raw(state: torch.Tensor) -> bytes:
+    return string_at(state.data_ptr(), state.numel())
 
 
 _MARK_AT = slice(-8, None)
@@ -164,110 +169,53 @@ class CudaStream(Stream):
         return self._generator.clone_state().manual_seed(seed).get_state().numpy().tobytes()
 
 
-_STATE_NBYTES = 2500  # a Mersenne Twister: 624 words, and an index before or after them
-
-
 class PythonStream(Stream):
-    """The `random` module's generator.
-
-    Its state as a tuple of 625 integers costs 9 µs to swap; as memory, a fraction of one. Whether the memory is laid
-    out as expected is tried out once; if not, the tuples are used.
-    """
+    """The `random` module's generator."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._generator: random.Random = random._inst
-        self._memory = _memory_of(self._generator)
+        self._twister = PythonTwister()
         self._scratch = random.Random(0)
-        self._scratch_memory = _memory_of(self._scratch)
+        self._scratch_twister = PythonTwister(self._scratch)
 
     def read(self) -> Any:
-        if self._memory is None:
-            return self._generator.getstate()
-        return self._memory.raw, self._generator.gauss_next  # type: ignore[attr-defined]
+        return self._twister.read() if self._twister.works else random.getstate()
 
     def write(self, state: Any) -> None:
-        if self._memory is None:
-            self._generator.setstate(state)
+        if self._twister.works:
+            self._twister.write(state)
         else:
-            self._memory.raw, self._generator.gauss_next = state  # type: ignore[attr-defined]
+            random.setstate(state)
 
     def derive(self, seed: int) -> Any:
         self._scratch.seed(seed)
-        return self._scratch.getstate() if self._memory is None else (self._scratch_memory.raw, None)
-
-
-def _memory_of(generator: random.Random) -> Any:
-    """The state as memory, or None where an interpreter lays it out in another way."""
-    if sys.implementation.name != "cpython" or random.Random.__basicsize__ < object.__basicsize__ + _STATE_NBYTES:
-        return None
-    memory = (c_char * _STATE_NBYTES).from_address(id(generator) + object.__basicsize__)
-    words = struct.unpack("=i624I", memory.raw)
-    return memory if (*words[1:], words[0]) == generator.getstate()[1] else None
+        return self._scratch_twister.read() if self._twister.works else self._scratch.getstate()
 
 
 class NumpyStream(Stream):
-    """NumPy's legacy global generator; its memory is used as that of `random` is, with the same precaution."""
+    """NumPy's legacy global generator."""
 
     def __init__(self) -> None:
         super().__init__()
         import numpy as np
 
         self._random = np.random
-        self._bit_generator: Callable[[], Any] = np.random.get_bit_generator  # type: ignore[attr-defined]
-        self._generator = np.random.mtrand._rand
-        self._cached_normal_at = _cached_normal_at(np.random)
-        self._bits: Any = None
-        self._memory: Any = None
-        self._normal: Any = None
+        self._twister = NumpyTwister()
         self._scratch = np.random.RandomState(np.random.MT19937(0))
-        self._scratch_memory = (c_char * _STATE_NBYTES).from_address(_bits_address(self._scratch))
-
-    def _attach(self) -> bool:
-        """Find the memory; False where there is none, or a user has set another kind of bit generator."""
-        bits = self._bit_generator()
-        if bits is not self._bits:
-            self._bits, self._memory = bits, None
-            if self._cached_normal_at is not None and type(bits) is self._random.MT19937:
-                self._memory = (c_char * _STATE_NBYTES).from_address(bits.ctypes.state_address)
-                self._normal = (c_char * 16).from_address(id(self._generator) + self._cached_normal_at)
-        return self._memory is not None
+        self._scratch_memory = bits_memory(self._scratch._bit_generator)
 
     def read(self) -> Any:
-        if self._attach():
-            return self._memory.raw, self._normal.raw
-        return pickle.dumps(self._generator.get_state(legacy=False))
+        return self._twister.read() if self._twister.works else pickle.dumps(self._random.get_state(legacy=False))
 
     def write(self, state: Any) -> None:
-        if isinstance(state, tuple) and self._attach():
-            self._memory.raw, self._normal.raw = state
+        if isinstance(state, tuple) and self._twister.works:
+            self._twister.write(state)
         else:
-            self._generator.set_state(pickle.loads(state))
+            self._random.set_state(pickle.loads(state))
 
     def derive(self, seed: int) -> Any:
-        if self._attach():
+        if self._twister.works:
             self._scratch.seed([seed & 0xFFFFFFFF, seed >> 32])
             return self._scratch_memory.raw, bytes(16)
-        kind = type(self._bit_generator())
+        kind = type(self._random.get_bit_generator())  # type: ignore[attr-defined]
         return pickle.dumps(self._random.RandomState(kind(seed)).get_state(legacy=False))
-
-
-def _bits_address(generator: Any) -> int:
-    return int(generator._bit_generator.ctypes.state_address)
-
-
-def _cached_normal_at(numpy_random: Any) -> int | None:
-    """Where, in a RandomState, the flag and the value of the cached normal are; None if they are not found."""
-    probe = numpy_random.RandomState(1)
-    memory = (c_char * type(probe).__basicsize__).from_address(id(probe))
-    bits = (c_char * _STATE_NBYTES).from_address(_bits_address(probe))
-    words = probe.get_state()
-    if bits.raw != struct.pack("=624Ii", *map(int, words[1]), words[2]):
-        return None
-    probe.standard_normal()
-    cached = struct.pack("=qd", 1, probe.get_state()[4])
-    at = memory.raw.find(cached)
-    if at < 0 or memory.raw.find(cached, at + 1) >= 0:
-        return None
-    probe.standard_normal()
-    return at if memory.raw[at : at + 4] == bytes(4) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from distnb.session.supervision import GiveUpOn
 from distnb.session.supervisor import Supervisor
 from distnb.wire.channel import receive_from, send_to
 from distnb.wire.messages import Died, Reply
+from distnb.wire.shorthand import CallWriter, ReplyReader
 
 __all__ = ["Dispatch", "Outcome"]
 
@@ -73,6 +75,8 @@ class Dispatch:
         self._interrupts = Interrupts()
         self._poller.register(self._interrupts.fd, zmq.POLLIN)
         self._dead: dict[int, str] = {}
+        self._writer = CallWriter()
+        self._readers: defaultdict[int, ReplyReader] = defaultdict(ReplyReader)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -85,20 +89,17 @@ class Dispatch:
         self.latest = next(self._numbers)
         return self.latest
 
-    def send(self, program: int, messages: dict[int, Any], *, quiet: bool = True) -> Outcome:
-        """Send a program to its engines, one message each, and do not wait.
+    def send(self, program: int, engines: tuple[int, ...], message: Any, *, quiet: bool = True) -> Outcome:
+        """Send a program to its engines, and do not wait.
 
         Raises:
             EngineDied, ReplicaStuck: An engine cannot take it; nothing was sent to any.
         """
-        self.require_ready(messages)
-        outcome = self._pending[program] = Outcome(program, tuple(messages), quiet=quiet)
-        self._supervisor.program_began(program, messages)
-        for engine, message in messages.items():
-            try:
-                send_to(self._socket, engine, message)
-            except zmq.ZMQError:
-                pass  # it died this moment: its pidfd tells, and the wait hears of it
+        self.require_ready(engines)
+        outcome = self._pending[program] = Outcome(program, engines, quiet=quiet)
+        self._supervisor.program_began(program, engines)
+        # If one died this moment, its pidfd tells, and the wait hears of it.
+        send_to(self._socket, engines, self._writer.write(message))
         return outcome
 
     def wait(self, outcome: Outcome) -> Outcome:
@@ -123,6 +124,7 @@ class Dispatch:
         """A new process has taken this engine's place."""
         self._lose()  # the old one's end may not have been read yet, when no program waited for it
         self._dead.pop(engine, None)
+        self._readers.pop(engine, None)
 
     def close(self) -> None:
         """Free what is not the switchboard's."""
@@ -134,7 +136,8 @@ class Dispatch:
             self._lose()
         if self._interrupts.fd in ready:
             self._interrupts.drain()
-        for engine, reply in receive_from(self._socket):
+        for engine, message in receive_from(self._socket):
+            reply = self._readers[engine].read(message)
             if not isinstance(reply, Reply):
                 continue  # a hello: the control channel has told it
             outcome = self._pending.get(reply.program)

@@ -90,15 +90,12 @@ class NotebookNamespace:
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def outgoing_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], team: Team) -> tuple[Delivery, None]:
+    def outgoing_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], team: Team) -> Delivery:
         """What a call of a strategy's method needs.
 
         Args:
             args, kwargs: The method's arguments, functions among them.
             team: Who runs it.
-
-        Returns:
-            What goes into `CallFunction.payload` and `CallFunction.delivery`.
 
         Raises:
             CannotTravelError, StaleHandleError: An argument, or a name that a function reads, cannot be sent.
@@ -108,21 +105,21 @@ class NotebookNamespace:
         arguments: tuple[Any, Any] = (tuple(args), dict(kwargs))
         if structure.has_distributed(arguments):
             arguments = structure.map_structure(_as_argument, arguments)
-        return self.deliver_call(space, arguments), None
+        return self.deliver_call(space, arguments)
 
     def result(self, team: Team, program: int, replies: Mapping[int, Effects]) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
         return self.take_in_call(self._space(team.engines), dict(replies))
 
-    def failed(self, payload: Delivery) -> None:
+    def failed(self, delivery: Delivery) -> None:
         """A call's effects will not come: it failed, or could not be sent. What it may have changed is sent again.
 
         Args:
-            payload: What `outgoing_call` gave for it.
+            delivery: What `outgoing_call` gave for it.
         """
         for space in self._spaces.values():
-            if space.key == payload.space:
-                space.reject(payload.serial)
+            if space.key == delivery.space:
+                space.reject(delivery.serial)
 
     def deliver_call(
         self, space: NotebookSpace, arguments: Any, *, touched: Iterable[DistributedValues] = ()

@@ -21,6 +21,7 @@ from distnb.session.namespace import NotebookNamespace
 from distnb.session.pending import Pending, resolve
 from distnb.session.supervisor import Supervisor
 from distnb.topology import Device, Team
+from distnb.wire.bindings import Delivery
 from distnb.wire.channel import Switchboard
 from distnb.wire.messages import Apply, CallFunction, Hello, ObjectId, RunCell, Status
 
@@ -70,6 +71,7 @@ class Session:
         self._cluster: Cluster | None = None
         self._ended: dict[int, str] = {}
         self._generation = 1
+        self._teams: dict[StrategySpec, Team] = {}
         self._unsettled: list[Pending] = []
         self.namespace = NotebookNamespace(user_ns, self.perform)
         self._owner = os.getpid()
@@ -227,6 +229,9 @@ class Session:
             OptionError: The strategy asks for what the cluster does not have.
             ClusterError: No engine is left.
         """
+        known = self._teams.get(spec)
+        if known is not None and known.generation == self._generation and self._cluster is not None:
+            return known  # every engine that comes or goes makes a new generation
         processes = self._require_cluster().engines
         alive = [engine for engine in sorted(processes) if engine not in self._ended]
         if not alive:
@@ -243,7 +248,9 @@ class Session:
                 )
             chosen = alive[:wanted]
         devices = tuple(processes[engine].device for engine in chosen)
-        return Team(tuple(chosen), devices, self._generation, self._store.host, self._store.port)
+        team = Team(tuple(chosen), devices, self._generation, self._store.host, self._store.port)
+        self._teams[spec] = team
+        return team
 
     def _on_devices(self, devices: tuple[str, ...], alive: list[int]) -> list[int]:
         processes = self._require_cluster().engines
@@ -295,7 +302,7 @@ class Session:
     def _perform(self, program: int, team: Team, message: Any) -> Outcome:
         """Send one message to a whole team, wait for its end, and tell those who listen."""
         self._supervisor.publish(Status(program, "started", team, tuple(map(str, team.devices))))
-        outcome = self._dispatch.wait(self._dispatch.send(program, dict.fromkeys(team.engines, message), quiet=False))
+        outcome = self._dispatch.wait(self._dispatch.send(program, team.engines, message, quiet=False))
         if not outcome.ok:
             self._renew_group(team)
         self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
@@ -318,28 +325,28 @@ class Session:
         with self._dispatch.turn():
             team = self.team(spec)
             program = self._dispatch.number()
-            payload, delivery = self.namespace.outgoing_call(args, kwargs, team)
-            message = CallFunction(program, team, spec, method, payload, delivery)
+            delivery = self.namespace.outgoing_call(args, kwargs, team)
+            message = CallFunction(program, team, spec, method, delivery)
             try:
-                outcome = self._dispatch.send(program, dict.fromkeys(team.engines, message))
+                outcome = self._dispatch.send(program, team.engines, message)
             except BaseException:
-                self.namespace.failed(payload)
+                self.namespace.failed(delivery)
                 raise
             if wait:
-                return self._finish_call(outcome, team, payload)
-            pending = Pending(lambda: self._finish_call(outcome, team, payload))
+                return self._finish_call(outcome, team, delivery)
+            pending = Pending(lambda: self._finish_call(outcome, team, delivery))
             self._unsettled.append(pending)
             if len(self._unsettled) > _MOST_UNSETTLED:
                 resolve(self._unsettled.pop(0))
             return pending
 
-    def _finish_call(self, outcome: Outcome, team: Team, payload: Any) -> Any:
+    def _finish_call(self, outcome: Outcome, team: Team, delivery: Delivery) -> Any:
         with self._dispatch.turn():
             self._dispatch.wait(outcome)
             if outcome.ok:
                 values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
                 return self.namespace.result(team, outcome.program, values)
-            self.namespace.failed(payload)
+            self.namespace.failed(delivery)
             self._renew_group(team)
         raise_failure(outcome, team)
         return None
@@ -379,7 +386,7 @@ class Session:
         with self._dispatch.turn():
             program = self._dispatch.number()
             message = Apply(program, operation, target, payload)
-            outcome = self._dispatch.wait(self._dispatch.send(program, dict.fromkeys(engines, message)))
+            outcome = self._dispatch.wait(self._dispatch.send(program, tuple(engines), message))
         if not outcome.ok:
             self._generation += 1
             processes = self._require_cluster().engines

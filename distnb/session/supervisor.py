@@ -211,7 +211,7 @@ class Supervisor:
 
     def _send(self, engine: int, message: Any) -> None:
         try:
-            send_to(self._control, engine, message)
+            send_to(self._control, (engine,), message)  # an engine that is gone is no news here: its pidfd tells
         except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.ENOTSOCK):
-                raise  # an engine that is gone is no news here: its pidfd tells
+            if error.errno != zmq.ENOTSOCK:
+                raise

@@ -185,6 +185,19 @@ class Effects:
     environment: Environment | None = None
     result: Any = None
 
+    @property
+    def only_result(self) -> bool:
+        """Whether the program did nothing that the notebook must take in, but give a result."""
+        return not (
+            self.names
+            or self.deleted
+            or self.blob is not None
+            or self.changed
+            or self.fresh
+            or self.handles
+            or self.environment is not None
+        )
+
 
 @dataclass(frozen=True)
 class Request:

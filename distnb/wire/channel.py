@@ -6,16 +6,18 @@ each. CURVE encrypts both, and a client whose public key is not the cluster's ge
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from distnb.wire.codec import decode, encode
+from distnb.wire.codec import Frame, decode, encode
 
 __all__ = ["Link", "Switchboard", "receive_from", "send_to"]
 
+# As plain numbers: combining members of an enumeration costs as much as sending.
+_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _COPY_BELOW = 65536  # bytes; larger frames are handed to ZeroMQ without a copy
 
 
@@ -79,21 +81,53 @@ def _bind_loopback(socket: zmq.Socket[bytes], host: str) -> str:
     return f"tcp://{host}:{port}"
 
 
-def send_to(socket: zmq.Socket[bytes], engine: int, message: Any) -> None:
-    """Send a message to one engine. Raises zmq.ZMQError (EHOSTUNREACH) when it is not connected."""
-    frames = [b"%d" % engine, *encode(message)]
-    large = any(memoryview(frame).nbytes >= _COPY_BELOW for frame in frames)
-    socket.send_multipart(frames, copy=not large)
+def send_to(socket: zmq.Socket[bytes], engines: Iterable[int], message: Any) -> list[int]:
+    """Send a message to engines. Returns those that are not connected.
+
+    Raises:
+        zmq.ZMQError: The socket is closed.
+    """
+    frames = encode(message)
+    unreached = []
+    for engine in engines:
+        try:
+            _send(socket, [b"%d" % engine, *frames])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            unreached.append(engine)
+    return unreached
 
 
 def receive_from(socket: zmq.Socket[bytes]) -> Iterator[tuple[int, Any]]:
     """All messages that have arrived, each with the id of its engine. Never blocks."""
     while True:
         try:
-            frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            engine = socket.recv(_NOBLOCK)
         except zmq.Again:
             return
-        yield int(frames[0].bytes), decode([frame.buffer for frame in frames[1:]])
+        yield int(engine), decode(_receive(socket))
+
+
+def _send(socket: zmq.Socket[bytes], frames: list[Frame], *, track: bool = False) -> zmq.MessageTracker | None:
+    """Send frames as one message; large ones without a copy, and then, if asked, with a tracker of their leaving."""
+    large = any(memoryview(frame).nbytes >= _COPY_BELOW for frame in frames)
+    if large:
+        return socket.send_multipart(frames, copy=False, track=track)
+    for frame in frames[:-1]:
+        socket.send(frame, _SNDMORE)
+    socket.send(frames[-1])
+    return None
+
+
+def _receive(socket: zmq.Socket[bytes], flags: int = 0) -> list[Frame]:
+    """The rest of a message: its header, and its buffers without a copy."""
+    frame = socket.recv(flags, copy=False)
+    frames: list[Frame] = [frame.bytes]
+    while frame.more:
+        frame = socket.recv(copy=False)
+        frames.append(frame.buffer)
+    return frames
 
 
 class Link:
@@ -130,19 +164,17 @@ class Link:
 
         A replica goes on to change its tensors in place, so a frame sent without a copy must be gone first.
         """
-        frames = encode(message)
-        large = any(memoryview(frame).nbytes >= _COPY_BELOW for frame in frames)
-        tracker = self.socket.send_multipart(frames, copy=not large, track=large)
-        if large and tracker is not None:
+        tracker = _send(self.socket, encode(message), track=True)
+        if tracker is not None:
             tracker.wait()
 
     def receive(self) -> Any:
         """The next message, or None when there is none yet."""
         try:
-            frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            frames = _receive(self.socket, _NOBLOCK)
         except zmq.Again:
             return None
-        return decode([frame.buffer for frame in frames])
+        return decode(frames)
 
     def close(self) -> None:
         """Close the socket, giving messages on their way one second."""

@@ -70,6 +70,11 @@ class Parcel:
         """Size of all frames in bytes."""
         return sum(memoryview(frame).nbytes for frame in self.frames)
 
+    def inline(self) -> bytes | None:
+        """All of it in one piece, if it is small."""
+        frame, *others = self.frames
+        return bytes(frame) if not others and len(frame) < _INLINE_NBYTES else None
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return Parcel, ([pickle.PickleBuffer(frame) for frame in self.frames],)
 

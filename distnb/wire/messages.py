@@ -72,15 +72,16 @@ class CallFunction:
 
     Attributes:
         method: The method's name; "" calls the first argument with the others, in cross-replica context.
-        payload: Pickled `(args, kwargs)`, made by session.travel; opened by engine.travel.
+        delivery: The namespace's parcel with `(args, kwargs)` in it.
+        slot: Under which number both sides keep it, to say the next one shortly (see `wire.shorthand`).
     """
 
     program: int
     team: Team
     strategy: StrategySpec
     method: str
-    payload: Any
-    delivery: Any = None
+    delivery: Any
+    slot: int | None = None
 
 
 @dataclass(frozen=True)

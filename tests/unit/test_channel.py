@@ -41,7 +41,7 @@ def test_a_message_goes_there_and_back_by_the_engines_id(board: Switchboard, con
     link.send(Hello(5, os.getpid(), "here", "cpu:0"))
     ((engine, hello),) = read(board, 5000)
     assert (engine, hello.host) == (5, "here")
-    send_to(board.program, 5, {"array": np.arange(100_000)})
+    send_to(board.program, (5,), {"array": np.arange(100_000)})
     assert link.socket.poll(5000)
     assert link.receive()["array"][-1] == 99_999
     assert link.receive() is None
@@ -63,9 +63,8 @@ def test_a_client_without_curve_gets_nothing_through(board: Switchboard, context
     assert read(board, 500) == []
 
 
-def test_a_message_to_an_engine_that_is_not_there_is_an_error_and_not_lost_silently(board: Switchboard) -> None:
-    with pytest.raises(zmq.ZMQError, match=r"(?i)unreachable|route"):
-        send_to(board.program, 9, "hello")
+def test_a_message_to_an_engine_that_is_not_there_is_not_lost_silently(board: Switchboard) -> None:
+    assert send_to(board.program, (9,), "hello") == [9]
 
 
 def test_it_listens_on_loopback_only(board: Switchboard) -> None:

@@ -25,7 +25,7 @@ def test_a_message_keeps_its_fields() -> None:
     team = Team((0, 2), (Device("cpu"), Device("cuda", 1)), 3, "127.0.0.1", 4)
     message = CallFunction(9, team, StrategySpec("mirrored"), "run", Parcel([b"abc"]))
     assert decode(encode(message)).team == team
-    assert bytes(decode(encode(message)).payload.frames[0]) == b"abc"
+    assert bytes(decode(encode(message)).delivery.frames[0]) == b"abc"
 
 
 def test_large_buffers_travel_beside_the_header() -> None:

@@ -410,12 +410,12 @@ def test_calls(world: DoubleWorld) -> None:
 
 def test_failed_call_is_taken_back(world: DoubleWorld) -> None:
     here(world, "log = [0]\ndef bad():\n    log.append(1)\n    raise ValueError('no')")
-    payload, _ = world.namespace.outgoing_call((world.notebook.user_ns["bad"],), {}, world.team)
+    delivery = world.namespace.outgoing_call((world.notebook.user_ns["bad"],), {}, world.team)
     for namespace in world.namespaces:
-        (function,), _ = namespace.open_call(world._send(payload), None, 0)
+        (function,), _ = namespace.open_call(world._send(delivery), 0)
         with pytest.raises(ValueError, match="no"):
             function()
-    world.namespace.failed(payload)
+    world.namespace.failed(delivery)
     there(world, "n = len(log)")
     assert world.notebook.user_ns["n"] == 1
 

@@ -13,6 +13,7 @@ import torch
 from distnb.runtime import generators, randomness
 from distnb.runtime.generators import NumpyStream, PythonStream, TorchStream
 from distnb.runtime.randomness import Streams
+from distnb.wire import twisters
 
 
 @pytest.fixture(autouse=True)
@@ -127,8 +128,8 @@ def test_without_the_shortcut_through_memory(kind: Any, monkeypatch: pytest.Monk
         return drawn
 
     quick = numbers(kind())
-    monkeypatch.setattr(generators, "_memory_of", lambda generator: None)
-    monkeypatch.setattr(generators, "_cached_normal_at", lambda module: None)
+    monkeypatch.setattr(twisters, "memory_of", lambda generator: None)
+    monkeypatch.setattr(twisters, "cached_normal_at", lambda module: None)
     slow = numbers(kind())
     assert [quick[0], quick[2], quick[4]] == [slow[0], slow[2], slow[4]]  # the shared ones
     assert quick[1] != quick[3]
