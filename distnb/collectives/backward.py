@@ -20,7 +20,7 @@ import torch.autograd
 
 from distnb.collectives.eager import always_eager
 
-__all__ = ["Listener", "calling_frame", "describe_frame", "listen", "nesting_seen", "stop_listening"]
+__all__ = ["Listener", "calling_frame", "describe_frame", "listen", "name_of", "nesting_seen", "stop_listening"]
 
 _LIBRARIES = tuple(
     str(Path(file).parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent), os.__file__)
@@ -58,11 +58,11 @@ def describe_frame(frame: FrameType | None) -> str:
         return "a library's code"
     filename, line = frame.f_code.co_filename, frame.f_lineno or 0
     text = linecache.getline(filename, line).strip()
-    where = f"{_name_of(filename)}, line {line}"
+    where = f"{name_of(filename)}, line {line}"
     return f"{where}: {text}" if text else where
 
 
-def _name_of(filename: str) -> str:
+def name_of(filename: str) -> str:
     """How people call a file: a cell by its number, where IPython knows it."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and (cell := shell.compile.format_code_name(filename)) is not None:

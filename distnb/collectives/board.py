@@ -17,6 +17,7 @@ from typing import Final, Literal
 
 __all__ = [
     "HEADER_NBYTES",
+    "KEY_NBYTES",
     "RING",
     "SLOT_NBYTES",
     "TEXT_NBYTES",
@@ -39,9 +40,10 @@ _VERDICT_AT: Final = _WAIT_AT + 8 + _WAIT_NBYTES
 _VERDICT_NBYTES: Final = 1024
 HEADER_NBYTES: Final = _VERDICT_AT + 8 + _VERDICT_NBYTES
 SLOT_NBYTES: Final = 256
-# A slot: number, signature, line, chain of lines, program, length of text (each 8 bytes), text.
-_KEY_END: Final = 32
-_FIXED_NBYTES: Final = 48
+# A slot: number, the record's key, program, length of text (each number 8 bytes), text.
+KEY_NBYTES: Final = 40
+_KEY_END: Final = 8 + KEY_NBYTES
+_FIXED_NBYTES: Final = _KEY_END + 16
 TEXT_NBYTES: Final = SLOT_NBYTES - _FIXED_NBYTES
 _TAIL = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<Q")
@@ -71,8 +73,9 @@ class Record:
     """One collective as one replica called it.
 
     Attributes:
-        key: Digests, 8 bytes each: of the signature, the line, and the chain of lines that led there.
-        text: Operation and place for people, with a NUL between.
+        key: Digests, 8 bytes each: of the signature, the line, the chain of lines that led there, and what the call
+            and its callers are about as they are written (see `callsite.CallSite`).
+        text: Operation, place and source text for people, with NULs between.
     """
 
     key: bytes
@@ -90,6 +93,11 @@ class Record:
         return self.key[:8]
 
     @property
+    def bare_line(self) -> bytes:
+        """At which line, whatever was called."""
+        return self.key[8:16]
+
+    @property
     def line(self) -> bytes:
         """What was called, at which line."""
         return self.key[:16]
@@ -97,17 +105,40 @@ class Record:
     @property
     def chain(self) -> bytes:
         """What was called, at which line, from which lines."""
-        return self.key
+        return self.key[:24]
+
+    @property
+    def about(self) -> bytes:
+        """What the call is about, as it is written; zeros if that is not known."""
+        return self.key[24:32]
+
+    @property
+    def chain_about(self) -> bytes:
+        """What the call and those that led to it are about, as they are written; zeros if that is not known."""
+        return self.key[32:40]
+
+    @property
+    def site(self) -> bytes:
+        """The identity of the call site."""
+        return self.key[8:]
 
     @property
     def operation(self) -> str:
         """The operation for people."""
-        return self.text.partition("\0")[0]
+        return self._told(0)
 
     @property
     def place(self) -> str:
         """The place for people."""
-        return self.text.partition("\0")[2]
+        return self._told(1)
+
+    @property
+    def words(self) -> str:
+        """The call as it is written; it may be cut, or empty."""
+        return self._told(2)
+
+    def _told(self, part: int) -> str:
+        return [*self.text.split("\0"), "", ""][part]
 
 
 class Board:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Final
@@ -13,8 +14,12 @@ from typing import Final
 import torch
 
 import distnb
+from distnb.collectives import wording
+from distnb.collectives.backward import name_of
 
-__all__ = ["CallSite", "current"]
+__all__ = ["IDENTITY_NBYTES", "CallSite", "current", "find"]
+
+IDENTITY_NBYTES: Final = 32
 
 _PACKAGE: Final = os.path.dirname(distnb.__file__) + os.sep
 _ENGINE: Final = os.path.join(_PACKAGE, "engine") + os.sep
@@ -38,18 +43,26 @@ class CallSite:
     """A line of the user's program, with the lines that called it.
 
     Attributes:
-        identity: 16 bytes, of which the first half is equal on two replicas if the innermost line is, and the second
-            half if the lines that called it are too.
+        identity: Four times 8 bytes, equal on two replicas if: the innermost line is; the lines that called it are
+            too; what the innermost call is about, as it is written, is; that of its callers is too. The last two are
+            zeros where the source is not at hand.
         text: The innermost line, for people: `train.py, line 12`.
+        words: The innermost call as it is written.
+        file: The innermost line's file, as the code object names it.
+        line: Its number.
     """
 
     identity: bytes
     text: str
+    words: str = ""
+    file: str = ""
+    line: int = 0
 
 
-NOWHERE = CallSite(bytes(16), "a place without Python code")
+NOWHERE = CallSite(bytes(IDENTITY_NBYTES), "a place without Python code")
 _kinds: dict[int, tuple[int, CodeType]] = {}
 _sites: dict[tuple[int, ...], CallSite] = {}
+_by_identity: dict[bytes, CallSite] = {NOWHERE.identity: NOWHERE}
 
 
 def _classify(code: CodeType) -> int:
@@ -90,19 +103,29 @@ def current() -> CallSite:
     return found if found is not None else _describe(tuple(key))
 
 
+def find(identity: bytes) -> CallSite:
+    """The call site of this process with that identity."""
+    return _by_identity.get(identity, NOWHERE)
+
+
 def _describe(key: tuple[int, ...]) -> CallSite:
-    lines = []
-    for known, instruction in zip(key[::2], key[1::2], strict=True):
-        code = _kinds[known][1]
-        lines.append((code.co_filename, _line(code, instruction)))
-    name, number = lines[0]
+    frames = [(_kinds[known][1], instruction) for known, instruction in zip(key[::2], key[1::2], strict=True)]
+    lines = [(code.co_filename, _line(code, instruction)) for code, instruction in frames]
     # Replicas of one script can be started from different folders, but run the same files.
     chain = [f"{os.path.basename(file)}:{line}" for file, line in lines]
-    short = os.path.basename(name) if os.path.sep in name and not name.startswith("<") else name
-    identity = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in (chain[0], "|".join(chain)))
-    site = CallSite(identity, f"{short}, line {number}")
-    _sites[key] = site
+    texts = [wording.words(code, instruction) for code, instruction in frames]
+    about = [wording.subject(text) if text is not None else None for text in texts]
+    identity = _digest(chain[:1]) + _digest(chain) + _digest(about[:1]) + _digest(about)
+    file, line = lines[0]
+    site = CallSite(identity, f"{name_of(file)}, line {line}", texts[0] or "", file, line)
+    _sites[key] = _by_identity[identity] = site
     return site
+
+
+def _digest(parts: Sequence[str | None]) -> bytes:
+    if None in parts:
+        return bytes(8)
+    return hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=8).digest()
 
 
 def _line(code: CodeType, instruction: int) -> int:

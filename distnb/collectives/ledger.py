@@ -8,10 +8,12 @@ give wrong sums. Whoever entered first compares later: at its next collective, o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from distnb.collectives.board import RING, Board, Record
+from distnb.collectives.board import KEY_NBYTES, RING, Board, Record
+from distnb.collectives.crossings import Crossings, combines
 from distnb.errors import CollectiveMismatchError
 
 __all__ = ["Ledger"]
@@ -30,9 +32,10 @@ class Ledger:
     Args:
         board: Where the replicas post.
         replicas: The replica id of each rank of the process group, for messages.
+        warn: Called with the text of a warning and the identity of the call site that it is about.
     """
 
-    def __init__(self, board: Board, replicas: Sequence[int]) -> None:
+    def __init__(self, board: Board, replicas: Sequence[int], warn: Callable[[str, bytes], None] | None = None) -> None:
         self.number = 0
         self.program = 0
         self._board = board
@@ -42,6 +45,7 @@ class Ledger:
         self._known: set[bytes] = set()
         # Places that one of two replicas visited while the other was elsewhere: (peer, who, place) -> first number.
         self._visits: dict[tuple[int, int, bytes], int] = {}
+        self._crossings = Crossings(warn)
 
     def post(self, record: Record) -> int:
         """Number and post a collective that this replica is about to enter.
@@ -115,20 +119,22 @@ class Ledger:
         if posted is not None:
             record, program = posted
             reason = f"{record.operation}, which failed with {type(error).__name__}"
-            self._board.write(number, Record(bytes(24), f"{reason[:120]}\0{record.place}"), program)
+            self._board.write(number, Record(bytes(KEY_NBYTES), f"{reason[:120]}\0{record.place}"), program)
 
     # -- programs --------------------------------------------------------------------------------------------------
 
     def begin(self, program: int) -> None:
         """This replica began a program."""
         self.program = program
+        self._crossings.forget()
         self._board.set_phase(program, "running")
 
     def end(self, failed: bool) -> None:
         """This replica's part of the program ended.
 
         Raises:
-            CollectiveMismatchError: It ended well, and so did another replica's, with fewer or more collectives.
+            CollectiveMismatchError: It ended well, but called something else than another replica, or another number of
+                collectives than one that has ended well too.
         """
         self._board.set_phase(self.program, "failed" if failed else "ended")
         self._board.exchange()
@@ -136,8 +142,8 @@ class Ledger:
             return
         for rank in self._peers:
             program, phase, last = self._board.phase(rank)
+            self._catch_up(rank)
             if program == self.program and phase == "ended":
-                self._catch_up(rank)
                 if last > self.number:
                     self._raise_missing(rank, self._board.me, self.number + 1)
                 if last < self.number:
@@ -215,10 +221,18 @@ class Ledger:
             self._raise(number, rank, mine[0], other[0], "The replicas called different collectives")
         if mine[1] != other[1]:
             self._raise(number, rank, mine[0], other[0], "The replicas are in different cells, one of them late")
+        if mine[0].key == other[0].key or not combines(mine[0]):
+            return
         if mine[0].line != other[0].line:
             self._compare_order(number, mine[0], rank, other[0], lambda record: record.line)
         elif mine[0].chain != other[0].chain:
             self._compare_order(number, mine[0], rank, other[0], lambda record: record.chain)
+        earlier = self._crossings.crossed(number, mine[0], rank, other[0])
+        if earlier is not None:
+            self._raise_swapped(self._board.me, number, rank, earlier, mine[0])
+        if self._board.me == 0:  # of any two replicas that differ, one differs from this one
+            them = functools.partial(self._who_called, number, other[0])
+            self._crossings.suspect(mine[0], self._replicas[0], other[0], them)
 
     def _compare_order(
         self, number: int, mine: Record, rank: int, other: Record, place: Callable[[Record], bytes]
@@ -228,8 +242,6 @@ class Ledger:
         That is fine if each place belongs to one of them (`if rank == 0: … else: …`). A place that both visit, but
         with different numbers, tells of an order that differs, and of sums over unlike things.
         """
-        if mine.operation.startswith("barrier"):
-            return  # nothing is put together there, and taking turns with barriers is a custom
         me = self._board.me
         for record, here, there in ((mine, me, rank), (other, rank, me)):
             # `here` is at this place now; has `there` been at it before, while `here` was elsewhere?
@@ -238,6 +250,10 @@ class Ledger:
                 self._raise_swapped(here, number, there, earlier, record)
         self._visits.setdefault((rank, me, place(mine)), number)
         self._visits.setdefault((rank, rank, place(other)), number)
+
+    def _who_called(self, number: int, record: Record) -> list[int]:
+        posted = [(rank, self._board.read(rank, number)) for rank in self._peers]
+        return [self._replicas[rank] for rank, found in posted if found is not None and found[0].key == record.key]
 
     # -- errors ----------------------------------------------------------------------------------------------------
 
@@ -252,9 +268,9 @@ class Ledger:
     def _raise_swapped(self, here: int, number: int, there: int, earlier: int, record: Record) -> None:
         first, second = sorted([(self._replicas[here], number), (self._replicas[there], earlier)])
         raise CollectiveMismatchError(
-            f"The replicas called their collectives in a different order: {record.operation} at {record.place} was "
-            f"collective number {first[1]} on replica {first[0]} and number {second[1]} on replica {second[0]}, so "
-            f"unlike things were put together. {_ADVICE}"
+            f"The replicas called their collectives in a different order: {record.operation}{_as(record)} at "
+            f"{record.place} was collective number {first[1]} on replica {first[0]} and number {second[1]} on replica "
+            f"{second[0]}, so unlike things were put together. {_ADVICE}"
         )
 
     def _raise_missing(self, present: int, missing: int, number: int) -> None:
@@ -264,3 +280,7 @@ class Ledger:
             f"{self._name(present).capitalize()} called {what} (collective number {number}), but "
             f"{self._name(missing)} finished its program after {number - 1} collectives without calling it. {_ADVICE}"
         )
+
+
+def _as(record: Record) -> str:
+    return f", called as `{record.words}`," if record.words else ""

@@ -43,7 +43,7 @@ def record(key: Key) -> Record:
         return known
     if len(_records) > _MANY:  # shapes that never repeat
         _records.clear()
-    text = f"{describe(key)}\0{site.text}".encode()[:TEXT_NBYTES].decode(errors="ignore")
+    text = f"{describe(key)}\0{site.text}\0{site.words}".encode()[:TEXT_NBYTES].decode(errors="ignore")
     made = Record(_digest(key) + site.identity, text)
     _records[key, site.identity] = made
     return made

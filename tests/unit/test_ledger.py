@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from distnb.collectives.board import RING, Board, Record
+from distnb.collectives.board import KEY_NBYTES, RING, Board, Record
 from distnb.collectives.ledger import Ledger
 from distnb.errors import CollectiveMismatchError
 
 
-def record(operation: str, line: int = 1, chain: str = "") -> Record:
+def record(operation: str, line: int = 1, chain: str = "", about: str = "", chain_about: str = "") -> Record:
     def digest(text: str) -> bytes:
-        return hash(text).to_bytes(8, "little", signed=True)
+        return hash(text).to_bytes(8, "little", signed=True) if text else bytes(8)
 
-    return Record(
-        digest(operation) + digest(f"line {line}") + digest(f"line {line}{chain}"), f"{operation}\0cell, line {line}"
-    )
+    parts = [operation, f"line {line}", f"line {line}{chain}", about, about + chain_about]
+    return Record(b"".join(map(digest, parts)), f"{operation}\0cell, line {line}\0{about and f'f({about})'}")
 
 
-def replicas(size: int = 2) -> list[Ledger]:
+def replicas(size: int = 2, warned: list[str] | None = None) -> list[Ledger]:
+    def warn(text: str, site: bytes) -> None:
+        assert warned is not None, text
+        warned.append(text)
+
     memory = bytearray(Board.nbytes(size))
-    made = [Ledger(Board(memory, rank, size), range(size)) for rank in range(size)]
+    made = [Ledger(Board(memory, rank, size), range(size), warn) for rank in range(size)]
     for each in made:
         each.begin(1)
     return made
@@ -102,6 +105,71 @@ def test_taking_turns_as_the_source_is_fine():
     second.post(record("broadcast(root=0)", 2))
     first.post(record("broadcast(root=1)", 2))
     second.post(record("broadcast(root=1)", 1))
+    first.check()
+
+
+def test_other_arguments_at_other_lines_are_worth_one_warning():
+    warned: list[str] = []
+    ledgers = replicas(4, warned)
+    for _ in range(3):
+        for rank, ledger in enumerate(ledgers):
+            ledger.post(record("all_reduce", rank and 2, about="b" if rank else "a"))
+    for ledger in ledgers:
+        ledger.end(failed=False)
+    assert len(warned) == 1
+    assert "`f(a)` on replica 0 (cell, line 0) and as `f(b)` on replicas 1, 2, 3 (cell, line 2)" in warned[0]
+
+
+def test_the_last_collective_is_compared_at_the_end():
+    warned: list[str] = []
+    first, second = replicas(2, warned)
+    first.post(record("all_reduce", 1, about="a"))
+    second.post(record("all_reduce", 2, about="b"))
+    assert not warned
+    first.end(failed=False)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("operation", ["barrier()", "new_group(cpu)", "broadcast(float32[1], root=0)"])
+def test_where_arguments_differ_for_good_reasons_nothing_is_said(operation):
+    first, second = replicas()
+    first.post(record(operation, 1, about="a"))
+    second.post(record(operation, 2, about="b"))
+    first.check()
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "broadcast(float32[1], root=0)"])
+def test_exchanged_arguments_are_a_different_order(operation):
+    first, second = replicas(warned=[])
+    first.post(record(operation, 1, about="a"))
+    second.post(record(operation, 3, about="b"))
+    first.post(record(operation, 2, about="b"))
+    with pytest.raises(CollectiveMismatchError) as caught:
+        second.post(record(operation, 4, about="a"))
+    assert "called as `f(a)`, at cell, line 4" in str(caught.value)
+    assert "number 1 on replica 0 and number 2 on replica 1" in str(caught.value)
+    with pytest.raises(CollectiveMismatchError, match="different order"):
+        first.check()
+
+
+def test_exchanged_arguments_of_callers_are_a_different_order():
+    first, second = replicas()
+    first.post(record("all_reduce", 1, "from 2", "x", "a"))
+    second.post(record("all_reduce", 1, "from 4", "x", "b"))
+    first.post(record("all_reduce", 1, "from 3", "x", "b"))
+    with pytest.raises(CollectiveMismatchError, match="different order"):
+        second.post(record("all_reduce", 1, "from 5", "x", "a"))
+
+
+def test_names_mean_other_things_in_the_next_program():
+    first, second = replicas(warned=[])
+    first.post(record("all_reduce", 1, about="a"))
+    second.post(record("all_reduce", 3, about="b"))
+    for ledger in (first, second):
+        ledger.end(failed=False)
+        ledger.begin(2)
+    first.post(record("all_reduce", 12, about="b"))
+    second.post(record("all_reduce", 14, about="a"))
     first.check()
 
 
@@ -187,7 +255,7 @@ def test_what_one_finds_all_learn():
 
 def test_long_texts_are_cut():
     board = Board(bytearray(Board.nbytes(2)), 0, 2)
-    long = Record(bytes(24), "x" * 1000 + "\0" + "y" * 1000)
+    long = Record(bytes(KEY_NBYTES), "x" * 1000 + "\0" + "y" * 1000)
     board.write(1, long, 5)
     found = board.read(0, 1)
     assert found is not None

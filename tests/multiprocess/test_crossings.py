@@ -1,0 +1,165 @@
+"""Equal collectives at different lines: a different order is found, lines of one's own are fine, doubt is told."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.kernel import Notebook
+from tests.ranks import Rank, run_ranks
+
+PROLOGUE = """
+import warnings
+import torch.distributed as dist
+from distnb.collectives import groups
+groups.join_from_env()
+first, a, b = dist.get_rank() == 0, torch.ones(4), torch.full((4,), 10.0)
+def reduced(tensor):
+    dist.all_reduce(tensor)
+    return tensor
+def add(tensor):
+    return reduced(tensor)
+told = []
+warnings.showwarning = lambda message, category, file, line, *rest: told.append((str(message), line))
+try:
+    run()
+    groups.program_ended(failed=False)
+    result = ("", "", told)
+except Exception as error:
+    result = (type(error).__name__, str(error), told)
+    groups.program_ended(failed=True)
+"""
+SWAPPED = {
+    "each at its line": """
+    if first:
+        dist.all_reduce(a)
+        dist.all_reduce(b)
+    else:
+        dist.all_reduce(b)
+        dist.all_reduce(a)
+""",
+    "far apart, in a loop, spelled otherwise": """
+    for step in range(3):
+        if first:
+            dist.all_reduce(a, op=dist.ReduceOp.SUM)
+        else:
+            dist.all_reduce( b )
+        dist.all_reduce(torch.ones(3))
+        if first:
+            dist.all_reduce(b)
+        else:
+            dist.all_reduce(tensor=a)
+""",
+    "by callers of one line": """
+    if first:
+        add(a)
+        add(b)
+    else:
+        add(b)
+        add(a)
+""",
+    "broadcasts": """
+    if first:
+        dist.broadcast(a, 0)
+        dist.broadcast(b, 0)
+    else:
+        dist.broadcast(b, 0)
+        dist.broadcast(a, 0)
+""",
+}
+DOUBTFUL = """
+    for step in range(3):
+        if first:
+            dist.all_reduce(a)
+        else:
+            dist.all_reduce(b)
+"""
+FINE = """
+    part = dist.new_group(list(range(dist.get_world_size())))
+    if first:
+        dist.all_reduce(a)
+        works = [dist.all_reduce(b, async_op=True)]
+    else:
+        dist.all_reduce(a)
+        works = [dist.all_reduce(b, async_op=True, group=None)]
+    works[0].wait()
+    if first:
+        dist.broadcast(a + 1, 0)
+        dist.barrier()
+        dist.scatter(a, [b] * dist.get_world_size(), src=0)
+    else:
+        dist.broadcast(b, 0)
+        dist.barrier(group=dist.group.WORLD)
+        dist.scatter(torch.zeros(4), src=0)
+    mine = a if first else b
+    dist.all_reduce(mine)
+    if first:
+        add(torch.zeros(2))
+    else:
+        add(b[:2])
+"""
+
+
+@functools.cache
+def ranks(body: str, size: int) -> list[Rank]:
+    program = PROLOGUE.replace("told = []", f"def run():{body}\ntold = []")
+    return [rank.check() for rank in run_ranks(program, size)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("how", SWAPPED)
+def test_another_order_ends_every_replica(how, size):
+    for rank in ranks(SWAPPED[how], size):
+        name, text, _ = rank.result
+        assert name == "CollectiveMismatchError", rank
+        assert "different order" in text
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_doubt_is_told_once_by_one_replica(size):
+    first, *others = ranks(DOUBTFUL, size)
+    assert not any(each.result[0] or each.result[2] for each in others), others
+    name, _, told = first.result
+    assert not name
+    [(text, line)] = told
+    who = "replica 1 " if size == 2 else "replica"  # those that have come by then
+    assert "`dist.all_reduce(a)` on replica 0 (program.py, line " in text
+    assert f"`dist.all_reduce(b)` on {who}" in text
+    assert f"line {line})" in text
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_lines_of_ones_own_are_fine(size):
+    for rank in ranks(FINE, size):
+        assert rank.result == ("", "", [])
+
+
+@pytest.mark.timeout(120)
+def test_in_a_notebook():
+    cell = """%%distribute mirrored
+def step():
+    context = distnb.get_replica_context()
+    if context.replica_id_in_sync_group == 0:
+        SWAP
+    else:
+        context.all_reduce("sum", b)
+        context.all_reduce("sum", a)
+strategy.run(step)
+"""
+    with Notebook(2) as notebook:
+        notebook.run("import torch, distnb\na, b = torch.ones(3), torch.zeros(3)")
+        one = 'context.all_reduce("sum", a)'
+        other = 'context.all_reduce("sum", b)'
+        ran = notebook.try_run(cell.replace("SWAP", f"{one}\n        {other}"))
+        assert ran.error_name == "CollectiveMismatchError", ran
+        assert other in ran.error_text or one in ran.error_text
+        assert "line 6" in ran.error_text or "line 5" in ran.error_text
+        ran = notebook.run(cell.replace("SWAP", f"{one}\n        {one}")).check()
+        assert ran.stderr.count("UserWarning") == 1
+        assert f"`{one}` on replica 0" in ran.stderr
+        assert f"`{other}` on replica 1" in ran.stderr
+        assert "line 5" in ran.stderr
+        assert "line 8" in ran.stderr
+        ran = notebook.run(cell.replace("SWAP", f"{other}\n        {one}")).check()
+        assert not ran.stderr
