@@ -7,10 +7,8 @@ import multiprocessing
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -27,6 +25,7 @@ from distnb.engine.namespace import EngineNamespace
 from distnb.engine.objects import Objects
 from distnb.engine.output import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.errors import CollectiveMismatchError
+from distnb.input import iterations
 from distnb.runtime import spmd
 from distnb.strategies import live
 from distnb.topology import Device, Team
@@ -148,22 +147,23 @@ class Agent:
         """Run one program to its end and describe how it ended. Never raises."""
         team: Team | None = getattr(message, "team", None)
         replica = team.rank_of(self._engine) if team else 0
-        began = time.monotonic()
         telemetry.program_began()
+        iterations.program_began()
         self._control.program_began(message.program, replica)
         try:
             reply = self._handlers[type(message)](message, replica)
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
             reply = self._failed(message.program, error)
-        reply = replace(reply, seconds=time.monotonic() - began)
+        if reply.status == "ok" and not isinstance(message, RunCell):
+            # The reply itself tells of a call that went well; a wake-up of both control threads would double its cost.
+            self._control.program_ended(None)
+            return reply
         summary = f"{reply.error.type_name}: {reply.error.text}" if reply.error else ""
-        # The reply itself tells of a call that went well; a wake-up of both control threads would double its cost.
-        quiet = reply.status == "ok" and not isinstance(message, RunCell)
-        ended = ProgramEnded(self._engine, message.program, reply.status, summary)
-        self._control.program_ended(None if quiet else ended)
+        self._control.program_ended(ProgramEnded(self._engine, message.program, reply.status, summary))
         return reply
 
     def _failed(self, program: int, error: BaseException, value: Any = None) -> Reply:
+        iterations.program_failed()
         ended = groups.failure()
         if isinstance(ended, CollectiveMismatchError) and type(error) is RuntimeError:
             # C++ (DistributedDataParallel's) waits know no exceptions of ours.

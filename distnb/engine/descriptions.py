@@ -16,7 +16,7 @@ from distnb.wire.bindings import Described, Leaf, Summary
 from distnb.wire.digests import is_array, is_tensor
 from distnb.wire.fingerprints import Fingerprint, fingerprint
 from distnb.wire.graph import GraphPickler, Side, pack_all
-from distnb.wire.immutables import is_importable, is_plain
+from distnb.wire.immutables import SCALARS, is_importable, is_plain
 from distnb.wire.messages import ObjectId
 from distnb.wire.twins import is_value_twin
 
@@ -107,6 +107,8 @@ class Describer:
 
     def tree(self, value: Any, space: Space, serial: int) -> Any:
         """A result's structure with a `Leaf` for each of its leaves."""
+        if type(value) in SCALARS:
+            return Leaf(Described("plain", None, value))
         leaves, shape = structure.flatten(value)
         described = [
             Leaf(self.value(leaf, space, (serial, f"r{index}"), brief=True)) for index, leaf in enumerate(leaves)

@@ -19,6 +19,7 @@ import torch
 from distnb.runtime.placement import torch_device
 from distnb.values.distributed import DistributedValues, PerReplica
 from distnb.values.structure import Spec, flatten, is_immutable, unflatten, unlike_structures
+from distnb.wire.immutables import SCALARS
 
 if TYPE_CHECKING:
     from distnb.collectives.groups import Group
@@ -53,6 +54,8 @@ class Agreement:
             StructureError: Replicas returned different structures.
             DistributedValueError: The function returned a distributed value.
         """
+        if self._left_to_caller and type(result) in SCALARS:
+            return result
         seen = self._seen.setdefault(_code_of(fn), set())
         if type(result) is torch.Tensor and "tensor" in seen:
             return PerReplica.own(group.rank, result, group.size)

@@ -81,6 +81,8 @@ class Arrival:
 
     def confirm(self) -> None:
         """Let the engines know, with the next delivery, that everything was taken in."""
+        if all(effects.only_plain_result for effects in self._effects.values()):
+            return  # they wait for nothing
         self._space.confirmed.append(Confirmation(self._serial, self._nodes, tuple(sorted(self._kept_names))))
 
     def result(self) -> Any:

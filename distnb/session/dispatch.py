@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +45,8 @@ class Outcome:
     @property
     def complete(self) -> bool:
         """Whether every engine replied or is known not to."""
-        return all(engine in self.replies or engine in self.died or engine in self.stuck for engine in self.engines)
+        missing = [engine for engine in self.engines if engine not in self.replies]
+        return not missing or all(engine in self.died or engine in self.stuck for engine in missing)
 
     @property
     def ok(self) -> bool:
@@ -60,6 +60,9 @@ class Dispatch:
     Args:
         socket: The program socket of the switchboard.
         supervisor: Follows every program.
+
+    Attributes:
+        turn: Hold it while a program is made, sent and waited for.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], supervisor: Supervisor) -> None:
@@ -67,7 +70,7 @@ class Dispatch:
         self._supervisor = supervisor
         self._numbers = itertools.count(1)
         self.latest = 0
-        self._turn = threading.RLock()
+        self.turn = threading.RLock()
         self._pending: dict[int, Outcome] = {}
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
@@ -77,12 +80,6 @@ class Dispatch:
         self._dead: dict[int, str] = {}
         self._writer = CallWriter()
         self._readers: defaultdict[int, ReplyReader] = defaultdict(ReplyReader)
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Hold it while a program is made, sent and waited for."""
-        with self._turn:
-            yield
 
     def number(self) -> int:
         """The serial number of the next program."""
@@ -106,7 +103,7 @@ class Dispatch:
         """Wait for a program's end on every engine. An interrupt ends the program, and is told in the outcome."""
         with self._interrupts:
             while not outcome.complete:
-                self._read()
+                self._read(outcome)
                 if self._interrupts.count:
                     self.interrupt()
         self._pending.pop(outcome.program, None)
@@ -130,8 +127,8 @@ class Dispatch:
         """Free what is not the switchboard's."""
         self._interrupts.close()
 
-    def _read(self, timeout_ms: int | None = None) -> None:
-        ready = dict(self._poller.poll(timeout_ms))
+    def _read(self, awaited: Outcome) -> None:
+        ready = dict(self._poller.poll())
         if self._supervisor.lost_fd in ready:
             self._lose()
         if self._interrupts.fd in ready:
@@ -146,6 +143,8 @@ class Dispatch:
                     self._supervisor.replied(engine, reply.program)
                 outcome.replies[engine] = reply
                 outcome.died.pop(engine, None)
+            if outcome is awaited and awaited.complete:
+                return  # to find the socket empty costs as much as to read a reply
 
     def _lose(self) -> None:
         for loss in self._supervisor.lost():

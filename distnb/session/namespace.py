@@ -17,7 +17,7 @@ from distnb.session.modules import ModuleWatch
 from distnb.session.operations import Operations, Perform
 from distnb.session.plans import Plans
 from distnb.session.reads import names_read
-from distnb.session.spaces import Argument, NotebookSpace, Outstanding, Plain
+from distnb.session.spaces import Argument, NotebookSpace, Plain
 from distnb.session.travel import Packer
 from distnb.topology import Team
 from distnb.values import DistributedValues, Mirrored, structure
@@ -103,7 +103,9 @@ class NotebookNamespace:
         space = self._space(team.engines)
         self._give_up(space)
         arguments: tuple[Any, Any] = (tuple(args), dict(kwargs))
-        if structure.has_distributed(arguments):
+        if any(type(value) is not types.FunctionType for value in objects_in(arguments)) and structure.has_distributed(
+            arguments
+        ):
             arguments = structure.map_structure(_as_argument, arguments)
         return self.deliver_call(space, arguments)
 
@@ -141,6 +143,9 @@ class NotebookNamespace:
         else:
             packer.luggage.watch.update(dict.fromkeys(plan.watch))
             packer.luggage.handles.update(dict.fromkeys(plan.handles))
+            blob = plan.packed(arguments) if len(objects) == len(functions) and not touched else None
+            if blob is not None:
+                return self._sent(packer.deliver(blob), space)
         by_functions = packer.luggage.copy()
         names = set()
         for value in objects:
@@ -154,14 +159,16 @@ class NotebookNamespace:
         packer.collect(sorted(names))
         delivery = self._send(packer, space, arguments, stale=plan is None or bool(names))
         if plan is None and functions and not names:
-            plans.make(functions, self._version, space, by_functions, packer)
+            plan = plans.make(functions, self._version, space, by_functions, packer)
+        if plan is not None and len(objects) == len(functions) and not delivery.updates:
+            plan.keep_packed(arguments, delivery)
         return delivery
 
     def take_in_call(self, space: NotebookSpace, effects: dict[int, Effects], *, with_result: bool = True) -> Any:
         """Take in what a program did, and give its result."""
         serial = next(iter(effects.values())).serial
-        outstanding = space.outstanding.get(serial)
-        watch = outstanding.delivery.watch if outstanding is not None else ()
+        delivery = space.outstanding.get(serial)
+        watch = delivery.watch if delivery is not None else ()
         arrival = Arrival(space, self.user_ns, self.side, self.operations, effects, watch, self._announce)
         result = None
         try:
@@ -311,7 +318,12 @@ class NotebookNamespace:
         delivery = packer.pack(arguments, delete=delete)
         if packer.luggage.bindings or delete:
             self._version += 1
-        space.outstanding[delivery.serial] = Outstanding(delivery, cell)
+        if cell:
+            space.cell = delivery.serial
+        return self._sent(delivery, space)
+
+    def _sent(self, delivery: Delivery, space: NotebookSpace) -> Delivery:
+        space.outstanding[delivery.serial] = delivery
         return delivery
 
     def _stale_names(self, space: NotebookSpace, bindings: Mapping[str, Any]) -> list[str]:
@@ -329,8 +341,9 @@ class NotebookNamespace:
 
     def _give_up(self, space: NotebookSpace) -> None:
         """A cell whose effects have not come by now failed without a word."""
-        for serial in [serial for serial, outstanding in space.outstanding.items() if outstanding.cell]:
-            space.reject(serial)
+        if space.cell in space.outstanding:
+            space.reject(space.cell)
+        space.cell = None
 
 
 def _as_argument(value: Any) -> Any:

@@ -13,8 +13,11 @@ from distnb.session.handles import HANDLES, state_of_handle
 from distnb.session.luggage import Luggage, is_simple_code
 from distnb.session.spaces import NotebookSpace
 from distnb.session.travel import Packer
+from distnb.wire.bindings import Delivery
+from distnb.wire.codec import Parcel
 from distnb.wire.fingerprints import fingerprint
 from distnb.wire.graph import Side
+from distnb.wire.immutables import same
 from distnb.wire.messages import ObjectId
 from distnb.wire.twins import NOT_THERE
 
@@ -36,6 +39,7 @@ class Plan:
         handles: Engine objects that they read, each with what it read and held itself.
         watch: Objects to be compared after the call.
         modules: Modules that they read, each with its spec: a reload makes a new one.
+        arguments, blob: The latest arguments of nothing but functions and plain values, and how they were packed.
     """
 
     version: int
@@ -46,6 +50,39 @@ class Plan:
     handles: dict[ObjectId, Any]
     watch: tuple[ObjectId, ...]
     modules: tuple[tuple[types.ModuleType, Any], ...]
+    arguments: Any = None
+    blob: Parcel | None = None
+
+    def keep_packed(self, arguments: Any, delivery: Delivery) -> None:
+        """Remember how these arguments, functions and plain values, were packed, if nothing in them got an id."""
+        if not delivery.nodes:
+            self.arguments, self.blob = _outline(arguments), delivery.blob
+
+    def packed(self, arguments: Any) -> Parcel | None:
+        """The same arguments, packed earlier; None if they are others."""
+        return self.blob if _fits(self.arguments, arguments) else None
+
+
+def _outline(arguments: Any) -> Any:
+    """Arguments without hold on the functions among them: what those close over must be free to end."""
+    if type(arguments) is tuple:
+        return tuple([_outline(value) for value in arguments])
+    if type(arguments) is dict:
+        return {key: _outline(value) for key, value in arguments.items()}
+    return weakref.ref(arguments) if type(arguments) is types.FunctionType else arguments
+
+
+def _fits(outline: Any, value: Any) -> bool:
+    kind = type(outline)
+    if kind is weakref.ref:
+        return outline() is value
+    if kind is not type(value):
+        return False
+    if kind is tuple:
+        return len(outline) == len(value) and all(map(_fits, outline, value))
+    if kind is dict:
+        return outline.keys() == value.keys() and all(_fits(part, value[key]) for key, part in outline.items())
+    return same(outline, value)
 
 
 class Plans:
@@ -86,14 +123,14 @@ class Plans:
 
     def make(
         self, functions: Sequence[Any], version: int, space: NotebookSpace, luggage: Luggage, packer: Packer
-    ) -> None:
+    ) -> Plan | None:
         """Remember what a call with these functions read, unless it cannot be told cheaply next time."""
         data: list[ObjectId] = []
         code: dict[ObjectId, tuple[Any, ...]] = {}
         for root in luggage.roots:
             identity = space.twins.id_of(root.value)
             if identity is None:
-                return  # a tuple with something mutable in it: always looked at
+                return None  # a tuple with something mutable in it: always looked at
             if is_simple_code(root.value):
                 code[identity] = _parts_of(root.value)
             else:
@@ -102,7 +139,7 @@ class Plans:
         for identity in luggage.handles:
             handle = space.twins.get(identity)
             if not isinstance(handle, HANDLES):
-                return
+                return None
             handles[identity] = _facts_of(handle)
         references = tuple(weakref.ref(function) for function in functions)
         watch = tuple(packer.watched(luggage.roots))
@@ -113,6 +150,7 @@ class Plans:
         self._plans.move_to_end(tuple(map(id, functions)))
         if len(self._plans) > _KEPT:
             self._plans.popitem(last=False)
+        return plan
 
 
 def _parts_of(code: Any) -> tuple[Any, ...]:

@@ -189,7 +189,7 @@ class Session:
             raise OptionError(f"There is no engine {unknown[0]}; the engines are {', '.join(map(str, known))}.")
         if not chosen:
             return ()
-        with self._dispatch.turn():
+        with self._dispatch.turn:
             survivors = tuple(engine for engine in known if engine not in chosen and engine not in self._ended)
             self._supervisor.forget(chosen)
             for engine in chosen:
@@ -283,7 +283,7 @@ class Session:
         Raises:
             BaseException: The failing replica's own exception; KeyboardInterrupt when the user ended it.
         """
-        with self._dispatch.turn():
+        with self._dispatch.turn:
             self.settle()  # what earlier calls did belongs to the namespace that the cell gets
             team = self.team(spec)
             self._dispatch.require_ready(team.engines)
@@ -322,7 +322,7 @@ class Session:
         Returns:
             What the replicas returned, regrouped; tensors and other objects stay where they are, behind handles.
         """
-        with self._dispatch.turn():
+        with self._dispatch.turn:
             team = self.team(spec)
             program = self._dispatch.number()
             delivery = self.namespace.outgoing_call(args, kwargs, team)
@@ -341,7 +341,7 @@ class Session:
             return pending
 
     def _finish_call(self, outcome: Outcome, team: Team, delivery: Delivery) -> Any:
-        with self._dispatch.turn():
+        with self._dispatch.turn:
             self._dispatch.wait(outcome)
             if outcome.ok:
                 values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
@@ -383,7 +383,7 @@ class Session:
         Returns:
             The operation's value by engine.
         """
-        with self._dispatch.turn():
+        with self._dispatch.turn:
             program = self._dispatch.number()
             message = Apply(program, operation, target, payload)
             outcome = self._dispatch.wait(self._dispatch.send(program, tuple(engines), message))

@@ -17,22 +17,9 @@ from distnb.wire.immutables import same
 from distnb.wire.messages import ObjectId
 from distnb.wire.twins import Twins
 
-__all__ = ["MISSING", "Argument", "NotebookSpace", "Outstanding", "Plain", "distributed_types"]
+__all__ = ["MISSING", "Argument", "NotebookSpace", "Plain", "distributed_types"]
 
 MISSING: Any = object()
-
-
-@dataclass(frozen=True)
-class Outstanding:
-    """A program that was sent and whose effects have not come.
-
-    Attributes:
-        delivery: What it came with.
-        cell: It is a cell: nothing else runs until its effects are taken in.
-    """
-
-    delivery: Delivery
-    cell: bool
 
 
 class Argument:
@@ -56,6 +43,8 @@ class NotebookSpace:
         environment: What the engines' environment is.
         ended: The engines were restarted or stopped.
         sources: File names whose text the engines have.
+        outstanding: Deliveries of programs whose effects have not come, by serial.
+        cell: The serial of the one that is a cell's: nothing else runs until its effects are taken in.
     """
 
     key: SpaceKey
@@ -70,7 +59,8 @@ class NotebookSpace:
     confirmed: list[Confirmation] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
     renamed: dict[ObjectId, ObjectId] = field(default_factory=dict)
-    outstanding: dict[int, Outstanding] = field(default_factory=dict)
+    outstanding: dict[int, Delivery] = field(default_factory=dict)
+    cell: int | None = None
 
     @functools.cached_property
     def rules(self) -> dict[type, Callable[[Any], Any]]:
@@ -127,10 +117,9 @@ class NotebookSpace:
 
         What it brought, and what it may have changed, is sent again.
         """
-        lost = self.outstanding.pop(serial, None)
-        if lost is None:
+        delivery = self.outstanding.pop(serial, None)
+        if delivery is None:
             return
-        delivery = lost.delivery
         self.confirmed[:0] = delivery.confirmed
         self.rejected += [*delivery.rejected, serial]
         self.renamed = {**delivery.renamed, **self.renamed}

@@ -16,7 +16,7 @@ from distnb.session.handles import HANDLES, state_of_handle
 from distnb.session.luggage import Luggage, Root, is_simple_code, made_for_call, shape_of
 from distnb.session.modules import ModuleWatch
 from distnb.session.refusals import explain
-from distnb.session.spaces import MISSING, Argument, NotebookSpace, distributed_types
+from distnb.session.spaces import MISSING, Argument, NotebookSpace
 from distnb.wire.bindings import Delivery, pack_indexes
 from distnb.wire.codec import Parcel
 from distnb.wire.digests import is_array, is_tensor
@@ -66,7 +66,7 @@ class Packer:
         self._modules = modules
         self._announce = announce
         self._in_call = in_call
-        self._rules: dict[type, Callable[[Any], Any]] = dict.fromkeys(distributed_types(), self._stand_in)
+        self._rules = space.rules
         self.luggage = Luggage()
         self._seen: set[int] = set()
         self._done: set[str] = set()
@@ -179,9 +179,6 @@ class Packer:
             if isinstance(name, str) and not name.startswith("_") and self._is_user_name(name)
         }
 
-    def _stand_in(self, value: Any) -> Any:
-        return self._space.by_reference(value)
-
     # -- packing ---------------------------------------------------------------------------------------------------
 
     def pack(self, arguments: Any = None, *, delete: Iterable[str] = ()) -> Delivery:
@@ -208,11 +205,6 @@ class Packer:
         blob = Parcel([file.getbuffer(), *pickler.buffers])
         self._note(contents)
         self._tell_of_large(blob.nbytes)
-        environment = capture_environment()
-        changed = environment.since(space.environment)
-        space.environment = environment
-        if changed.generators is not None:
-            changed = replace(changed, generators=with_fresh_seed(changed.generators))
         modules = (
             self._modules.wanted(
                 [value for value in luggage.bindings.values() if isinstance(value, types.ModuleType)],
@@ -223,24 +215,43 @@ class Packer:
         )
         sources = {name: text for name, text in luggage.sources.items() if name not in space.sources}
         space.sources.update(sources)
+        modules = {name: reloads for name, reloads in modules.items() if space.modules.get(name) != reloads}
+        space.modules.update(modules)
+        return self.deliver(blob, updates, pack_indexes(nodes), tuple(delete), sources, modules)
+
+    def deliver(
+        self,
+        blob: Parcel,
+        updates: int = 0,
+        nodes: bytes = b"",
+        delete: tuple[str, ...] = (),
+        sources: dict[str, str] | None = None,
+        modules: dict[str, int] | None = None,
+    ) -> Delivery:
+        """Make the delivery of what was packed, with all that the engines must hear of besides."""
+        space = self._space
+        environment = capture_environment()
+        changed = environment.since(space.environment)
+        space.environment = environment
+        if changed.generators is not None:
+            changed = replace(changed, generators=with_fresh_seed(changed.generators))
         delivery = Delivery(
             space.key,
             self._serial,
             blob,
             updates,
-            pack_indexes(nodes),
-            tuple(delete),
+            nodes,
+            delete,
             tuple(space.confirmed),
             tuple(space.rejected),
             dict(space.renamed),
-            self._release(),
+            self._release() if space.twins.released else (),
             tuple(self.watched(self.luggage.roots)),
             tuple(self._compared_handles()),
             None if changed.empty else changed,
-            sources,
-            {name: reloads for name, reloads in modules.items() if space.modules.get(name) != reloads},
+            sources or {},
+            modules or {},
         )
-        space.modules.update(modules)
         space.confirmed.clear()
         space.rejected.clear()
         space.renamed.clear()

@@ -198,6 +198,11 @@ class Effects:
             or self.environment is not None
         )
 
+    @property
+    def only_plain_result(self) -> bool:
+        """Whether, besides, the engine keeps nothing of it."""
+        return self.only_result and type(self.result) is Leaf and self.result.described.kind == "plain"
+
 
 @dataclass(frozen=True)
 class Request:

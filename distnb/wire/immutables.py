@@ -42,6 +42,9 @@ ATOMS: frozenset[type] = frozenset(
 )
 """Types whose instances are immutable through and through (modules stand for themselves: they travel by name)."""
 
+SCALARS = frozenset({type(None), bool, int, float})
+"""The smallest of them: what most calls return that return a plain value."""
+
 _TORCH_ATOMS = ("dtype", "device", "Size", "layout", "memory_format")
 _LARGEST_NBYTES = 1 << 16  # a larger string or tuple is worth keeping on the other side instead of sending it again
 
@@ -60,10 +63,10 @@ def is_plain(value: Any) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    if isinstance(value, enum.Enum | pathlib.PurePath):
-        return True
-    if isinstance(value, type | types.FunctionType):
+    if isinstance(value, (types.FunctionType, type)):
         return is_importable(value)
+    if isinstance(value, (enum.Enum, pathlib.PurePath)):
+        return True
     if isinstance(value, types.BuiltinFunctionType):
         return value.__self__ is None or isinstance(value.__self__, types.ModuleType | type)
     torch = sys.modules.get("torch")

@@ -123,7 +123,6 @@ class Reply:
     status: Literal["ok", "error", "aborted", "interrupted"]
     error: ErrorReport | None = None
     value: Any = None
-    seconds: float = 0.0
 
 
 # -- control channel, notebook to engine -------------------------------------------------------------------------

@@ -13,12 +13,12 @@ from typing import Any
 
 from distnb.wire.bindings import Confirmation, Delivery, Described, Effects, Leaf
 from distnb.wire.codec import Parcel
+from distnb.wire.immutables import SCALARS
 from distnb.wire.messages import CallFunction, Reply
 
 __all__ = ["CallReader", "CallWriter", "ReplyReader", "ReplyWriter"]
 
 _KEPT = 64
-_BRIEF = (type(None), bool, int, float)
 
 
 class CallWriter:
@@ -107,17 +107,17 @@ class ReplyWriter:
         described = result.described
         if described.kind == "plain":
             value = described.value
-            return (reply.program, effects.serial, None, value, reply.seconds) if type(value) in _BRIEF else reply
+            return (reply.program, effects.serial, None, value) if type(value) in SCALARS else reply
         identity = described.identity
         if described.kind != "object" or described.digest is not None or identity is None or described.holds:
             return reply
         general = replace(described, identity=(0, identity[1]))
         slot = self._slots.get(general)
         if slot is not None:
-            return reply.program, effects.serial, slot, None, reply.seconds
+            return reply.program, effects.serial, slot, None
         if len(self._slots) < _KEPT:
             slot = self._slots[general] = len(self._slots)
-            return reply.program, effects.serial, slot, general, reply.seconds
+            return reply.program, effects.serial, slot, general
         return reply
 
 
@@ -131,7 +131,7 @@ class ReplyReader:
         """The reply that the engine meant."""
         if type(message) is not tuple:
             return message
-        program, serial, slot, what, seconds = message
+        program, serial, slot, what = message
         if slot is None:
             described = Described("plain", None, what)
         else:
@@ -140,4 +140,4 @@ class ReplyReader:
             general = self._kept[slot]
             assert general.identity is not None
             described = replace(general, identity=(serial, general.identity[1]))
-        return Reply(program, "ok", value=Effects(serial, result=Leaf(described)), seconds=seconds)
+        return Reply(program, "ok", value=Effects(serial, result=Leaf(described)))
