@@ -5,31 +5,51 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-__all__ = ["html_table", "human_bytes"]
+__all__ = ["filled_columns", "html_table", "human_bytes"]
 
-_CELL = "padding:1px 14px 1px 0;text-align:{align};border:none;background:none;white-space:nowrap"
+_CELL = "padding:1px 14px 1px 0;text-align:{align};vertical-align:top;border:none;background:none;white-space:{space}"
 
 
-def html_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, numeric: Iterable[int] = ()) -> str:
+def html_table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    numeric: Iterable[int] = (),
+    code: Iterable[int] = (),
+    caption: str = "",
+) -> str:
     """Draw a table.
 
     Args:
         header: Titles of the columns.
         rows: Their cells; text is escaped.
         numeric: Columns that are aligned to the right.
+        code: Columns of texts that may have several lines, with every space of theirs.
+        caption: A line above the table.
     """
-    right = set(numeric)
+    right, exact = set(numeric), set(code)
 
     def cells(tag: str, values: Sequence[object], style: str = "") -> str:
-        styles = [_CELL.format(align="right" if i in right else "left") + style for i in range(len(values))]
+        styles = [
+            _CELL.format(align="right" if i in right else "left", space="pre" if i in exact else "nowrap")
+            + (";font-family:monospace" if i in exact and tag == "td" else "")
+            + style
+            for i in range(len(values))
+        ]
         return "".join(
             f'<{tag} style="{own}">{html.escape(str(value))}</{tag}>' for own, value in zip(styles, values, strict=True)
         )
 
     head = cells("th", header, ";color:#808080;font-weight:normal")
     body = "".join(f'<tr style="background:none">{cells("td", row)}</tr>' for row in rows)
+    above = f'<div style="color:#808080">{html.escape(caption)}</div>' if caption else ""
     style = "border-collapse:collapse;font-size:12px;margin:2px 0"
-    return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'{above}<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def filled_columns(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The columns in which some row has something."""
+    return [i for i in range(len(rows[0])) if any(row[i] for row in rows)] if rows else []
 
 
 def human_bytes(nbytes: int | None) -> str:

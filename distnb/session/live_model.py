@@ -18,7 +18,10 @@ MOST_POINTS = 600
 Point = tuple[float, float, float, float]
 """Step, value, and the least and greatest value of the steps that the point stands for."""
 
-State = Literal["starting", "running", "stopping", "ended", "failed", "died"]
+State = Literal["starting", "running", "stopping", "ended", "stopped", "interrupted", "failed", "died"]
+"""A replica is "stopped" when another one failed, and "interrupted" when the user ended the program."""
+
+_ENDS: dict[str, State] = {"ok": "ended", "error": "failed", "aborted": "stopped", "interrupted": "interrupted"}
 
 _RATE_WINDOW_S = 2.0
 
@@ -140,8 +143,6 @@ class ReplicaRow:
 
     def measured(self, sample: TelemetrySample, steps_before: int, examples_before: int) -> None:
         """Take a sample; what had been counted before the cell is taken off."""
-        if sample.steps < steps_before:
-            steps_before = examples_before = 0  # another process has taken the engine's place
         self.steps, self.examples = sample.steps - steps_before, sample.examples - examples_before
         self.seconds, self.where = sample.seconds, sample.where or self.where
         self.rss_nbytes, self.device_nbytes = sample.rss_nbytes, sample.device_nbytes
@@ -220,7 +221,11 @@ class LiveModel:
                 self._add(event.replica, step, values)
         elif isinstance(event, TelemetrySample):
             row = self._begin_program(event.replica, event.engine, event.program)
-            row.measured(event, *self._counted_before.get(event.engine, (0, 0)))
+            before = self._counted_before.get(event.engine, (0, 0))
+            if event.steps < before[0] or event.examples < before[1]:
+                # Another process has taken the engine's place, and counts from the beginning.
+                before = self._counted_before[event.engine] = (0, 0)
+            row.measured(event, *before)
         elif isinstance(event, Status):
             self._status(event)
         elif isinstance(event, ProgramEnded | Died):
@@ -247,8 +252,11 @@ class LiveModel:
         elif event.state == "stopping":
             self.state, self.text = "stopping", event.text
         else:
-            self.state = "failed" if event.text else "ended"
+            self.state = self._failure() if event.text else "ended"
             self.text = event.text
+
+    def _failure(self) -> State:
+        return "interrupted" if any(row.state == "interrupted" for row in self.rows.values()) else "failed"
 
     def _replica_ended(self, event: ProgramEnded | Died) -> None:
         for row in self.rows.values():
@@ -256,7 +264,7 @@ class LiveModel:
                 if isinstance(event, Died):
                     row.state, row.where = "died", event.exit_status
                 else:
-                    row.state = "failed" if event.status == "error" else "ended"
+                    row.state = _ENDS[event.status]
         if isinstance(event, ProgramEnded) and event.status == "error" and not self.text:
             self.text = event.summary
 
@@ -302,7 +310,7 @@ class LiveModel:
         """The cell ended."""
         self.ended_at = now
         if failed:
-            self.state = "failed"
+            self.state = self._failure()
         elif self.state in ("starting", "running"):
             self.state = "ended"
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING
 
+from distnb.session.html_table import filled_columns, html_table
+
 if TYPE_CHECKING:
     from distnb.session.handles import RemoteState
 
 __all__ = ["as_html", "as_text"]
 
 _UNASSIGNED = "<unassigned>"
-_LOST = "<lost: its engine was restarted>"
+_LOST = "<lost: its engine has ended>"
+_HEADER = ("replica", "type", "shape", "dtype", "device", "value")
 
 
 def as_text(state: RemoteState, size: int, *, mirrored: bool) -> str:
@@ -52,13 +55,20 @@ def _cells(state: RemoteState, replica: int) -> tuple[str, str, str, str, str]:
 
 
 def as_html(state: RemoteState, size: int, *, mirrored: bool) -> str:
-    """The handle as a table with a row per replica."""
+    """The handle as a table: a row per replica, or one row where all have the same."""
     if state.space.ended:
         return f"<pre>{html.escape(as_text(state, size, mirrored=mirrored))}</pre>"
-    rows = []
-    for replica in range(size):
-        cells = "".join(f"<td><code>{html.escape(cell)}</code></td>" for cell in _cells(state, replica))
-        rows.append(f"<tr><th>{replica}</th>{cells}</tr>")
-    head = "".join(f"<th>{word}</th>" for word in ("replica", "type", "shape", "dtype", "device", "value"))
-    title = "Mirrored" if mirrored else "PerReplica"
-    return f"<table><caption>{title}</caption><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    rows = [(str(replica), *_cells(state, replica)) for replica in range(size)]
+    title = "PerReplica"
+    if mirrored:
+        title = f"Mirrored on {size} replica{'s' * (size != 1)}"
+        rows = [("", *rows[0][1:])] if len({row[1:] for row in rows}) == 1 else rows
+    rows = [(row[0], row[1].rsplit(".", 1)[-1], *row[2:]) for row in rows]
+    columns = filled_columns(rows)
+    return html_table(
+        [_HEADER[i] for i in columns],
+        [[row[i] for i in columns] for row in rows],
+        numeric=[columns.index(i) for i in columns if _HEADER[i] == "replica"],
+        code=[columns.index(i) for i in columns if _HEADER[i] == "value"],
+        caption=title,
+    )

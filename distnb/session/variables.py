@@ -49,12 +49,18 @@ def _row(name: str, state: RemoteState, devices: Mapping[int, str], *, mirrored:
     return VariableRow(
         name=name,
         kind="mirrored" if mirrored else "per replica",
-        type_name=state.type_name.rsplit(".", 1)[-1],
+        type_name=_type_name(state),
         shape=" | ".join(shapes),
         dtype=" | ".join(dtypes),
-        devices=_grouped(where),
+        devices=_grouped(where) or "notebook",
         nbytes=sum(size for size in sizes if size is not None) if sizes and None not in sizes else None,
     )
+
+
+def _type_name(state: RemoteState) -> str:
+    """The class of the object; components that are plain values are told from the values."""
+    values = [*(fact.value for fact in state.facts.values() if fact.summary is None), *state.local.values()]
+    return type(values[0]).__name__ if values and state.type_name == "object" else state.type_name.rsplit(".", 1)[-1]
 
 
 def _nbytes(shape: str, dtype: str) -> int | None:

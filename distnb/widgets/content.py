@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from distnb.session.html_table import html_table, human_bytes
+from distnb.session.html_table import filled_columns, html_table, human_bytes
 from distnb.session.live_model import Line, LiveModel
 from distnb.widgets.picture import as_image, picture, short_number
 
 __all__ = ["Table", "head_text", "plain_summary", "replica_table", "static_html"]
+
+
+_COLORS = {"failed": "#ef4444", "died": "#ef4444", "stopping": "#ca8a04", "interrupted": "#ca8a04"}
+"""Of the dot beside a cell's status, where not all is well."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,14 @@ def replica_table(model: LiveModel) -> Table:
         ("memory", True, [human_bytes(row.rss_nbytes) for row in rows]),
         ("on device", True, [human_bytes(row.device_nbytes) for row in rows]),
         *((name, True, [short_number(row.values.get(name)) for row in rows]) for name in own[:4]),
-        ("at", False, [row.where if row.state in ("running", "stopping", "died", "failed") else "" for row in rows]),
+        ("at", False, [row.where if row.state != "ended" else "" for row in rows]),
     ]
-    kept = [column for column in columns if any(column[2])]
+    cells = list(zip(*(column[2] for column in columns), strict=True))
+    kept = filled_columns(cells)
     return Table(
-        tuple(column[0] for column in kept),
-        tuple(zip(*(column[2] for column in kept), strict=True)),
-        tuple(i for i, column in enumerate(kept) if column[1]),
+        tuple(columns[i][0] for i in kept),
+        tuple(tuple(row[i] for i in kept) for row in cells),
+        tuple(at for at, i in enumerate(kept) if columns[i][1]),
     )
 
 
@@ -75,14 +80,14 @@ def static_html(model: LiveModel, now: float) -> str:
 
     Nothing in it needs a kernel, a script or trust.
     """
-    color = {"failed": "#ef4444", "died": "#ef4444", "stopping": "#ca8a04"}.get(model.state, "#808080")
+    color = _COLORS.get(model.state, "#808080")
     parts = [
         f'<div style="font-size:13px"><span style="color:{color}">●</span> {_escaped(head_text(model, now))}</div>'
     ]
     svg = picture(model)
     if svg:
         parts.append(as_image(svg, plain_summary(model, now)))
-    if model.curves or model.steps or model.state in ("failed", "died"):
+    if model.curves or model.steps or model.state in _COLORS:
         table = replica_table(model)
         if table.rows:
             parts.append(html_table(table.header, table.rows, numeric=table.numeric))

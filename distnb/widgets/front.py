@@ -76,7 +76,13 @@ class Front:
         if session is self._session:
             return
         self._unsubscribe()
-        self._session, self._unsubscribe = session, lambda: None
+        with self._lock:
+            # The next session counts its programs from one again: none of them may be taken for an earlier one's.
+            self._drain()
+            self._of_program.clear()
+            self._counted.clear()
+            self._boundary = session.latest_program if session is not None else 0
+            self._session, self._unsubscribe = session, lambda: None
         if session is not None:
             self._unsubscribe = session.events.subscribe(self.take)
             self._replicas = len(session.status())
@@ -130,12 +136,16 @@ class Front:
             if self._current is not None:
                 self._guarded(lambda view: view.flush(self._clock()), self._current)
 
+    def catch_up(self) -> None:
+        """Show all that the replicas have written so far; calls end without waiting for it."""
+        session = self._session
+        if session is not None and session.alive and session.latest_program > self._boundary:
+            session.flush_events()
+        self.flush()
+
     def end_cell(self, *, failed: bool) -> None:
         """The cell ended."""
-        session = self._session
-        if session is not None and session.latest_program > self._boundary:
-            # Calls end without waiting for what the replicas wrote meanwhile.
-            session.flush_events()
+        self.catch_up()
         with self._lock:
             self._drain()
             view = self._current

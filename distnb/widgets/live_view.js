@@ -11,7 +11,7 @@ const STYLE = `
 .distnb-live{font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);color:var(--jp-ui-font-color1,inherit);padding:4px 0}
 .distnb-live .status{display:flex;gap:8px;align-items:center}
 .distnb-live .dot{width:9px;height:9px;border-radius:50%;background:#10b981;flex:none}
-.distnb-live .dot.starting,.distnb-live .dot.stopping{background:#eab308}
+.distnb-live .dot.starting,.distnb-live .dot.stopping,.distnb-live .dot.interrupted{background:#eab308}
 .distnb-live .dot.ended{background:#808080}
 .distnb-live .dot.failed,.distnb-live .dot.died{background:#ef4444}
 .distnb-live .dot.running{animation:distnb-pulse 1.4s ease-in-out infinite}

@@ -174,6 +174,14 @@ def test_steps_go_on_over_the_programs_of_a_cell() -> None:
     assert (model.rows[0].steps, model.rows[0].examples) == (3, 48)
 
 
+def test_another_process_in_an_engines_place_counts_from_the_beginning() -> None:
+    model = LiveModel(counted_before={0: (100, 1600)})
+    for steps in range(0, 300, 50):  # past what its predecessor had counted
+        model.feed(TelemetrySample(0, 1, 0, 0.01 * steps, steps, 16 * steps, 10), 0.01 * steps)
+    assert (model.rows[0].steps, model.rows[0].examples) == (250, 4000)
+    assert model.rates()[0] == pytest.approx(100)
+
+
 def test_rates_come_from_what_was_counted() -> None:
     model = started()
     for tick in range(11):
@@ -202,6 +210,18 @@ def test_states() -> None:
     model.end(1.1, failed=True)
     assert model.state == "failed"
     assert model.seconds(99.0) == pytest.approx(1.1)
+
+
+def test_an_interrupted_cell_says_so_and_where_its_replicas_were() -> None:
+    model = started()
+    for replica in (0, 1):
+        model.feed(TelemetrySample(replica, 1, replica, 0.2, 0, 0, 1_000_000, where=f"cell 3, line {replica}"), 0.2)
+        model.feed(ProgramEnded(replica, 1, "interrupted"), 0.3)
+    model.feed(Status(1, "ended", TEAM, text="failed"), 0.4)
+    model.end(0.4, failed=True)
+    assert "· interrupted ·" in head_text(model, 1.0)
+    for part in ("cell 3, line 0", "cell 3, line 1"):
+        assert part in static_html(model, 1.0)
 
 
 def test_the_notebooks_own_points() -> None:
