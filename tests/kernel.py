@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import queue
 import re
 import time
 from collections.abc import Iterator
@@ -116,7 +117,7 @@ class Notebook:
         begin = time.monotonic()
         for kind, content in self.events(message, timeout_s):
             _take(ran, kind, content)
-        reply = self._reply(message)
+        reply = self.reply(message)
         ran.seconds = time.monotonic() - begin
         ran.status = reply["status"]
         if ran.status == "error" and not ran.error_name:
@@ -130,6 +131,24 @@ class Notebook:
     def run(self, source: str, *, timeout_s: float = 60.0) -> Ran:
         """Run a cell that must not fail."""
         return self.try_run(source, timeout_s=timeout_s).check()
+
+    def converse(self, source: str, *answers: str, timeout_s: float = 60.0) -> tuple[Ran, list[str]]:
+        """Run a cell that asks, as `input` and debuggers do. Returns it, and what it asked."""
+        message = str(self._client.execute(source, allow_stdin=True))
+        asked = []
+        for answer in answers:
+            asked.append(self._asked(timeout_s))
+            self._client.input(answer)
+        ran = self.finish(message, source, timeout_s=timeout_s)
+        ran.stdout = _ANSI.sub("", ran.stdout)  # debuggers colour what they show
+        return ran, asked
+
+    def _asked(self, timeout_s: float) -> str:
+        try:
+            return str(self._client.get_stdin_msg(timeout=timeout_s)["content"]["prompt"])
+        except queue.Empty:
+            pids = sorted({self.pid, *processes.children_of_this_run()})
+            raise AssertionError(f"nothing was asked in {timeout_s} s\n{processes.stacks(pids)}") from None
 
     def value(self, expression: str) -> Any:
         """The value of an expression whose repr is a literal."""
@@ -172,15 +191,14 @@ class Notebook:
         raise AssertionError(f"the cell ended before {text!r} came; it wrote {seen!r}")
 
     def _next(self, deadline: float, timeout_s: float) -> dict[str, Any]:
-        import queue
-
         try:
             return dict(self._client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic())))
         except queue.Empty:
             pids = sorted({self.pid, *processes.children_of_this_run()})
             raise AssertionError(f"not done in {timeout_s} s\n{processes.stacks(pids)}") from None
 
-    def _reply(self, message: str) -> dict[str, Any]:
+    def reply(self, message: str) -> dict[str, Any]:
+        """How a cell ended, as the kernel answered."""
         while True:
             reply = self._client.get_shell_msg(timeout=30)
             if reply["parent_header"].get("msg_id") == message:

@@ -246,7 +246,7 @@ class Agent:
         sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)
         self._shell.display_pub = ReplicaDisplayPublisher(engine, control, self._shell.display_pub, parent=self._shell)
         self._shell.user_ns["exit"] = self._shell.user_ns["quit"] = _end_cell
-        builtins.input = _no_input
+        builtins.input, sys.breakpointhook = _no_input, _no_debugger
 
     def _connect_live(self) -> None:
         def sink(values: dict[str, Any]) -> None:
@@ -273,6 +273,13 @@ def _no_input(prompt: object = "") -> str:
     raise RuntimeError(
         f"input({prompt!r}) was called on a replica, and a replica has no keyboard. Ask in an ordinary cell and use "
         "the answer's name in the distributed one."
+    )
+
+
+def _no_debugger(*args: object, **keywords: object) -> None:
+    raise RuntimeError(
+        "breakpoint() was called on a replica, and a replica has no keyboard. Run the same cell under "
+        "%%distribute default: there it runs in the notebook, and breakpoint() and %debug work."
     )
 
 

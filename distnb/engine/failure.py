@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio.base_events
 import os
 import pickle
 import types
@@ -56,6 +57,8 @@ def _users_part(error: BaseException) -> types.TracebackType | None:
         each = each.tb_next
     hidden = (_OWN, _TORCH_DISTRIBUTED) if isinstance(error, DistnbError) else (_OWN,)
     kept = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith(hidden)]
+    if len(kept) > 1 and kept[0].tb_frame.f_code.co_filename == asyncio.base_events.__file__:
+        del kept[0]  # the loop in which a cell awaits
     rebuilt: types.TracebackType | None = None
     for frame in reversed(kept):
         rebuilt = types.TracebackType(rebuilt, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)

@@ -1,15 +1,19 @@
 """Where a distributed cell's text stands in the notebook's cell, and what may not stand in it."""
 
 from __future__ import annotations
+import __future__
 
 import ast
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 
 from IPython.core.inputtransformer2 import make_tokens_by_line
 
 from distnb.errors import OptionError
 
-__all__ = ["check_no_nested_magic", "insert_after_future_imports", "padded"]
+__all__ = ["cell_magics", "check_no_nested_magic", "check_syntax", "insert_after_future_imports", "padded"]
+
+_FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
 def padded(raw_cell: str, line: str, body: str) -> str:
@@ -37,21 +41,52 @@ def check_no_nested_magic(body: str, first_line: int) -> None:
     Raises:
         OptionError: There is one; the text names it and its line.
     """
-    if "%%" not in body:
+    for name, line in cell_magics(body.splitlines(keepends=True)):
+        cure = (
+            f"Write %%{name} in the line above %%distribute."
+            if name in ("time", "timeit", "capture", "prun")
+            else f"Put what %%{name} does into a cell of its own."
+        )
+        raise OptionError(
+            f"%%{name} in line {line + first_line - 1} is a cell magic within a distributed cell, and only one can "
+            f"have the cell. {cure}"
+        )
+
+
+def cell_magics(lines: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """The cell magics in a text, each with its line number; what only looks like one, within a string, is none.
+
+    Args:
+        lines: The text, with line ends.
+    """
+    if not any(line.startswith("%%") for line in lines):
         return
-    for tokens in make_tokens_by_line(body.splitlines(keepends=True)):
+    for tokens in make_tokens_by_line(list(lines)):
         visible = [token for token in tokens if token.string.strip()]
         if len(visible) > 2 and [token.string for token in visible[:2]] == ["%", "%"] and visible[0].start[1] == 0:
-            name, line = visible[2].string, visible[0].start[0] + first_line - 1
-            cure = (
-                f"Write %%{name} in the line above %%distribute."
-                if name in ("time", "timeit", "capture", "prun")
-                else f"Put what %%{name} does into a cell of its own."
-            )
-            raise OptionError(
-                f"%%{name} in line {line} is a cell magic within a distributed cell, and only one can have the cell. "
-                f"{cure}"
-            )
+            yield visible[2].string, visible[0].start[0]
+
+
+def check_syntax(text: str, filename: str, flags: int) -> None:
+    """Find a syntax error before anything is sent, and before a cluster is started for it.
+
+    Args:
+        text: The cell, IPython's own syntax already made Python's.
+        filename: What the error is to name.
+        flags: The shell's compiler's. Only those of `from __future__` imports in earlier cells count: another one
+            says that a cell may be incomplete.
+
+    Raises:
+        SyntaxError: With the line that it is about.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the replicas warn
+            compile(text, filename, "exec", flags & _FUTURE | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as error:
+        lines = text.splitlines()
+        if not error.text and error.lineno is not None and error.lineno <= len(lines):
+            error.text = lines[error.lineno - 1]
+        raise
 
 
 def insert_after_future_imports(lines: Sequence[str], statement: str) -> list[str]:

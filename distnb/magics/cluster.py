@@ -103,13 +103,11 @@ class ClusterMagic:
         self._start(found.count, found.devices, found.oversubscribe)
 
     def _start(self, count: int | None, devices: Any, oversubscribe: bool) -> Session:
-        with _Progress(self._shell, "Starting engines …") as tell:
-            session = sessions.start(count, devices, oversubscribe=oversubscribe, on_progress=tell.say)
-            self._front.attach(session)
-            rows = session.status()
-            tell.say(
-                f"{_count(len(rows), 'engine')} ready: {', '.join(f'{row.engine} on {row.device}' for row in rows)}."
-            )
+        tell = _Progress(self._shell)
+        session = sessions.start(count, devices, oversubscribe=oversubscribe, on_progress=tell.say)
+        self._front.attach(session)
+        rows = session.status()
+        tell.say(f"{_count(len(rows), 'engine')} ready: {', '.join(f'{row.engine} on {row.device}' for row in rows)}.")
         return session
 
     def stop(self, line: str) -> None:
@@ -137,10 +135,10 @@ class ClusterMagic:
             raise OptionError("%distnb restart: give the engines' numbers, or --missing, not both.")
         session = self._session()
         chosen = tuple(int(word) for word in found.engines) or None
-        with _Progress(self._shell, "Restarting engines …") as tell:
-            replaced = session.restart(chosen, missing=found.missing, on_progress=tell.say)
-            who = ", ".join(map(str, replaced))
-            tell.say(f"{_count(len(replaced), 'engine')} replaced: {who}." if replaced else "No engine is missing.")
+        tell = _Progress(self._shell)
+        replaced = session.restart(chosen, missing=found.missing, on_progress=tell.say)
+        who = ", ".join(map(str, replaced))
+        tell.say(f"{_count(len(replaced), 'engine')} replaced: {who}." if replaced else "No engine is missing.")
 
     def status(self, line: str) -> None:
         """`%distnb status`."""
@@ -239,30 +237,23 @@ class ClusterMagic:
 class _Progress:
     """A line that is replaced as a start goes on; in a terminal each stand is a line of its own."""
 
-    def __init__(self, shell: InteractiveShell, text: str) -> None:
+    def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self._name = f"distnb-{uuid.uuid4().hex[:12]}"
-        self._said = text
+        self._said = ""
         self._notebook = hasattr(shell, "kernel")
 
-    def __enter__(self) -> _Progress:
-        self._publish(self._said, update=False)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return
-
     def say(self, text: str) -> None:
-        """Replace the line."""
-        if text != self._said:
-            self._said = text
-            self._publish(text, update=True)
-
-    def _publish(self, text: str, *, update: bool) -> None:
+        """Show the line, or replace it."""
+        text = text[:1].upper() + text[1:]
+        if text == self._said:
+            return
         if self._notebook:
-            self._shell.display_pub.publish({"text/plain": text}, transient={"display_id": self._name}, update=update)
+            publish = self._shell.display_pub.publish
+            publish({"text/plain": text}, transient={"display_id": self._name}, update=bool(self._said))
         else:
             print(text, flush=True)
+        self._said = text
 
 
 def _count(number: int, thing: str) -> str:

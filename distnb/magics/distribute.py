@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import OptionError
-from distnb.magics.cell_text import check_no_nested_magic, padded
+from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded
 from distnb.magics.local_cell import StrategyName
-from distnb.magics.presenting import presented
+from distnb.magics.presenting import presented, without_frames
 from distnb.magics.request import Request, read_request
 from distnb.options import StrategySpec
 
@@ -65,11 +66,14 @@ class CellRunner:
         if request.local:
             self._run_here(request, cell, source)
         else:
+            filename = self._filename()
+            with without_frames(self._shell):
+                check_syntax(self._transformed(source), filename, self._shell.compile.flags)
             with presented():
                 self._ensure(request)
                 self._name.bind(request)
                 self._front.name_cell(request.word)
-                self._run(source, request.spec, self._filename(), in_scope=False)
+                self._run(source, request.spec, filename, in_scope=False)
 
     def run_in_scope(self, source: str, spec: StrategySpec, filename: str) -> None:
         """Run the body of a top-level `with strategy.scope():` on the replicas."""
@@ -80,18 +84,29 @@ class CellRunner:
         session = self._ensure(None)
         self._front.attach(session)
         try:
-            session.run_cell(source, spec, filename=filename, label=self._label(), in_scope=in_scope)
+            session.run_cell(source, spec, filename=filename, label=self._label(filename), in_scope=in_scope)
         finally:
             # All that the replicas wrote stands in the cell before its error does.
             self._front.flush()
 
-    def _filename(self) -> str:
-        """What the notebook's debugger and tracebacks call the running cell."""
-        raw = self._raw_cell
-        return str(self._shell.compile.get_code_name(raw, raw, self._shell.execution_count))
+    def _transformed(self, source: str) -> str:
+        """Python's syntax for IPython's, line for line; IPython itself would strip empty lines at the top."""
+        return "\n" * (len(source) - len(source.lstrip("\n"))) + str(self._shell.transform_cell(source))
 
-    def _label(self) -> str:
-        return f"Cell In[{self._shell.execution_count}]"
+    def _filename(self) -> str:
+        """What the notebook's debugger and tracebacks call the running cell: its frame is below all others'."""
+        found, frame = "", sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if self._shell.compile.format_code_name(frame.f_code.co_filename) is not None:
+                found = frame.f_code.co_filename
+        raw = self._raw_cell
+        return found or str(self._shell.compile.get_code_name(raw, raw, self._shell.execution_count))
+
+    def _label(self, filename: str) -> str:
+        """`Cell In[3]`. IPython's counter may be one further already."""
+        name = self._shell.compile.format_code_name(filename)
+        return " ".join(name) if name is not None else f"Cell In[{self._shell.execution_count}]"
 
     def _run_here(self, request: Request, cell: str, source: str) -> None:
         """A local cell that did not come through the input transformer: the magic was called as a function."""

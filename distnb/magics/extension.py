@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb import session as sessions
 from distnb.magics import tracebacks
+from distnb.magics.breakpoints import Breakpoints
 from distnb.magics.cluster import ClusterMagic
 from distnb.magics.completion import Completion, warm_up
 from distnb.magics.distribute import CellRunner
@@ -13,6 +14,7 @@ from distnb.magics.local_cell import LocalCells, StrategyName
 from distnb.magics.presenting import presented
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.runtime import choice
+from distnb.session import failures
 from distnb.session.live_model import VariableRow
 from distnb.session.remote import Remote
 from distnb.strategies import live
@@ -45,6 +47,7 @@ class Extension:
         self._local = LocalCells(shell, self.front, self._name)
         self._scope = ScopeTransformer()
         self._dispatch = ScopeDispatch(self._runner.run_in_scope)
+        self._breakpoints = Breakpoints()
         self._completion = Completion(shell, self._cluster.commands)
         self._depth = 0
 
@@ -61,11 +64,13 @@ class Extension:
         tracebacks.install(shell)
         shell.events.register("pre_run_cell", self._before)
         shell.events.register("post_run_cell", self._after)
+        failures.before_raising.append(self.front.catch_up)
         live.sink = self.front.live
         self.front.variables = self._variables
         sessions.on_change.append(self._follow)
         self._follow(sessions.current())
         # The cell that loads the extension may go on to use it.
+        self._breakpoints.choose()
         self.front.begin_cell()
         warm_up()
 
@@ -75,11 +80,13 @@ class Extension:
         self._local.remove()
         shell.ast_transformers[:] = [each for each in shell.ast_transformers if each is not self._scope]
         self._completion.remove()
+        self._breakpoints.restore()
         tracebacks.remove(shell)
         shell.events.unregister("pre_run_cell", self._before)
         shell.events.unregister("post_run_cell", self._after)
         for kind, name in (("line", "distnb"), ("cell", "distribute")):
             shell.magics_manager.magics[kind].pop(name, None)
+        failures.before_raising.remove(self.front.catch_up)
         live.sink = None
         sessions.on_change.remove(self._follow)
         if sessions.current() is None:
@@ -115,6 +122,7 @@ class Extension:
         # %%capture and others run a cell within a cell; what it shows is the outer one's.
         self._depth += 1
         if self._depth == 1:
+            self._breakpoints.choose()
             self._runner.cell_begins(info.raw_cell or "")
             self.front.begin_cell()
 

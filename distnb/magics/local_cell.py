@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb import session as sessions
 from distnb.errors import OptionError
-from distnb.magics.cell_text import check_no_nested_magic, insert_after_future_imports
+from distnb.magics.cell_text import cell_magics, check_no_nested_magic, insert_after_future_imports
 from distnb.magics.presenting import presented
 from distnb.magics.request import Request, read_request
 
@@ -93,11 +93,10 @@ class LocalCells:
         """Transform a cell; called by IPython for every cell, also for completions."""
         if not any(line.startswith("%%distribute") for line in lines):
             return lines
-        first = next((i for i, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), None)
-        if first is None or not (match := _MAGIC.match(lines[first].rstrip())):
-            return lines
-        if first > 0:
-            return [f"get_ipython().{_MISPLACED}({first + 1})\n"]
+        match = _MAGIC.match(lines[0].rstrip())
+        if match is None:
+            misplaced = _misplaced(lines)
+            return [f"get_ipython().{_MISPLACED}({misplaced})\n"] if misplaced else lines
         line = match["line"] or ""
         try:
             request = read_request(line, self._shell.user_ns)
@@ -125,12 +124,19 @@ class LocalCells:
         self._copies.close()
 
     def complain(self, line: int) -> None:
-        """What a cell does that has a comment above its magic line."""
+        """What a cell does that has something above its magic line."""
         with presented():
             raise OptionError(
                 f"%%distribute must be the first line of its cell, and here it is line {line}: IPython reads a cell "
-                "magic nowhere else. Move the comment below it."
+                "magic nowhere else. Move what stands above it below it, or into a cell of its own. Nothing was run."
             )
+
+
+def _misplaced(lines: list[str]) -> int:
+    """The line of a `%%distribute` that is not the cell's first; 0 if there is none, or another cell magic has it."""
+    if lines[0].startswith("%%"):
+        return 0
+    return next((line for name, line in cell_magics(lines) if name == "distribute"), 0)
 
 
 def _text_of(filename: str) -> str:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
+from typing import TYPE_CHECKING
 
 from distnb.errors import DistnbError
 
-__all__ = ["presented"]
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["presented", "without_frames"]
 
 
 @contextmanager
@@ -34,3 +38,14 @@ def _render_plainly(error: BaseException) -> None:
 
     # IPython asks the exception itself how it wants to be shown.
     error._render_traceback_ = MethodType(render, error)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def without_frames(shell: InteractiveShell) -> Iterator[None]:
+    """Let a syntax error of the user's text look as in any cell: the line and what is wrong with it, no frames."""
+    try:
+        yield
+    except SyntaxError as error:
+        lines = shell.SyntaxTB.structured_traceback(type(error), error)
+        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+        raise

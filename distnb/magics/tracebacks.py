@@ -14,18 +14,19 @@ if TYPE_CHECKING:
 
 __all__ = ["install", "remove", "users_part"]
 
+_KINDS = (DistnbError, SyntaxError)
 _OWN = os.path.dirname(os.path.abspath(distnb.__file__)) + os.sep
 
 
 def install(shell: InteractiveShell) -> None:
     """Show distnb's errors in this shell without distnb's frames. Another extension's handler is left alone."""
     if not shell.custom_exceptions:
-        shell.set_custom_exc((DistnbError,), _show)
+        shell.set_custom_exc(_KINDS, _show)
 
 
 def remove(shell: InteractiveShell) -> None:
     """Take the handler away."""
-    if shell.custom_exceptions == (DistnbError,):
+    if shell.custom_exceptions == _KINDS:
         shell.set_custom_exc((), None)
 
 
@@ -33,6 +34,9 @@ def _show(
     shell: Any, kind: type[BaseException], error: BaseException, traceback: Any, tb_offset: int | None = None
 ) -> Any:
     own = getattr(error, "_render_traceback_", None)
+    if own is None and isinstance(error, SyntaxError):
+        shell.showtraceback((kind, error, traceback), tb_offset=tb_offset, running_compiled_code=True)
+        return None
     trimmed = users_part(traceback)
     text = (
         own()

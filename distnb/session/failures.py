@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -11,7 +12,10 @@ from distnb.session.dispatch import Outcome
 from distnb.topology import Team
 from distnb.wire.messages import ErrorReport, Reply
 
-__all__ = ["raise_failure"]
+__all__ = ["before_raising", "raise_failure"]
+
+before_raising: list[Callable[[], None]] = []
+"""Called before an error of replicas is raised: what they wrote is to stand above its traceback."""
 
 _MISMATCH = f"{CollectiveMismatchError.__module__}.{CollectiveMismatchError.__qualname__}"
 
@@ -34,6 +38,8 @@ def raise_failure(outcome: Outcome, team: Team) -> None:
     """
     if outcome.ok and not outcome.interrupted:
         return
+    for call in before_raising:
+        call()
     if outcome.interrupted:
         raise _Interrupted(_others(outcome, team, None) or "every replica ended its part")
     failed = [engine for engine, reply in outcome.replies.items() if reply.status == "error"]

@@ -38,6 +38,7 @@ class ReplaySession:
             SimpleNamespace(engine=i, device=f"cpu:{i}", state="idle", pid=0, host="") for i in range(self.replicas)
         )
 
+    alive = True
     latest_program = property(lambda self: self._programs)
 
     def flush_events(self) -> bool:

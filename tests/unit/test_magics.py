@@ -149,6 +149,50 @@ def test_a_cell_reaches_the_session_with_its_line_numbers(shell: InteractiveShel
     assert text == "[0-1] hello\n[0] I am 0\n[1] I am 1\n"
 
 
+def test_a_cell_is_named_as_the_notebook_numbers_it(shell: InteractiveShell, session: ReplaySession) -> None:
+    for number in (1, 2):
+        with capture_output():
+            shell.run_cell("%%distribute mirrored\n# replay: lines\n", store_history=True)
+        assert session.cells[-1][2]["label"] == f"Cell In[{number}]"
+
+
+def test_the_next_clusters_output_stands_in_its_own_cell(shell: InteractiveShell, session: ReplaySession) -> None:
+    for _ in range(3):
+        assert "[0-1] hello" in run(shell, "%%distribute mirrored\n# replay: lines\n")[1]
+    install(2)  # counts its programs from one again
+    for _ in range(3):
+        assert "[0-1] hello" in run(shell, "%%distribute mirrored\n# replay: lines\n")[1]
+
+
+def test_a_syntax_error_is_found_before_a_cluster_is_started(
+    shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "start", lambda *_, **__: pytest.fail("a cluster was started"))
+    for body, line, message in (
+        ("x = (1\n", "x = (1", "'(' was never closed"),
+        ("x = 1\nreturn x\n", "return x", "'return' outside function"),
+    ):
+        result, text = run(shell, f"%%distribute mirrored\n{body}")
+        assert isinstance(result.error_in_exec, SyntaxError)
+        assert f":{result.error_in_exec.lineno}\n    {line}\n" in text
+        assert text.count(message) == 1
+        assert "Traceback" not in text
+        assert "distnb/" not in text
+
+
+def test_ipythons_own_syntax_is_no_syntax_error(shell: InteractiveShell, session: ReplaySession) -> None:
+    assert run(shell, "%%distribute mirrored\n# replay: lines\n%time x = 1\nawait x\n!ls\n")[0].success
+
+
+def test_other_syntax_errors_look_as_ever(shell: InteractiveShell) -> None:
+    source = "exec('x = (1')"
+    _, ours = run(shell, source)
+    unload_ipython_extension(shell)
+    _, theirs = run(shell, source)
+    load_ipython_extension(shell)
+    assert ours == theirs
+
+
 def test_line_numbers_under_another_magic() -> None:
     body = "a\nb\n"
     assert padded("%%time\n%%distribute mirrored\na\nb\n", "mirrored", body) == "\n# %%distribute mirrored\na\nb\n"
@@ -200,10 +244,24 @@ def test_text_that_looks_like_a_nested_magic_is_none() -> None:
         check_no_nested_magic("x = 1\n\n%%bash\nls\n", 2)
 
 
-def test_a_comment_above_is_told_kindly(shell: InteractiveShell, session: ReplaySession) -> None:
-    for source in ("# train\n%%distribute mirrored\nx", "\n# a\n\n%%distribute default\nx"):
-        assert "must be the first line" in error_of(shell, source)
+def test_what_stands_above_is_told_kindly(shell: InteractiveShell, session: ReplaySession) -> None:
+    for source, line in (
+        ("# train\n%%distribute mirrored\nx", 2),
+        ("\n# a\n\n%%distribute default\nx", 3),  # IPython counts from the first line that is not empty
+        ("import os\n%%distribute mirrored\nx", 2),
+        ("for i in range(3):\n    pass\n\n%%distribute mirrored -n 2\nx", 4),
+    ):
+        message = error_of(shell, source)
+        assert "must be the first line" in message
+        assert f"line {line}:" in message
     assert session.cells == []
+
+
+def test_text_that_holds_the_magic_is_left_alone(shell: InteractiveShell, tmp_path: Any) -> None:
+    result, _ = run(shell, 'text = """\n%%distribute mirrored\n"""\ntext')
+    assert result.result == "\n%%distribute mirrored\n"
+    run(shell, f"%%writefile {tmp_path}/text\n%%distribute mirrored\n")
+    assert (tmp_path / "text").read_text() == "%%distribute mirrored\n"
 
 
 def test_typos_are_told_once_and_plainly(shell: InteractiveShell) -> None:

@@ -1,0 +1,124 @@
+"""What the notebook and its user tell each other: debuggers, questions, and errors, in a real kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.kernel import Notebook
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Notebook]:
+    with Notebook(engines=2) as running:
+        running.run("import distnb")
+        yield running
+
+
+# -- cells in the notebook's own process -----------------------------------------------------------------------------
+
+FAILS = """%%distribute default
+def half(number):
+    remainder = number % 2
+    return number / remainder
+
+
+half(4)
+"""
+
+
+def test_debug_after_a_failing_default_cell(notebook: Notebook) -> None:
+    failed = notebook.try_run(FAILS)
+    assert failed.error_name == "ZeroDivisionError"
+    debugged, asked = notebook.converse("%debug", "p ('remainder', remainder)", "up", "p strategy", "q")
+    assert asked == ["ipdb> "] * 4
+    assert "('remainder', 0)" in debugged.check().stdout
+    assert "return number / remainder" in debugged.stdout
+    assert "half(4)" in debugged.stdout, "`up` shows the cell's own line"
+    assert "DefaultStrategy()" in debugged.stdout
+
+
+def test_breakpoint_in_a_default_cell(notebook: Notebook) -> None:
+    source = "%%distribute default\nx = 1\nbreakpoint()\nx = x + 41\n"
+    ran, asked = notebook.converse(source, "p ('x', x)", "!x = 59", "continue")
+    assert len(asked) == 3
+    assert "('x', 1)" in ran.check().stdout
+    assert "x = x + 41" in ran.stdout
+    assert notebook.value("x") == 100
+
+
+def test_breakpoint_in_a_function_that_a_default_strategy_runs(notebook: Notebook) -> None:
+    source = (
+        "%%distribute default\n"
+        "def step(batch):\n"
+        "    doubled = batch * 2\n"
+        "    breakpoint()\n"
+        "    return doubled\n"
+        "result = strategy.run(step, args=(21,))\n"
+    )
+    ran, _ = notebook.converse(source, "p ('doubled', doubled)", "continue")
+    assert "('doubled', 42)" in ran.check().stdout
+    assert notebook.value("result") == 42
+
+
+def test_input_in_a_default_cell(notebook: Notebook) -> None:
+    _, asked = notebook.converse("%%distribute default\nname = input('who? ')", "me")
+    assert asked == ["who? "]
+    assert notebook.value("name") == "me"
+
+
+@pytest.mark.parametrize("question", ["input('who? ')", "breakpoint()"])
+def test_a_replica_cannot_ask_and_says_so(notebook: Notebook, question: str) -> None:
+    failed = notebook.try_run(f"%%distribute mirrored\nx = 1\n{question}\ny = 2\n")
+    assert failed.error_name == "RuntimeError"
+    assert "a replica has no keyboard" in failed.error_text
+    assert question in failed.traceback
+
+
+# -- what replicas write, and their errors ---------------------------------------------------------------------------
+
+CALL = """
+strategy = distnb.MirroredStrategy()
+def speak(text):
+    replica = distnb.get_replica_context().replica_id_in_sync_group
+    print(f"{text} {replica}")
+    if text == "bad":
+        raise ValueError("no")
+"""
+
+
+def test_what_a_failing_call_wrote_stands_above_its_traceback(notebook: Notebook) -> None:
+    notebook.run(CALL)
+    for _ in range(5):
+        message = notebook.start("strategy.run(speak, args=('good',))\nstrategy.run(speak, args=('bad',))")
+        order = []
+        for kind, content in notebook.events(message, 60):
+            if kind == "stream":
+                order += [line.split("] ")[-1] for line in content["text"].splitlines()]
+            elif kind == "error":
+                order.append(content["ename"])
+        notebook.reply(message)
+        assert set(order[:2]) == {"good 0", "good 1"}
+        assert set(order[2:4]) == {"bad 0", "bad 1"}
+        assert order[4:] == ["ValueError"]
+
+
+def test_what_a_caught_failure_wrote_stands_above_what_follows(notebook: Notebook) -> None:
+    notebook.run(CALL)
+    source = "try:\n    strategy.run(speak, args=('bad',))\nexcept ValueError:\n    print('caught')"
+    assert notebook.run(source).stdout.splitlines()[-1] == "caught"
+
+
+def test_an_awaiting_cell_that_fails_shows_its_own_lines_only(notebook: Notebook) -> None:
+    failed = notebook.try_run("%%distribute mirrored\nimport asyncio\nawait asyncio.sleep(0)\n1 / 0\n")
+    assert "----> 4 1 / 0" in failed.traceback
+    assert "base_events.py" not in failed.traceback
+
+
+def test_a_stopped_and_started_cluster_writes_into_the_right_cells(notebook: Notebook) -> None:
+    notebook.run("%distnb stop\n%distnb start -n 2", timeout_s=90)
+    for text in ("one", "two", "three"):
+        assert notebook.run(f"%%distribute mirrored\nprint({text!r})").stdout == f"[0-1] {text}\n"
