@@ -25,7 +25,7 @@ from distnb.engine.namespace import EngineNamespace
 from distnb.engine.objects import Objects
 from distnb.engine.output import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.errors import CollectiveMismatchError
-from distnb.input import iterations
+from distnb.input import children, iterations
 from distnb.runtime import spmd
 from distnb.strategies import live
 from distnb.topology import Device, Team
@@ -179,7 +179,7 @@ class Agent:
     def _run_cell(self, message: RunCell, replica: int) -> Reply:
         program, mark = message.program, None
         failed: BaseException | None = None
-        children = set(multiprocessing.active_children())
+        there = set(multiprocessing.active_children())
 
         def body() -> None:
             nonlocal mark
@@ -196,7 +196,8 @@ class Agent:
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
             failed = error
             if self._guard.interrupted:
-                end_children(children)
+                # They do not hear of the interrupt, and a DataLoader waits five seconds for each in mid-item.
+                children.end(set(multiprocessing.active_children()) - there)
         groups.program_ended(failed is not None)
         # An unfinished scope binds nothing: its variables were never made equal.
         effects = None
@@ -253,15 +254,6 @@ class Agent:
             self._control.live(values)
 
         live.sink = sink
-
-
-def end_children(kept: set[Any]) -> None:
-    """End the worker processes that an interrupted program started, as Ctrl-C in a terminal would.
-
-    They do not hear of the interrupt, and a DataLoader waits five seconds for each that is in the middle of an item.
-    """
-    for child in set(multiprocessing.active_children()) - kept:
-        child.terminate()
 
 
 def _end_cell(code: object = None) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,20 +13,15 @@ from distnb.errors import OptionError, ProgramError, StructureError
 from distnb.input.arrays import ArraySource
 from distnb.input.base import Place, Shared, Source
 from distnb.input.collating import CollateRule
-from distnb.input.draws import on_host
+from distnb.input.dataset import Agree, DistributedDataset
 from distnb.input.layout import count_examples
-from distnb.input.placement import placement_for
-from distnb.input.reading import AheadReader, DirectReader, Maker, Reader, ThreadReader
 from distnb.input.samples import SampleSource
 from distnb.input.whole import LoaderSource, PythonSource, is_plain
 from distnb.input.workers import WorkerSource
 from distnb.options import InputOptions
 from distnb.topology import Device
 
-__all__ = ["DistributedDataset", "DistributedIterator", "distribute", "stop_reading"]
-
-Agree = Callable[[Any], Sequence[Any]]
-_live: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
+__all__ = ["distribute"]
 
 
 def distribute(
@@ -80,6 +72,12 @@ def distribute(
     """
     options = options or InputOptions()
     place = Place(num_replicas, replica_id, device)
+    source = _source_of(dataset, batch_size, place, options, shared_randomness)
+    return DistributedDataset(source, place, options, shared_randomness, agree)
+
+
+def _source_of(dataset: Any, batch_size: int | None, place: Place, options: InputOptions, shared: Shared) -> Source:
+    """What reads this kind of dataset best."""
     if isinstance(dataset, DistributedDataset):
         raise ProgramError("This dataset is distributed already. Distribute the dataset it was made from.")
     if batch_size is not None:
@@ -90,17 +88,15 @@ def distribute(
             "(batch_size=…), or wrap it in a DataLoader (one with batch_size=None, if its elements are batches)."
         )
     if isinstance(dataset, Source):
-        source = dataset
-    elif isinstance(dataset, DataLoader):
-        source = _of_loader(dataset, place, options, shared_randomness)
-    elif isinstance(dataset, Iterable) or callable(dataset):
-        source = PythonSource(dataset, place, shared_randomness)
-    else:
-        raise ProgramError(
-            f"A {type(dataset).__name__} cannot be distributed: it is neither a DataLoader, a Dataset, nor an iterable "
-            "of batches."
-        )
-    return DistributedDataset(source, place, options, shared_randomness, agree)
+        return dataset
+    if isinstance(dataset, DataLoader):
+        return _of_loader(dataset, place, options, shared)
+    if isinstance(dataset, Iterable) or callable(dataset):
+        return PythonSource(dataset, place, shared)
+    raise ProgramError(
+        f"A {type(dataset).__name__} cannot be distributed: it is neither a DataLoader, a Dataset, nor an iterable "
+        "of batches."
+    )
 
 
 def _checked(batch_size: int) -> int:
@@ -170,138 +166,3 @@ def _of_loader(loader: DataLoader[Any], place: Place, options: InputOptions, sha
     rule = CollateRule(loader, place, options)
     kind = WorkerSource if loader.num_workers else SampleSource
     return kind(loader, place, rule, shared)
-
-
-class DistributedDataset(Iterable[Any]):
-    """A dataset of global batches, of which this replica gets its slices; made by `distribute`.
-
-    Iterating yields each batch's structure with `PerReplica` leaves that hold the replica's own component (with one
-    replica: the batches themselves, on the device). Iterating again starts again.
-
-    Reading ahead: by default as many batches as there are replicas, where that changes no random number: on a thread
-    for loaders with workers, and, for tensors in memory, by starting their copies to a GPU early. A dataset that this
-    process reads itself (`num_workers=0`) may draw from the global generators in `__getitem__`, which another thread's
-    drawing would disturb, so it is read when it is asked for; `InputOptions(prefetch=k)` reads it k batches ahead on
-    the caller's thread. `InputOptions(prefetch=0)` never reads ahead.
-
-    Random numbers: samplers draw from the stream that all replicas share, as in a run on one process. What examples
-    draw when they are loaded (augmentation) comes from a stream of the replica's own, as it would in `run`.
-    """
-
-    def __init__(
-        self, source: Source, place: Place, options: InputOptions, shared: Shared, agree: Agree | None
-    ) -> None:
-        self._source = source
-        self._place = place
-        self._options = options
-        self._shared = shared
-        self._agree = agree if place.num_replicas > 1 else None
-        self._end_previous: Callable[[], None] | None = None
-
-    def __iter__(self) -> DistributedIterator:
-        if self._end_previous is not None:
-            self._end_previous()  # persistent workers serve one iteration at a time
-        with self._shared(), on_host(self._place.device):
-            loads = self._source.start()
-        placement = placement_for(self._place.device)
-        reader = self._reader(Maker(loads, self._place, placement))
-        if self._source.exclusive:
-            self._end_previous = reader.ending()
-        return DistributedIterator(reader, placement.hand_over, self._agree)
-
-    def __len__(self) -> int:
-        """Number of global batches. Raises TypeError when it is not known."""
-        try:
-            return self._source.length()
-        except (TypeError, NotImplementedError) as error:
-            raise TypeError(f"The number of batches of this dataset is not known beforehand: {error}") from None
-
-    def __repr__(self) -> str:
-        try:
-            batches = f"{len(self)} global batches"
-        except TypeError:
-            batches = "global batches"
-        return f"<DistributedDataset of {batches} over {self._place.num_replicas} replica(s)>"
-
-    def _reader(self, maker: Maker) -> Reader:
-        source, depth = self._source, self._options.prefetch
-        if depth is None:
-            gains = source.threadable or (source.in_memory and self._place.device.type == "cuda")
-            depth = self._place.num_replicas if gains else 0
-        if depth == 0:
-            return DirectReader(maker)
-        if source.threadable:
-            return ThreadReader(maker, depth, persistent=source.exclusive)
-        return AheadReader(maker, depth)
-
-
-class DistributedIterator(Iterator[Any]):
-    """One iteration over a distributed dataset. Dropping it ends what reads ahead; `close` does so at once."""
-
-    def __init__(self, reader: Reader, hand_over: Callable[[Any], Any], agree: Agree | None) -> None:
-        self._reader = reader
-        self._hand_over = hand_over
-        self._agree = agree
-        self._batches = 0
-        self._digest = 0
-        self._open = True
-        _live.add(self)
-
-    def __next__(self) -> Any:
-        if not self._open:
-            raise StopIteration
-        try:
-            batch = self._reader.read()
-        except StopIteration:
-            self._open = False
-            self._compare("end", self._batches, self._digest)
-            raise
-        except Exception:
-            raise  # reading may go on behind a bad batch, as with a DataLoader
-        except BaseException:
-            self.close()
-            raise
-        self._digest = batch.digest
-        self._batches += 1
-        if self._batches == 1:
-            self._compare("first", batch.size, batch.digest)
-        return self._hand_over(batch.made)
-
-    def close(self) -> None:
-        """End this iteration: later calls of `next` find nothing."""
-        self._open = False
-        self._reader.close()
-
-    def _compare(self, moment: str, number: int, digest: int) -> None:
-        if self._agree is None:
-            return
-        seen = self._agree((moment, number, digest))
-        if all(one == seen[0] for one in seen):
-            return
-        self.close()
-        lines = "; ".join(f"replica {replica_id} {_told(one)}" for replica_id, one in enumerate(seen))
-        raise StructureError(
-            f"Replicas read different data: {lines}. Each must read the same global batches in the same order: seed "
-            "whatever shuffles them alike on all replicas, and do not pick files or examples by rank."
-        )
-
-
-def _told(seen: tuple[str, int, int]) -> str:
-    moment, number, digest = seen
-    drawn = f" (examples {digest:08x})" if digest else ""
-    if moment == "end":
-        return f"ended after {number} batches{drawn}"
-    return f"has a first batch of {number} examples{drawn}"
-
-
-def stop_reading() -> None:
-    """End every iteration that is under way in this process, from any thread: threads and workers that read ahead.
-
-    The engine calls it when a program was aborted: its frames, and with them its iterators, may live on in a traceback.
-    """
-    for iterator in list(_live):
-        with contextlib.suppress(Exception):  # one that is ending already must not keep the others
-            iterator.close()
-
-
-atexit.register(stop_reading)

@@ -100,6 +100,11 @@ class Maker:
         if close is not None:
             close()
 
+    def give_up(self) -> None:
+        """Have the source begin anew in its next iteration, whatever it kept from the last ones."""
+        if getattr(self._loads, "persistent", False):
+            self.free()
+
     def free(self) -> None:
         """Free a reader that the source keeps stuck."""
         free = getattr(self._loads, "free", None)
@@ -128,6 +133,12 @@ class Reader(ABC):
             threading.Thread(target=self._maker.close, name="distnb-input-end", daemon=True).start()
         else:
             self._maker.close()
+
+    def cut_short(self) -> None:
+        """End the iteration early and for good: workers that outlive iterations end too."""
+        self.close()
+        if self._maker.has_workers:
+            threading.Thread(target=self._maker.give_up, name="distnb-input-end", daemon=True).start()
 
     def ending(self) -> Callable[[], None]:
         """What ends the iteration and waits until nothing reads the source any more; it does not keep the reader."""

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from distnb.errors import ProgramError
 from distnb.input.base import Load, Place, Shared, Source
 from distnb.input.draws import draws_at_start_only, on_host
-from distnb.input.workers import end_workers, free_workers
+from distnb.input.workers import end_workers, free_workers, has_lost_workers
 
 __all__ = ["LoaderSource", "PythonSource", "is_plain"]
 
@@ -39,6 +39,8 @@ class LoaderSource(Source):
         self.exclusive = ours and bool(loader.persistent_workers)
 
     def start(self) -> Iterator[Load]:
+        if self.exclusive and has_lost_workers(self._loader):
+            self._forget()
         workers = _Workers(self.exclusive, self._forget)
         return _WholeBatches(iter(self._loader), None if self.threadable else self._shared, self._place, workers)
 
@@ -97,20 +99,26 @@ class _WholeBatches(Iterator[Load]):
         self._shared = shared
         self._device = place.device
         self._workers = workers
+        self.persistent = workers is not None and workers.persistent
+        self._closed = False
 
     def __next__(self) -> Load:
-        if self._iterator is None:
+        iterator = self._iterator
+        if self._closed or iterator is None:
             raise StopIteration
         with on_host(self._device):
             if self._shared is None:
-                return Load(next(self._iterator))
+                return Load(next(iterator))
             with self._shared():
-                return Load(next(self._iterator))
+                return Load(next(iterator))
 
     def close(self) -> None:
         """End the loader's workers; persistent ones stay, and a generator stays where it is."""
+        self._closed = True
+        if self.persistent:
+            return
         iterator, self._iterator = self._iterator, None
-        if self._workers is not None and not self._workers.persistent:
+        if self._workers is not None:
             end_workers(iterator)
 
     def free(self) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,14 +12,13 @@ from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader
 
 from distnb.errors import ProgramError
+from distnb.input import children
 from distnb.input.base import Load, Place, Shared, Source
 from distnb.input.collating import CollateRule
 from distnb.input.draws import WorkerSeeds, draws_at_start_only, on_host
 from distnb.input.feed import FeedingSampler, Request
 
-__all__ = ["WorkerSource", "end_workers", "free_workers"]
-
-_TIDY_UP_S = 1.0
+__all__ = ["WorkerSource", "end_workers", "free_workers", "has_lost_workers"]
 
 
 class WorkerSource(Source):
@@ -50,7 +46,7 @@ class WorkerSource(Source):
     def start(self) -> Iterator[Load]:
         whole = self._rule.needs_whole_batches()
         # Persistent workers live in the copy, so it is kept; else attributes that the user changed since are seen.
-        if self._copy is None or not self.exclusive:
+        if self._copy is None or not self.exclusive or has_lost_workers(self._copy[0]):
             self._copy = self._make_copy(whole)
         copied, sampler = self._copy
         iterator = iter(copied)
@@ -89,12 +85,14 @@ class _WorkerBatches(Iterator[Load]):
         self._pending = pending
         self._shared = shared
         self._device = place.device
-        self._persistent = persistent
+        self.persistent = persistent
         self._forget = forget
         self._failed = False
+        self._closed = False
 
     def __next__(self) -> Load:
-        if self._iterator is None:
+        iterator = self._iterator
+        if self._closed or iterator is None:
             raise StopIteration
         if self._failed:
             raise ProgramError(
@@ -104,10 +102,10 @@ class _WorkerBatches(Iterator[Load]):
         try:
             with on_host(self._device):
                 if self._shared is None:
-                    tree = next(self._iterator)
+                    tree = next(iterator)
                 else:
                     with self._shared():
-                        tree = next(self._iterator)
+                        tree = next(iterator)
         except StopIteration:
             raise
         except BaseException:
@@ -118,8 +116,9 @@ class _WorkerBatches(Iterator[Load]):
 
     def close(self) -> None:
         """End the workers; persistent ones stay. It may wait for a batch that is being loaded."""
-        iterator, self._iterator = self._iterator, None
-        if not self._persistent:
+        self._closed = True
+        if not self.persistent:
+            iterator, self._iterator = self._iterator, None
             end_workers(iterator)
 
     def free(self) -> None:
@@ -128,23 +127,22 @@ class _WorkerBatches(Iterator[Load]):
         free_workers(self._iterator)
 
 
+def has_lost_workers(loader: DataLoader[Any]) -> bool:
+    """Whether persistent workers of a loader have ended, as those of an interrupted program do."""
+    kept = loader.__dict__.get("_iterator")
+    return kept is not None and not all(worker.is_alive() for worker in kept._workers)
+
+
 def end_workers(iterator: Any) -> None:
     """Shut the workers of a DataLoader's iterator down: tracebacks may hold the iterator for long."""
     shutdown = getattr(iterator, "_shutdown_workers", None)
     if shutdown is not None and not getattr(iterator, "_shutdown", False):
         # Torch waits 5 s for one that is stuck, then ends it without letting it tidy up.
-        hurry = threading.Timer(_TIDY_UP_S, _interrupt, (iterator._workers,))
+        hurry = threading.Timer(children.TIDY_UP_S, children.interrupt, (iterator._workers,))
         hurry.daemon = True
         hurry.start()
         shutdown()
         hurry.cancel()
-
-
-def _interrupt(workers: list[Any]) -> None:
-    for worker in workers:
-        if worker.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, signal.SIGINT)
 
 
 def free_workers(iterator: Any) -> None:
@@ -159,7 +157,7 @@ def free_workers(iterator: Any) -> None:
     _remove_worker_pids(id(iterator))  # else torch's handler raises in the main thread, wherever that is
     iterator._worker_pids_set = False
     iterator._workers_done_event.set()
-    _interrupt(workers)
+    children.interrupt(workers)
     for worker in workers:
-        worker.join(_TIDY_UP_S)
+        worker.join(children.TIDY_UP_S)
         worker.kill()

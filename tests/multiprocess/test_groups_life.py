@@ -301,6 +301,7 @@ def test_ctrl_c_ends_a_wait():
     groups.join(team(0), rank, cpu)
     sum_of(1)
     result = None
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         struck = []
         def strike():
@@ -311,8 +312,9 @@ def test_ctrl_c_ends_a_wait():
             sum_of(1)
         except KeyboardInterrupt:
             result = time.monotonic() - struck[0]
+        store.set("struck", "yes")
     else:
-        time.sleep(1.0)
+        store.wait(["struck"])
     """
     assert results(program, 2)[0] < 0.5
 

@@ -17,7 +17,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distnb.errors import OptionError, ProgramError, StructureError
-from distnb.input.distribute import DistributedDataset, distribute, stop_reading
+from distnb.input import children, iterations
+from distnb.input.dataset import DistributedDataset
+from distnb.input.distribute import distribute
 from distnb.options import InputOptions
 from distnb.topology import Device
 
@@ -232,9 +234,44 @@ def test_an_interrupted_program_leaves_nothing_running() -> None:
     except Interrupt as error:
         frames = error.__traceback__  # the loop's frame lives on, and its iterator with it
     assert reading_threads()
-    stop_reading()
+    iterations.program_failed()
     assert eventually(lambda: not reading_threads())
     del frames
+
+
+def test_a_failed_program_ends_what_it_read_and_nothing_else() -> None:
+    iterations.program_began()
+    earlier, read_again = iter(threaded(Slow())), iter(threaded(Slow()))
+    next(earlier)
+    iterations.program_began()
+    made = iter(threaded(Slow()))
+    next(read_again)
+    iterations.program_failed()
+    assert eventually(lambda: len(reading_threads()) == 1)
+    for iterator in (made, read_again):
+        with pytest.raises(ProgramError, match="iterate over the dataset again"):
+            next(iterator)
+    assert next(earlier).component(0).tolist() == [4, 5]
+    earlier.close()
+    assert eventually(lambda: not reading_threads())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_failed_program_leaves_no_persistent_workers_and_the_dataset_is_good(replicas: int) -> None:
+    dataset = over(0, DataLoader(Slow(), batch_size=4, num_workers=1, persistent_workers=True), replicas)
+    iterations.program_began()
+    iterator = iter(dataset)
+    next(iterator)
+    iterations.program_failed()
+    assert eventually(lambda: not multiprocessing.active_children())
+    assert len(list(dataset)) == 10
+    [worker] = multiprocessing.active_children()
+    children.end([worker])  # as an engine ends those of an interrupted program
+    worker.join()
+    last = iter(dataset)
+    next(last)
+    last.cut_short()
+    assert eventually(lambda: not multiprocessing.active_children())
 
 
 def test_an_interrupt_while_waiting_ends_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +285,8 @@ def test_an_interrupt_while_waiting_ends_the_iteration(monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     assert eventually(lambda: not reading_threads())
-    assert list(iterator) == []
+    with pytest.raises(ProgramError, match="ended with the program"):
+        next(iterator)
 
 
 @pytest.mark.parametrize("prefetch", [None, 0])
@@ -262,7 +300,8 @@ def test_a_real_interrupt_while_a_worker_is_stuck(prefetch: int | None) -> None:
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
     assert time.monotonic() - began < 2
-    assert list(iterator) == []
+    with pytest.raises(ProgramError, match="ended with the program"):
+        next(iterator)
     assert eventually(lambda: not reading_threads() and not multiprocessing.active_children(), 40)
 
 

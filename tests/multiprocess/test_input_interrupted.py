@@ -1,0 +1,76 @@
+"""After a cell that ended half-way no thread and no worker of it reads on, whatever name holds the iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import processes
+from tests.kernel import Notebook
+
+LIMIT_S = 30.0
+pytestmark = pytest.mark.timeout(150)
+
+SETUP = """
+import threading, time, torch, distnb
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if index >= 8:
+            time.sleep(STUCK_S)
+        return torch.tensor(index)
+STUCK_S = 600.0
+"""
+READING = """%%distribute mirrored
+loader = torch.utils.data.DataLoader(Slow(), batch_size=4, num_workers=1, persistent_workers={persistent})
+dataset = strategy.distribute_dataset(loader)
+kept = iter(dataset)
+first = next(kept)
+print("ready", flush=True)
+{then}
+"""
+
+READERS = """%%distribute mirrored
+until = time.monotonic() + 20
+while (reading := [t.name for t in threading.enumerate() if "distnb-input" in t.name]) and time.monotonic() < until:
+    time.sleep(0.05)
+print("reading:", reading)
+"""
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Notebook]:
+    with Notebook(2) as notebook:
+        notebook.run(SETUP)
+        yield notebook
+
+
+def workers(before: set[int]) -> list[str]:
+    new = [processes.describe(p) for pid, p in processes.children_of_this_run().items() if pid not in before]
+    return [line for line in new if "distnb.engine" in line]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("ended_by", ["interrupt", "another replica's error"])
+def test_nothing_reads_on(notebook: Notebook, ended_by: str, persistent: bool) -> None:
+    before = set(processes.children_of_this_run())
+    wait = "for batch in kept:\n    pass"
+    if ended_by == "interrupt":
+        source = READING.format(persistent=persistent, then=wait)
+        message = notebook.start(source)
+        notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+        notebook.interrupt()
+        assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+    else:
+        source = READING.format(persistent=persistent, then=f"if distnb.is_chief():\n    1 / 0\n{wait}")
+        assert notebook.try_run(source, timeout_s=LIMIT_S).error_name == "ZeroDivisionError"
+    processes.wait_until(lambda: not workers(before), LIMIT_S, "DataLoader workers are still there")
+    assert "reading: []" in notebook.run(READERS, timeout_s=LIMIT_S).stdout
+    ran = notebook.try_run("%%distribute mirrored\nnext(kept)", timeout_s=LIMIT_S)
+    assert ran.error_name == "ProgramError"
+    assert "iterate over the dataset again" in ran.error_text
+    ran = notebook.run("%%distribute mirrored\nagain = iter(dataset)\nnext(again)\nprint('again')\nagain.close()")
+    assert "again" in ran.stdout
