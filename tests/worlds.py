@@ -194,7 +194,7 @@ class DoubleWorld:
 
     def perform(self, engines: Sequence[int], operation: str, target: Any, payload: Any = None) -> dict[int, Any]:
         self._programs += 1
-        message = Apply(self._programs, operation, target, payload)
+        message = Apply(self._programs, operation, target, self.team, payload)
         answers = {}
         for engine in engines:
             with self.engines[engine].active():

@@ -17,7 +17,7 @@ from tornado.ioloop import IOLoop
 
 from distnb import strategies
 from distnb.collectives import groups
-from distnb.engine import failure, progress_bars, telemetry
+from distnb.engine import failure, operations, progress_bars, telemetry
 from distnb.engine.control import Control
 from distnb.engine.executor import Executor
 from distnb.engine.guard import Guard
@@ -145,8 +145,7 @@ class Agent:
 
     def perform(self, message: Program) -> Reply:
         """Run one program to its end and describe how it ended. Never raises."""
-        team: Team | None = getattr(message, "team", None)
-        replica = team.rank_of(self._engine) if team else 0
+        replica = message.team.rank_of(self._engine)
         telemetry.program_began()
         iterations.program_began()
         self._control.program_began(message.program, replica)
@@ -210,9 +209,7 @@ class Agent:
 
     def _call(self, message: CallFunction, replica: int) -> Reply:
         def body() -> Any:
-            self._join(message.team, replica)
             args, kwargs = self._namespace.open_call(message.delivery, replica)
-            groups.program_began(message.program)
             strategy = strategies.resolve(message.strategy)
             with spmd.results_left_to_caller():
                 if message.method:
@@ -222,18 +219,31 @@ class Agent:
                     result = function(*rest)
             return self._namespace.close_call(message.program, result)
 
+        return self._run_together(message.program, message.team, replica, body)
+
+    def _apply(self, message: Apply, replica: int) -> Reply:
+        def body() -> Any:
+            return self._namespace.apply(message)
+
+        if message.operation in operations.QUIET:
+            return Reply(message.program, "ok", value=self._guard.call(message.program, body))
+        return self._run_together(message.program, message.team, replica, body)
+
+    def _run_together(self, program: int, team: Team, replica: int, body: Callable[[], Any]) -> Reply:
+        """Run something that may communicate with the rest of the team."""
+
+        def joined() -> Any:
+            self._join(team, replica)
+            groups.program_began(program)
+            return body()
+
         try:
-            value = self._guard.call(message.program, body)
+            value = self._guard.call(program, joined)
         except BaseException:
             groups.program_ended(True)
             raise
         groups.program_ended(False)
-        return Reply(message.program, "ok", value=value)
-
-    def _apply(self, message: Apply, replica: int) -> Reply:
-        return Reply(
-            message.program, "ok", value=self._guard.call(message.program, lambda: self._namespace.apply(message))
-        )
+        return Reply(program, "ok", value=value)
 
     # -- the shell of the engine -----------------------------------------------------------------------------------
 

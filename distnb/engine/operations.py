@@ -21,7 +21,10 @@ from distnb.wire.twins import NOT_THERE, is_value_twin
 if TYPE_CHECKING:
     from distnb.engine.namespace import EngineNamespace
 
-__all__ = ["carry_out"]
+__all__ = ["QUIET", "carry_out"]
+
+QUIET = frozenset({"export", "fetch", "import", "rename", "summary"})
+"""Operations that run nothing of the user's which could communicate."""
 
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 

@@ -247,10 +247,13 @@ class Session:
                     f"%distnb stop, then %distnb start -n {wanted}."
                 )
             chosen = alive[:wanted]
-        devices = tuple(processes[engine].device for engine in chosen)
-        team = Team(tuple(chosen), devices, self._generation, self._store.host, self._store.port)
-        self._teams[spec] = team
+        team = self._teams[spec] = self._team_of(chosen)
         return team
+
+    def _team_of(self, engines: Sequence[int]) -> Team:
+        processes = self._require_cluster().engines
+        devices = tuple(processes[engine].device for engine in engines)
+        return Team(tuple(engines), devices, self._generation, self._store.host, self._store.port)
 
     def _on_devices(self, devices: tuple[str, ...], alive: list[int]) -> list[int]:
         processes = self._require_cluster().engines
@@ -385,13 +388,12 @@ class Session:
         """
         with self._dispatch.turn:
             program = self._dispatch.number()
-            message = Apply(program, operation, target, payload)
+            team = self._team_of(engines)
+            message = Apply(program, operation, target, team, payload)
             outcome = self._dispatch.wait(self._dispatch.send(program, tuple(engines), message))
         if not outcome.ok:
-            self._generation += 1
-            processes = self._require_cluster().engines
-            devices = tuple(processes[engine].device for engine in engines)
-            raise_failure(outcome, Team(tuple(engines), devices, 0, "", 0))
+            self._renew_group(team)
+            raise_failure(outcome, team)
         return {engine: reply.value for engine, reply in outcome.replies.items()}
 
     def interrupt(self) -> bool:

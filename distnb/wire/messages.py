@@ -86,11 +86,16 @@ class CallFunction:
 
 @dataclass(frozen=True)
 class Apply:
-    """Apply a named operation of engine.operations to an object: fetch, attribute, call, item, summary, free."""
+    """Apply a named operation of engine.operations to an object: fetch, attribute, call, item, summary, free.
+
+    Attributes:
+        team: The engines that hold the object: what is called may communicate.
+    """
 
     program: int
     operation: str
     target: ObjectId
+    team: Team
     payload: Any = None
 
 
