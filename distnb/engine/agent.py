@@ -24,6 +24,7 @@ from distnb.engine.guard import Guard
 from distnb.engine.namespace import EngineNamespace
 from distnb.engine.objects import Objects
 from distnb.engine.output import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
+from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError
 from distnb.input import children, iterations
 from distnb.runtime import spmd
@@ -114,6 +115,7 @@ class Agent:
         loop.add_handler(self._programs.socket.fileno(), self._serve_programs, loop.READ)
         self._programs.send(hello)
         loop.add_callback(self._serve_programs)
+        warm_up_when_idle(lambda: not self._serving)
 
     def _running(self) -> tuple[int, int] | None:
         return self._control.running
