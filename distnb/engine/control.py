@@ -7,18 +7,20 @@ main thread.
 
 from __future__ import annotations
 
-import faulthandler
 import itertools
 import os
-import tempfile
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 
+import distnb
+from distnb.engine import guard
 from distnb.engine.guard import Guard
 from distnb.strategies import live
 from distnb.wire.channel import Link
@@ -159,7 +161,7 @@ class Control:
             if self._guard.abort(order.program, order.reason, order.interrupted):
                 self._free_collectives(order.reason)
         elif isinstance(order, DumpStacks):
-            self.emit(Stacks(self._engine, _all_stacks()))
+            self.emit(Stacks(self._engine, _program_stack()))
         elif isinstance(order, Flush):
             if self._latest[0]:
                 self._measure()
@@ -204,8 +206,10 @@ def _stream_of(event: Any) -> tuple[int, str] | None:
     return (event.program, event.stream) if isinstance(event, Output) else None
 
 
-def _all_stacks() -> str:
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()
+def _program_stack() -> str:
+    """Where the main thread is in the user's program, innermost last, without frames of distnb; "" if it is idle."""
+    stack = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    guarded = [place for place, frame in enumerate(stack) if frame.filename == guard.__file__]
+    own = os.path.dirname(distnb.__file__) + os.sep
+    program = stack[guarded[-1] + 1 :] if guarded else []
+    return "".join(traceback.format_list([frame for frame in program if not frame.filename.startswith(own)]))

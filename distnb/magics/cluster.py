@@ -29,6 +29,7 @@ HELP = """\
 %distnb restart [ENGINE …] [--missing]     replace engines by new processes: all, those named, or those that have ended
 %distnb status                             what each engine is, and does
 %distnb devices                            the engines' devices, and those of this machine
+%distnb stacks                             where each engine is in the program that it runs
 %distnb interrupt                          end the program that runs, as the stop button does
 %distnb variables                          where each variable of the notebook lives
 %distnb output [REPLICA] [--save FILE]     everything that the replicas wrote in the latest distributed cell
@@ -53,6 +54,7 @@ class ClusterMagic:
             "restart": self.restart,
             "status": self.status,
             "devices": self.devices,
+            "stacks": self.stacks,
             "interrupt": self.interrupt,
             "variables": self.variables,
             "output": self.output,
@@ -61,7 +63,7 @@ class ClusterMagic:
         }
 
     def distnb(self, line: str) -> None:
-        """`%distnb start|stop|restart|status|devices|interrupt|variables|output|live|help`: see `%distnb help`."""
+        """`%distnb COMMAND …`; `%distnb help` tells of each."""
         command, _, rest = line.strip().partition(" ")
         with presented():
             if command not in self.commands and command:
@@ -159,6 +161,15 @@ class ClusterMagic:
         self._table(
             ("device", "used by"), [(device, ", ".join(users) or "–") for device, users in sorted(by_device.items())]
         )
+
+    def stacks(self, line: str) -> None:
+        """`%distnb stacks`."""
+        self._no_arguments("stacks", line)
+        session = self._session()
+        found = session.stacks()
+        unheard = "It does not answer: it has ended, or native code holds Python's lock.\n"
+        for row in session.status():
+            print(f"── engine {row.engine} ({row.device}) ──\n{found.get(row.engine, unheard) or 'idle'}".rstrip())
 
     def interrupt(self, line: str) -> None:
         """`%distnb interrupt`."""

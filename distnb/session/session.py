@@ -13,10 +13,10 @@ from distnb.cluster.launch import Cluster
 from distnb.cluster.store import RendezvousStore
 from distnb.errors import ClusterError, NoClusterError, OptionError, StartError
 from distnb.options import StrategySpec
+from distnb.session.asking import ask_stacks, await_flush
 from distnb.session.dispatch import Dispatch, Outcome
 from distnb.session.events import EventHub
 from distnb.session.failures import raise_failure
-from distnb.session.flushing import await_flush
 from distnb.session.namespace import NotebookNamespace
 from distnb.session.pending import Pending, resolve
 from distnb.session.supervisor import Supervisor
@@ -375,6 +375,13 @@ class Session:
         Calls from ordinary cells end without waiting for it. False when an engine was too busy to answer in time.
         """
         return await_flush(self._supervisor, self.events, tuple(self._require_cluster().engines), timeout_s)
+
+    def stacks(self, timeout_s: float = 0.5) -> dict[int, str]:
+        """Where each engine is in the program that it runs, as lines of a traceback; "" for an idle one.
+
+        Native code that holds Python's lock lets nothing be asked: engines that did not answer in time are missing.
+        """
+        return ask_stacks(self._supervisor, self.events, tuple(self._require_cluster().engines), timeout_s)
 
     def _renew_group(self, team: Team) -> None:
         """Whatever was under way on a team's process group is lost; the next program meets in a new one."""

@@ -18,7 +18,7 @@ import zmq
 from distnb.session.events import EventHub
 from distnb.session.supervision import EndProgram, GiveUpOn, Order, Supervision
 from distnb.wire.channel import receive_from, send_to
-from distnb.wire.messages import Abort, Died, Hello, ProgramEnded, Stacks
+from distnb.wire.messages import Abort, Died, Hello, ProgramEnded
 
 __all__ = ["Supervisor"]
 
@@ -42,7 +42,6 @@ class Supervisor:
         self._lost_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lost: queue.SimpleQueue[GiveUpOn | Died] = queue.SimpleQueue()
         self._hellos: dict[int, Hello] = {}
-        self._stacks: dict[int, str] = {}
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="distnb-supervisor", daemon=True)
         self._thread.start()
@@ -178,8 +177,6 @@ class Supervisor:
             self._advance(
                 lambda now: self._state.ended(engine, ended.program, ended.status == "ok", ended.summary, now)
             )
-        elif isinstance(event, Stacks):
-            self._stacks[engine] = event.text
 
     def _bury(self, death: Died) -> None:
         self._lose(death)

@@ -144,7 +144,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class DumpStacks:
-    """Send back the stacks of every thread."""
+    """Tell where the main thread is, in `Stacks`."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class TelemetrySample:
 
 @dataclass(frozen=True)
 class Stacks:
-    """The answer to `DumpStacks`."""
+    """The answer to `DumpStacks`: lines of a traceback, innermost last; "" while no program runs."""
 
     engine: int
     text: str

@@ -326,8 +326,39 @@ dist.all_reduce(torch.ones(1))
     ran = notebook.finish(message, source, timeout_s=LIMIT_S)
     assert ran.error_name == "KeyboardInterrupt", ran
     assert "busy" in notebook.run("%distnb status").text
+    assert "does not answer" in notebook.run("%distnb stacks").text  # `sum` never lets go of Python's lock
     failed(notebook, "%%distribute mirrored\npass", "ReplicaStuck")
     notebook.run("%distnb restart 1", timeout_s=60)
+
+
+def test_the_stacks_show_where_replicas_are(notebook: Notebook, tmp_path: Path) -> None:
+    seen = str(tmp_path / "seen")
+    notebook.run(f"""
+import threading
+import distnb.session
+
+def watch():
+    while True:
+        found = distnb.session.current().stacks()
+        if found and all("waits_here()" in text for text in found.values()):
+            with open({seen!r}, "w") as file:
+                file.write(found[1])
+            return
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+""")
+    ran = notebook.run(f"""%%distribute mirrored
+def waits_here():
+    while not os.path.exists({seen!r}):
+        time.sleep(0.01)
+waits_here()
+""")
+    assert ran.status == "ok", ran
+    text = Path(seen).read_text()
+    assert "line 5" in text, text
+    assert "distnb" not in text, text
+    assert "idle" in notebook.run("watcher.join()\n%distnb stacks").text
 
 
 # -- (d) an engine dies -----------------------------------------------------------------------------------------------
