@@ -6,13 +6,14 @@ is on the stack. SIGINT would not do: user code swaps its handler, and libraries
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from distnb.errors import ProgramAborted
 
@@ -44,7 +45,13 @@ class Guard:
         self._main = threading.get_ident()
         self._run: _Run | None = None
         self._early: dict[int, tuple[str, bool]] = {}  # orders that overtook the program they are about
+        self._forking = False
         signal.signal(_SIGNAL, self._handle)
+        # A signal that comes during a fork is handled in the first of the callbacks after it, which is logging's: it
+        # would never release its lock. Of those callbacks these are the first before, and the last after.
+        os.register_at_fork(before=self._fork_begins, after_in_parent=self._fork_ended, after_in_child=self._fork_ended)
+        self._report_unraisable = sys.unraisablehook
+        sys.unraisablehook = self._unraisable
 
     def call(self, program: int, function: Callable[[], T]) -> T:
         """Call a function so that `abort(program)` raises in it; in the main thread.
@@ -104,7 +111,26 @@ class Guard:
         run = self._run
         if run is None or run.reason is None or run.frame is None:
             return  # the program ended in the meantime: an idle engine must live on
+        if self._forking:
+            run.next_press = 0.0
+            return
         while frame is not None and frame is not run.frame:
             frame = frame.f_back
         if frame is not None:
             raise KeyboardInterrupt(run.reason) if run.interrupted else ProgramAborted(run.reason)
+
+    def _fork_begins(self) -> None:
+        self._forking = True
+
+    def _fork_ended(self) -> None:
+        self._forking = False
+
+    def _unraisable(self, unraisable: Any) -> None:
+        """An exception in a destructor or callback was dropped. Ours is no news to the user: it comes again."""
+        last = unraisable.exc_traceback
+        while last is not None and last.tb_next is not None:
+            last = last.tb_next
+        if last is None or last.tb_frame.f_code is not Guard._handle.__code__:
+            self._report_unraisable(unraisable)
+        elif self._run is not None:
+            self._run.next_press = 0.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -112,3 +115,67 @@ def test_an_idle_engine_lives_on(guard: Guard) -> None:
     guard.abort(1, "late")
     guard.press()
     time.sleep(0.05)
+
+
+@pytest.fixture
+def told(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What is reported of exceptions that a destructor or callback dropped."""
+    told: list[object] = []
+    monkeypatch.setattr(guard, "_report_unraisable", told.append)
+    monkeypatch.setattr(sys, "unraisablehook", guard._unraisable)
+    return told
+
+
+@pytest.mark.timeout(60)
+def test_a_forking_program_ends_and_leaves_the_lock_of_logging_free(
+    guard: Guard, pressing: Callable[..., None]
+) -> None:
+    def fork() -> None:
+        BEGUN.set()
+        while True:
+            pid = os.fork()
+            if pid == 0:
+                os._exit(0)
+            os.waitpid(pid, 0)
+            time.sleep(0.005)
+
+    for program in range(1, 21):
+        BEGUN.clear()
+        pressing(program)
+        with pytest.raises(ProgramAborted):
+            guard.call(program, fork)
+    # Logging takes its lock before a fork, and releases it in the first callback afterwards.
+    other = threading.Thread(target=logging.getLogger, args=("distnb.test_guard",), daemon=True)
+    other.start()
+    other.join(5)
+    assert not other.is_alive()
+
+
+class Endless:
+    def __del__(self) -> None:
+        BEGUN.set()
+        while True:
+            time.sleep(0.01)
+
+
+@pytest.mark.timeout(30)
+def test_what_a_destructor_drops_comes_again_and_is_not_told(
+    guard: Guard, pressing: Callable[..., None], told: list[object]
+) -> None:
+    def drop() -> None:
+        Endless()
+        spin()
+
+    pressing(1)
+    with pytest.raises(ProgramAborted):
+        guard.call(1, drop)
+    assert told == []
+
+
+def test_other_dropped_exceptions_are_told(guard: Guard, told: list[object]) -> None:
+    class Bad:
+        def __del__(self) -> None:
+            raise ValueError("mine")
+
+    guard.call(1, Bad)
+    assert len(told) == 1
