@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -126,29 +126,42 @@ def told(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return told
 
 
-@pytest.mark.timeout(60)
-def test_a_forking_program_ends_and_leaves_the_lock_of_logging_free(
-    guard: Guard, pressing: Callable[..., None]
+class Callback:
+    """Runs after every fork, before the guard's own callbacks do, as logging's does; on demand a signal meets it."""
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.ended: list[bool] = []
+        os.register_at_fork(after_in_parent=self)
+
+    def __call__(self) -> None:
+        if self.armed:
+            self.ended.append(False)
+            signal.raise_signal(signal.SIGRTMIN + 5)
+            self.ended[-1] = True
+
+
+CALLBACK = Callback()
+
+
+@pytest.mark.timeout(30)
+def test_a_signal_in_a_fork_waits_until_its_callbacks_have_ended(
+    guard: Guard, pressing: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(CALLBACK, "armed", True)
+
     def fork() -> None:
-        BEGUN.set()
-        while True:
-            pid = os.fork()
-            if pid == 0:
+        assert guard.abort(1, "because")
+        for _ in range(3):
+            if (pid := os.fork()) == 0:
                 os._exit(0)
             os.waitpid(pid, 0)
-            time.sleep(0.005)
+        spin()
 
-    for program in range(1, 21):
-        BEGUN.clear()
-        pressing(program)
-        with pytest.raises(ProgramAborted):
-            guard.call(program, fork)
-    # Logging takes its lock before a fork, and releases it in the first callback afterwards.
-    other = threading.Thread(target=logging.getLogger, args=("distnb.test_guard",), daemon=True)
-    other.start()
-    other.join(5)
-    assert not other.is_alive()
+    pressing(1)
+    with pytest.raises(ProgramAborted):
+        guard.call(1, fork)
+    assert CALLBACK.ended == [True] * 3
 
 
 class Endless:
