@@ -15,12 +15,14 @@ from distnb.collectives.ledger import Ledger
 from distnb.collectives.process_group import GroupCore
 from distnb.collectives.shared_sum import SharedWork
 from distnb.collectives.staging import Staging
-from distnb.collectives.work import CollectiveWork, DeviceWork, MessageWork
+from distnb.collectives.work import CollectiveWork, DeviceWork, MessageWork, positive_seconds
 from distnb.errors import CollectiveMismatchError
 
-__all__ = ["Entering"]
+__all__ = ["OWN", "Entering"]
 
 _PAUSE_S = 0.002
+OWN = "group."
+"""How the operations of distnb itself are called. A time limit that a program gives holds for torch's."""
 
 
 class Entering(GroupCore):
@@ -106,10 +108,14 @@ class Entering(GroupCore):
             except BaseException as error:
                 ledger.retract(number, error)
                 raise
+        limit_s = positive_seconds(timeout)
+        if not key[0].startswith(OWN):
+            # A caller that waits in Gloo is freed alone; one that waits in NCCL only by an abort.
+            self._time_limit.watch(number, inner, limit_s if device != "cpu" else None)
         if device != "cpu":
             return cast(dist.Work, inner and DeviceWork(self, inner))  # none while operations are coalesced
         self._open[number] = inner
-        return CollectiveWork(self, inner, number, staging, timeout)
+        return CollectiveWork(self, inner, number, staging, limit_s)
 
     def _post(self, ledger: Ledger, record: Record) -> int:
         """Number a collective that is about to be entered, and compare it with what others called."""
@@ -140,8 +146,8 @@ class Entering(GroupCore):
         if device.type in transport.staged:
             staging = Staging(device)
             tensors = staging.host(tensors, written=written)
-        work = MessageWork(self, getattr(transport.backends["cpu"], method)(tensors, *rest), staging)
-        return work
+        inner = getattr(transport.backends["cpu"], method)(tensors, *rest)
+        return MessageWork(self, inner, staging, self._time_limit.seconds)
 
 
 def _device_of(value: Any) -> torch.device:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
+from distnb.collectives.entering import OWN
 from distnb.collectives.operations import GuardedProcessGroup
 from distnb.collectives.shared_sum import GATHER, SharedWork
 from distnb.collectives.signature import of_tensors
@@ -103,7 +104,7 @@ class Group:
                 "op='sum'."
             )
         # Not torch's name: a replica that calls this and one that calls torch's would never meet.
-        key = of_tensors("group.all_reduce", _NUMBERS[op], None, [tensor])
+        key = of_tensors(OWN + "all_reduce", _NUMBERS[op], None, [tensor])
         in_memory = self.process_group.start_in_memory(key, tensor, op)
         if in_memory is not None:
             return in_memory
@@ -117,7 +118,7 @@ class Group:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every replica's tensor, in replica order. Shape and dtype must be the same everywhere."""
-        key = of_tensors("group.all_gather", None, None, [tensor])
+        key = of_tensors(OWN + "all_gather", None, None, [tensor])
         in_memory = self.process_group.start_in_memory(key, tensor, GATHER)
         if in_memory is not None:
             return in_memory.result()
@@ -170,7 +171,7 @@ class Group:
         whole = tensor.detach()
         if not whole.is_contiguous():
             whole = whole.contiguous()
-        key = of_tensors("group.broadcast", None, source, [whole])
+        key = of_tensors(OWN + "broadcast", None, source, [whole])
         self.process_group.broadcast_as(key, _bytes_of(whole), options).wait()
         if whole.data_ptr() != tensor.data_ptr():
             with torch.no_grad():

@@ -127,7 +127,7 @@ def join_from_env() -> Group:
         return _group
     found = world.foreign_default()
     if found is not None:
-        rank, size, store = found
+        rank, size, store = found.rank, found.size, found.store
     else:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
@@ -151,6 +151,8 @@ def join_from_env() -> Group:
     address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
     team = Team(tuple(range(size)), devices, 0, address, port)
     group = _join((_SCRIPT, *team.engines), team, rank, device, StoreClient(lambda: prefixed), None, apart)
+    if found is not None:
+        group.process_group.set_timeout(found.timeout)
     program_began(1)
     return group
 
@@ -221,7 +223,7 @@ def _at_exit() -> None:
     member = _active
     if member is not None and member.key[0] == _SCRIPT:
         try:
-            member.end(failed=getattr(sys, "last_value", None) is not None)
+            member.end(failed=getattr(sys, "last_value", None) is not None or member.group.failure is not None)
         except CollectiveMismatchError as error:
             print(f"distnb: {error}", file=sys.stderr)
     if os.getpid() != _pid:

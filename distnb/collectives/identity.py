@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -81,6 +80,3 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
     def getGroupDesc(self) -> str:
         """What C++ asks for the description."""
         return self._group_desc
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Accepted and not applied: a replica that is slow is never an error, one that is lost is found at once."""

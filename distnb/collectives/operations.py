@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 
 from distnb.collectives.entering import Entering
 from distnb.collectives.signature import Key, of_tensors
+from distnb.collectives.time_limit import TimeLimit
 
 __all__ = ["GuardedProcessGroup"]
 
@@ -172,8 +173,11 @@ class GuardedProcessGroup(Entering):
         return self._run(("barrier", None, None, kind), "barrier", (), (), inner, timeout=given.timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier with a time limit, whose error names the replicas that did not come."""
-        self._run(("monitored_barrier", None, None, "cpu"), "barrier", (), (), BarrierOptions(), timeout=timeout).wait()
+        """A barrier with a time limit, whose error names all replicas that did not come."""
+        own = TimeLimit()
+        own.set(timeout)  # without one torch hands down its default
+        limit = timedelta(seconds=own.seconds) if own.seconds is not None else None
+        self._run(("monitored_barrier", None, None, "cpu"), "barrier", (), (), BarrierOptions(), timeout=limit).wait()
 
     # -- messages between two replicas -----------------------------------------------------------------------------
 
@@ -204,6 +208,7 @@ class GuardedProcessGroup(Entering):
             name = str(self._note(("new_group", None, None, "cpu", tuple(ranks), "ranks")))
         made: GuardedProcessGroup | None = self._make_subgroup(self, list(ranks), name)
         if made is not None:
+            made.set_timeout(timeout)
             made._set_group_name(group_name)
             made._set_group_desc(group_desc or "undefined")
         return made

@@ -9,12 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
 from distnb.collectives.board import Board
 from distnb.collectives.identity import GroupIdentity
 from distnb.collectives.ledger import Ledger
 from distnb.collectives.shared_sum import SharedSum
+from distnb.collectives.time_limit import TimeLimit
 from distnb.collectives.transport import Transport
 from distnb.collectives.waiting import Waits
 from distnb.errors import CollectiveError, CollectiveMismatchError
@@ -82,8 +84,13 @@ class GroupCore(GroupIdentity):
         self._watched: set[Any] = set()
         self._failed_since: float | None = None
         self._destroyed = False
+        self._time_limit = TimeLimit()
 
     # -- life ------------------------------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta | None) -> None:
+        """End the group if an operation of torch's takes longer than this; None, or torch's default: never."""
+        self._time_limit.set(timeout)
 
     def connect(self) -> None:
         """Connect with the other ranks now, and not in the first operation."""
@@ -95,6 +102,7 @@ class GroupCore(GroupIdentity):
         self.epoch += 1
         self._transport = self._ledger = self._shared = None
         self._open, self._watched = {}, set()
+        self._time_limit.forget()
         self.failure, self._failed_since = CollectiveError(_NOT_CONNECTED), None
         if transport is not None:
             transport.abort()
@@ -190,11 +198,18 @@ class GroupCore(GroupIdentity):
             self._own_waits.begin_program()
 
     def end(self, failed: bool) -> None:
-        """The program ended on this replica. Raises CollectiveMismatchError if others ended it with other counts."""
-        ledger = self._ledger
+        """The program ended on this replica.
+
+        Raises:
+            CollectiveMismatchError: It ended well, but so did others, with other counts.
+            BaseException: It ended well, but the group had failed before, and nobody saw it.
+        """
+        ledger, failure = self._ledger, self.failure
         if ledger is not None:
             with self._issuing:
-                ledger.end(failed or self.failure is not None)
+                ledger.end(failed or failure is not None)
+            if failure is not None and not failed:
+                self.raise_failure()
 
     # -- failure ---------------------------------------------------------------------------------------------------
 
@@ -308,9 +323,18 @@ class GroupCore(GroupIdentity):
     def ran_out_of_time(self, epoch: int, number: int | None, limit_s: float) -> NoReturn:
         """Raise that the time limit which the caller gave is over."""
         self.examine(epoch, number)
-        absent = self._ledger.absent(number) if self._ledger is not None and number is not None else []
-        who = f" Not there yet: replica {', '.join(str(self.replicas[rank]) for rank in absent)}." if absent else ""
-        raise CollectiveError(f"The operation did not end within the {limit_s:g} s that its caller gave it.{who}")
+        raise self._out_of_time(number, limit_s)
+
+    def _out_of_time(self, number: int | None, limit_s: float) -> CollectiveError:
+        ledger, who, what = self._ledger, "", "The operation"
+        if ledger is not None and number is not None:
+            what = ledger.told(number)
+            absent = ", ".join(str(self.replicas[rank]) for rank in ledger.absent(number))
+            who = f" Not there yet: replica {absent}." if absent else ""
+        return CollectiveError(
+            f"{what} did not end within the time limit of {limit_s:g} s that the program gave it (timeout=…).{who} "
+            "Give it a longer one, or none: replicas are then waited for as long as they are alive."
+        )
 
     # -- bookkeeping of works --------------------------------------------------------------------------------------
 
@@ -322,7 +346,7 @@ class GroupCore(GroupIdentity):
 
     def finished(self, work: Any) -> None:
         """Forget a work that ended."""
-        self._open.pop(work.number, None)
+        self._open.pop(work.number, None)  # none of a message
         self._watched.discard(work)
 
     def waited(self) -> None:
@@ -335,6 +359,9 @@ class GroupCore(GroupIdentity):
         for number, inner in list(self._open.items()):
             if inner.is_completed():
                 self._open.pop(number, None)
+        overdue = self._time_limit.overdue()
+        if overdue is not None:
+            self.fail(self._out_of_time(*overdue))
         numbers = list(self._open)
         if numbers and self.failure is None:
             try:

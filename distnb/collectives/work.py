@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from distnb.collectives.process_group import GroupCore
     from distnb.collectives.staging import Staging
 
-__all__ = ["CollectiveWork", "DeviceWork", "MessageWork"]
+__all__ = ["CollectiveWork", "DeviceWork", "MessageWork", "positive_seconds"]
 
 _SLICE = timedelta(milliseconds=100)
 # A wait of Gloo's that times out leaves the work as it is: it can be waited for again, or left alone.
@@ -29,50 +29,138 @@ def _ended(inner: Any) -> RuntimeError | None:
     return None
 
 
-def _seconds(timeout: timedelta | None) -> float | None:
-    """A time limit that a caller gave; torch passes "none given" as zero or as a negative number."""
+def positive_seconds(timeout: timedelta | None) -> float | None:
+    """A time limit for one wait; torch passes "none given" as zero or as a negative number."""
     if timeout is None:
         return None
     seconds = timeout.total_seconds()
     return seconds if seconds > 0 else None
 
 
-class CollectiveWork(dist.Work):
-    """A collective under way in Gloo.
+class _GuardedWork(dist.Work):
+    """What works have in common: they stand in front of the backend's own, and end with their group's generation.
+
+    Args:
+        group: The process group it belongs to.
+        inner: The backend's own work.
+    """
+
+    def __init__(self, group: GroupCore, inner: Any) -> None:
+        super().__init__()
+        self._group = group
+        self._inner = inner
+        self._epoch = group.epoch
+
+    def _gave_up(self) -> bool:
+        return self._group.failure is not None and self._group.epoch == self._epoch
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return int(self._inner._source_rank())
+
+    _source_rank = source_rank
+
+
+class DeviceWork(_GuardedWork):
+    """An operation under way in NCCL: waiting only makes the current stream wait, and never blocks."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream wait. Raises what ended the group, if something did."""
+        if self._gave_up():
+            self._group.raise_failure()
+        return bool(self._inner.wait() if positive_seconds(timeout) is None else self._inner.wait(timeout))
+
+    def is_completed(self) -> bool:
+        return bool(self._inner.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._inner.is_success())
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def synchronize(self) -> None:
+        self._inner.synchronize()
+
+    def block_current_stream(self) -> None:
+        self._inner.block_current_stream()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._inner.get_future()  # type: ignore[no-any-return]
+
+    def under_way(self) -> bool:
+        """NCCL's abort leaves nothing under way."""
+        return False
+
+
+class _HostWork(_GuardedWork):
+    """A work of Gloo's.
 
     Args:
         group: The process group it belongs to.
         inner: Gloo's own work.
-        number: The collective's number in the group's ledger.
+        number: Its number in the group's ledger; messages have none.
         staging: Where tensors of a device go through host memory: what to copy back.
-        timeout: The caller's own time limit for the operation (barriers have one), or None.
+        limit_s: A time limit for each wait, or None.
     """
 
     def __init__(
         self,
         group: GroupCore,
         inner: Any,
-        number: int,
+        number: int | None,
         staging: Staging | None = None,
-        timeout: timedelta | None = None,
+        limit_s: float | None = None,
     ) -> None:
-        super().__init__()
-        self._group = group
-        self._inner = inner
+        super().__init__(group, inner)
         self.number = number
         self._staging = staging
-        self._limit = _seconds(timeout)
-        self._epoch = group.epoch
+        self._limit_s = limit_s
         self._future: torch.futures.Future[Any] | None = None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that is completed with the work, and that an abort fails: also for those who wait in C++."""
+        if self._future is None:
+            devices: list[Any] = list(self._staging.devices) if self._staging else []
+            self._root: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+            # torch's set_exception is known to Python only; an error raised in a callback is known to C++ too.
+            self._future = self._root.then(self._conclude)
+            self._follow()
+        return self._future
+
+    def _follow(self) -> None:
+        """See to it that `conclude` is called when Gloo is done, or the group has failed."""
+        raise NotImplementedError
+
+    def _conclude(self, root: torch.futures.Future[Any]) -> Any:
+        """The future's value. Raises what ended the work, or the group."""
+        raise NotImplementedError
+
+    def conclude(self) -> None:
+        """Complete the future, if anyone asked for one, with the result or the group's failure. Idempotent."""
+        if self._future is not None and not self._root.done():
+            try:
+                self._root.set_result(None)
+            except RuntimeError:
+                pass  # another thread was faster
+
+
+class CollectiveWork(_HostWork):
+    """A collective under way in Gloo."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end. Raises what ended the group, if something did."""
         group = self._group
-        if group.failure is not None and group.epoch == self._epoch:
+        if self._gave_up():
             group.raise_failure()
         if _ended(self._inner) is not None:
             try:
-                self._wait_longer(_seconds(timeout) or self._limit)
+                self._wait_longer(positive_seconds(timeout) or self._limit_s)
             finally:
                 group.waited()
         group.finished(self)
@@ -101,31 +189,13 @@ class CollectiveWork(dist.Work):
     def exception(self) -> Any:
         return self._inner.exception()
 
-    def result(self) -> Any:
-        return self._inner.result()
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def source_rank(self) -> int:
-        return int(self._inner._source_rank())
-
-    _source_rank = source_rank
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is completed with the work, and that an abort fails: also for those who wait in C++."""
-        if self._future is None:
-            devices: list[Any] = list(self._staging.devices) if self._staging else []
-            self._root: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
-            # torch's set_exception is known to Python only; an error raised in a callback is known to C++ too.
-            self._future = self._root.then(self._conclude)
-            self._inner.get_future().add_done_callback(lambda inner: self.conclude())
-            self._group.watch(self)
-        return self._future
+    def _follow(self) -> None:
+        self._inner.get_future().add_done_callback(lambda inner: self.conclude())
+        self._group.watch(self)
 
     def _conclude(self, root: torch.futures.Future[Any]) -> Any:
         group = self._group
-        if group.failure is not None and group.epoch == self._epoch and not self._inner.is_completed():
+        if self._gave_up() and not self._inner.is_completed():
             group.raise_failure()
         failed: RuntimeError | None = None
         try:
@@ -139,96 +209,24 @@ class CollectiveWork(dist.Work):
         group.finished(self)
         return value
 
-    def conclude(self) -> None:
-        """Complete the future, with the result if there is one and else with the group's failure. Idempotent."""
-        if not self._root.done():
-            try:
-                self._root.set_result(None)
-            except RuntimeError:
-                pass  # another thread was faster
-
-    def _gave_up(self) -> bool:
-        return self._group.failure is not None and self._group.epoch == self._epoch
-
     def under_way(self) -> bool:
         """Whether Gloo still works on it."""
         return not self._inner.is_completed()
 
 
-class DeviceWork(dist.Work):
-    """An operation under way in NCCL: waiting only makes the current stream wait, and never blocks.
-
-    Args:
-        group: The process group it belongs to.
-        inner: NCCL's own work.
-    """
-
-    def __init__(self, group: GroupCore, inner: Any) -> None:
-        super().__init__()
-        self._group = group
-        self._inner = inner
-        self._epoch = group.epoch
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream wait. Raises what ended the group, if something did."""
-        if self._group.failure is not None and self._group.epoch == self._epoch:
-            self._group.raise_failure()
-        return bool(self._inner.wait() if _seconds(timeout) is None else self._inner.wait(timeout))
-
-    def is_completed(self) -> bool:
-        return bool(self._inner.is_completed())
-
-    def is_success(self) -> bool:
-        return bool(self._inner.is_success())
-
-    def exception(self) -> Any:
-        return self._inner.exception()
-
-    def result(self) -> Any:
-        return self._inner.result()
-
-    def synchronize(self) -> None:
-        self._inner.synchronize()
-
-    def block_current_stream(self) -> None:
-        self._inner.block_current_stream()
-
-    def source_rank(self) -> int:
-        return int(self._inner._source_rank())
-
-    _source_rank = source_rank
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        return self._inner.get_future()  # type: ignore[no-any-return]
-
-    def under_way(self) -> bool:
-        """NCCL's abort leaves nothing under way."""
-        return False
-
-
-class MessageWork(dist.Work):
+class MessageWork(_HostWork):
     """A send or a receive under way in Gloo.
 
     Gloo's wait for these has no time-out that leaves the connection whole, so a thread of its own waits, and the
     caller waits for the thread: a caller who is freed by an abort leaves it behind.
-
-    Args:
-        group: The process group it belongs to.
-        inner: Gloo's own work.
-        staging: Where tensors of a device go through host memory: what to copy back.
     """
 
-    number = -1  # messages have none
-
-    def __init__(self, group: GroupCore, inner: Any, staging: Staging | None = None) -> None:
-        super().__init__()
-        self._group = group
-        self._inner = inner
-        self._staging = staging
-        self._epoch = group.epoch
+    def __init__(
+        self, group: GroupCore, inner: Any, staging: Staging | None = None, limit_s: float | None = None
+    ) -> None:
+        super().__init__(group, inner, None, staging, limit_s)
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
         self._waiting = False
 
@@ -247,13 +245,12 @@ class MessageWork(dist.Work):
             self._error = error.with_traceback(None)
         self._ended.set()
         self._group.finished(self)
-        if self._future is not None:
-            self.conclude()
+        self.conclude()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end. Raises what ended the group, if something did."""
         self._begin()
-        limit, began = _seconds(timeout), time.monotonic()
+        limit, began = positive_seconds(timeout) or self._limit_s, time.monotonic()
         while not self._ended.wait(0.1):
             self._group.examine(self._epoch, None)
             if limit is not None and time.monotonic() - began > limit:
@@ -274,26 +271,10 @@ class MessageWork(dist.Work):
     def exception(self) -> Any:
         return self._error
 
-    def result(self) -> Any:
-        return self._inner.result()
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def source_rank(self) -> int:
-        return int(self._inner._source_rank())
-
-    _source_rank = source_rank
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is completed with the message, and that an abort fails."""
-        if self._future is None:
-            self._root: torch.futures.Future[Any] = torch.futures.Future()
-            self._future = self._root.then(self._conclude)
-            self._begin()
-            if self._ended.is_set():
-                self.conclude()
-        return self._future
+    def _follow(self) -> None:
+        self._begin()
+        if self._ended.is_set():
+            self.conclude()
 
     def _conclude(self, root: torch.futures.Future[Any]) -> Any:
         if not self._ended.is_set():
@@ -301,14 +282,6 @@ class MessageWork(dist.Work):
         if self._error is not None:
             raise self._error
         return []
-
-    def conclude(self) -> None:
-        """Complete the future, if anyone asked for one. Idempotent."""
-        if self._future is not None and not self._root.done():
-            try:
-                self._root.set_result(None)
-            except RuntimeError:
-                pass  # another thread was faster
 
     def under_way(self) -> bool:
         """Whether Gloo still works on it."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
+from distnb.collectives.identity import GroupIdentity
 from distnb.errors import CollectiveError
 
 __all__ = ["World", "current", "install", "leave"]
@@ -129,11 +132,24 @@ def leave() -> None:
                 _foreign = None
 
 
-def foreign_default() -> tuple[int, int, Store] | None:
-    """Rank, size and store of a default group that is not ours, if there is one."""
+@dataclass(frozen=True)
+class Foreign:
+    """A default group that is not ours: its rank, size and store, and the time limit of its operations."""
+
+    rank: int
+    size: int
+    store: Store
+    timeout: timedelta | None
+
+
+def foreign_default() -> Foreign | None:
+    """The default group that is not ours, if there is one."""
     if _current is not None or not dist.is_initialized():
         return None
-    return dist.get_rank(), dist.get_world_size(), c10d._get_default_store()
+    group: Any = c10d._get_default_group()
+    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    timeout = next((options._timeout for options in options if options is not None), None)
+    return Foreign(dist.get_rank(), dist.get_world_size(), c10d._get_default_store(), timeout)
 
 
 # -- what the user's own calls mean while a world of ours is entered ---------------------------------------------------
@@ -147,13 +163,19 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    for name, replacement in (("init_process_group", _init), ("destroy_process_group", _destroy)):
+    hooks: dict[str, Callable[..., None]] = {
+        "init_process_group": _init,
+        "destroy_process_group": _destroy,
+        "_set_pg_timeout": _set_timeout,
+    }
+    for name, replacement in hooks.items():
         original = getattr(c10d, name)
         wrapped = functools.wraps(original)(functools.partial(replacement, original))
         # A plain function: torch and others look at __name__ and __code__.
         function = _as_function(original, wrapped)
         for module in (dist, c10d):
-            setattr(module, name, function)
+            if hasattr(module, name):
+                setattr(module, name, function)
 
 
 def _as_function(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,6 +206,9 @@ def _init(
                 f"{group.size()} replicas, which are connected already. Read RANK and WORLD_SIZE from the environment, "
                 f"or leave {word} out."
             )
+    if timeout is not None:
+        c10d._check_valid_timeout(timeout)
+    group.set_timeout(timeout)
     return None
 
 
@@ -196,4 +221,15 @@ def _destroy(original: Callable[..., None], group: Any = None) -> None:
     # The default group is given back, not ended; its subgroups are the user's own.
     for subgroup in [each for each in c10d._world.pg_names if each is not ours]:
         original(subgroup)
+    ours.set_timeout(None)
+    return None
+
+
+def _set_timeout(original: Callable[..., None], timeout: Any, group: Any = None) -> None:
+    """torch's own would set the backends' limits, which break their connections when they pass."""
+    group = group or (_current.group if _current is not None else None)
+    if not isinstance(group, GroupIdentity):
+        return original(timeout, group)
+    c10d._check_valid_timeout(timeout)
+    group.set_timeout(timeout)
     return None

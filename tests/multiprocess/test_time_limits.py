@@ -1,0 +1,162 @@
+"""Time limits that a program gives to torch's calls are kept; without one, slow replicas are waited for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernel import Notebook
+from tests.ranks import run_ranks
+
+PROLOGUE = """
+import threading
+from datetime import timedelta
+import torch.distributed as dist
+from distnb.collectives import groups
+group = groups.join_from_env()
+rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+store.set_timeout(timedelta(seconds=60))  # the store of a group has its limit
+short = timedelta(seconds=0.4)
+def sum_of(group=None):
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    return total.item()
+def late(call):
+    # Replica 0 calls alone; the other comes when that has ended.
+    told = ""
+    if rank == 0:
+        try:
+            call()
+        except RuntimeError as error:
+            told = f"{type(error).__name__}: {error}"
+        store.set("told", told)
+    else:
+        store.wait(["told"])
+    return told
+result = None
+"""
+MISSES = "Not there yet: replica 1"
+
+
+def told(body: str) -> str:
+    first, second = run_ranks(PROLOGUE + body, 2)
+    second.check()
+    return first.check().result
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        ("sum_of()", "all_reduce(float32[1], sum)"),
+        ("dist.all_reduce(torch.ones(2), async_op=True).get_future().wait()", "all_reduce(float32[2], sum)"),
+        ("dist.barrier()", "barrier()"),
+    ],
+)
+def test_a_limit_of_the_whole_group(call, what):
+    text = told(f"dist.init_process_group('gloo', timeout=short)\nresult = late(lambda: {call})\n")
+    assert "within the time limit of 0.4 s" in text
+    assert what in text
+    assert MISSES in text
+
+
+def test_a_limit_reaches_waits_in_c():
+    body = """
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+loss = model(torch.ones(1, 2)).sum()
+dist.distributed_c10d._set_pg_timeout(short)
+result = late(loss.backward)
+"""
+    assert "within the time limit of 0.4 s" in told(body)
+
+
+def test_a_limit_of_a_part():
+    body = """
+part = dist.new_group([0, 1], timeout=short)
+assert sum_of(part) == 2
+if rank == 1:
+    threading.Event().wait(1.0)  # longer than the limit, which is not the whole group's
+assert sum_of() == 2
+result = late(lambda: sum_of(part))
+"""
+    text = told(body)
+    assert "CollectiveError" in text
+    assert MISSES in text
+
+
+@pytest.mark.parametrize("call", ["dist.barrier(timeout=short)", "dist.monitored_barrier(timeout=short)"])
+def test_a_barrier_of_limited_patience_leaves_the_group_whole(call):
+    body = f"""
+told = late(lambda: {call})
+if rank == 1:
+    {call}
+assert sum_of() == 2
+result = told
+"""
+    text = told(body)
+    assert "within the time limit of 0.4 s" in text
+    assert MISSES in text
+
+
+def test_a_message_that_does_not_come():
+    text = told("dist.init_process_group(timeout=short)\nresult = late(lambda: dist.recv(torch.zeros(1), 1))\n")
+    assert "The operation did not end within the time limit of 0.4 s" in text
+
+
+def test_limits_end_with_what_set_them_and_spare_our_own():
+    body = """
+dist.init_process_group(timeout=short)
+dist.init_process_group()
+dist.init_process_group(timeout=short)
+dist.destroy_process_group()
+if rank == 1:
+    threading.Event().wait(1.0)
+assert sum_of() == 2
+dist.init_process_group(timeout=short)
+if rank == 1:
+    threading.Event().wait(1.0)
+group.broadcast(torch.ones(1))
+group.all_reduce(torch.ones(2**23))
+assert sum_of() == 2
+result = "all"
+"""
+    assert told(body) == "all"
+
+
+def test_a_group_that_the_program_initialised_keeps_its_limit():
+    body = PROLOGUE.replace("group = groups", "dist.init_process_group(timeout=timedelta(seconds=0.4))\ngroup = groups")
+    first, second = run_ranks(body + "result = late(sum_of)", 2)
+    second.check()
+    assert MISSES in first.check().result
+
+
+def test_what_is_no_limit_is_refused():
+    body = """
+result = []
+for timeout in (timedelta(0), 3):
+    try:
+        dist.init_process_group(timeout=timeout)
+    except (ValueError, TypeError) as error:
+        result.append(str(error))
+"""
+    zero, number = told(body)
+    assert "must be positive" in zero
+    assert "timedelta" in number
+
+
+@pytest.mark.timeout(120)
+def test_in_a_notebook_the_cell_ends_everywhere():
+    cell = """%%distribute mirrored
+import torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group(timeout=timedelta(seconds=0.5))
+kept = 3
+while distnb.replica_id() == 1:
+    pass
+dist.all_reduce(torch.ones(3))
+"""
+    with Notebook(2) as notebook:
+        notebook.run("import torch, distnb")
+        ran = notebook.try_run(cell, timeout_s=30)
+        assert ran.error_name == "CollectiveError", ran
+        assert MISSES in ran.error_text
+        works = "%%distribute mirrored\ntotal = torch.ones(1)\ndist.all_reduce(total)\nprint('sum', int(total), kept)"
+        assert "sum 2 3" in notebook.run(works, timeout_s=30).stdout
