@@ -199,8 +199,13 @@ class GuardedProcessGroup(Entering):
         pg_options: Any = None,
         group_name: str = "",
         group_desc: str | None = None,
+        backend: str | None = None,
     ) -> GuardedProcessGroup | None:
-        """A part of this group; None on replicas outside it. It connects when it is first used."""
+        """A part of this group; None on replicas outside it. It connects when it is first used.
+
+        Whatever backend is asked for (torch says it since 2.14), the part has those of the whole: one that carries each
+        type of device.
+        """
         name = str(group_name)
         if name.isdigit():
             # A name from torch's counter: every replica makes its groups in the same order. The counters themselves may

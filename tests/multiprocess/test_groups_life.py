@@ -135,6 +135,18 @@ def test_a_replica_alone():
     assert results(program, 1) == [[3, ["x"], [[1, 1]]]]
 
 
+def test_torch_may_tell_the_backend_of_a_subgroup():
+    # 2.14 does, where 2.13 keeps it to itself.
+    program = """
+    group = groups.join(team(0), rank, cpu).process_group
+    part = group.new_group([0, 1], timeout=None, pg_options=None, group_name="part", group_desc="it", backend="gloo")
+    tensor = torch.ones(1)
+    part.allreduce(tensor).wait()
+    result = tensor.item(), part.group_desc
+    """
+    assert results(program, 2) == [(2, "it")] * 2
+
+
 def test_only_loopback_listens():
     program = """
     import psutil
