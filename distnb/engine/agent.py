@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import multiprocessing
 import os
 import socket
@@ -27,11 +28,11 @@ from distnb.engine.output import ReplicaDisplayPublisher, ReplicaStream, pipe_de
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError
 from distnb.input import children, iterations
-from distnb.runtime import spmd
+from distnb.runtime import contexts, spmd
 from distnb.strategies import live
 from distnb.topology import Device, Team
 from distnb.values.structure import select
-from distnb.wire import codec
+from distnb.wire import codec, freight
 from distnb.wire.channel import Link
 from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell
 from distnb.wire.shorthand import CallReader, ReplyWriter
@@ -70,7 +71,8 @@ class Agent:
             "client_public": connection.client_public.encode(),
             "client_secret": connection.client_secret.encode(),
         }
-        self._programs = Link(context, engine, connection.program_url, **keys)
+        passage = freight.connect(connection.harbour_name, connection.harbour_token, engine)
+        self._programs = Link(context, engine, connection.program_url, passage=passage, **keys)
         pipes = {}
         logs = {}
         streams: tuple[tuple[int, Literal["stdout", "stderr"]], ...] = ((1, "stdout"), (2, "stderr"))
@@ -96,6 +98,7 @@ class Agent:
         }
         self._adapt_shell(logs)
         codec.place_storage = lambda kind: "cpu" if kind == "cpu" else str(device) if device.type != "cpu" else "cpu"
+        contexts.note_names = self._namespace.note_names
         self._connect_live()
 
     def serve(self) -> None:
@@ -115,7 +118,9 @@ class Agent:
         loop.add_handler(self._programs.socket.fileno(), self._serve_programs, loop.READ)
         self._programs.send(hello)
         loop.add_callback(self._serve_programs)
-        warm_up_when_idle(lambda: not self._serving)
+        # What torch and IPython consist of is never garbage: collections need not look at it again and again.
+        gc.freeze()
+        warm_up_when_idle(lambda: not self._serving, lambda: self._control.latest_program == 0)
 
     def _running(self) -> tuple[int, int] | None:
         return self._control.running
@@ -200,10 +205,7 @@ class Agent:
                 # They do not hear of the interrupt, and a DataLoader waits five seconds for each in mid-item.
                 children.end(set(multiprocessing.active_children()) - there)
         groups.program_ended(failed is not None)
-        # An unfinished scope binds nothing: its variables were never made equal.
-        effects = None
-        if mark is not None and not (failed and message.in_scope):
-            effects = self._namespace.finish(mark, program, failed is not None)
+        effects = self._namespace.finish(mark, program, failed is not None) if mark is not None else None
         try:
             return Reply(program, "ok", value=effects) if failed is None else self._failed(program, failed, effects)
         finally:

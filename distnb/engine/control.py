@@ -111,6 +111,11 @@ class Control:
         """The (program, replica) that runs now."""
         return self._running
 
+    @property
+    def latest_program(self) -> int:
+        """The number of the latest program; 0 before the first."""
+        return self._latest[0]
+
     def emit(self, event: Any, *, urgent: bool = False) -> None:
         """Send an event to the notebook, from any thread; cheap. They leave in order, 20 times a second or at once."""
         self._events.append(event)

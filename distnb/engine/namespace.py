@@ -7,7 +7,7 @@ import importlib
 import linecache
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from distnb.engine import operations
@@ -55,7 +55,6 @@ class EngineNamespace:
         self._engine = engine
         self._reserved = frozenset(reserved)
         self._environment: Environment | None = None
-        self._unfinished: tuple[Mark, Space] | None = None
         self._reloads: dict[str, int] = {}
         self._arguments: Any = None
         # Fallback for `open` and `begin` being two calls: which delivery the next `begin` belongs to.
@@ -133,11 +132,6 @@ class EngineNamespace:
         return kind({space.replica: component}, space.size)
 
     def _settle(self, space: Space, delivery: Delivery) -> None:
-        if self._unfinished is not None:
-            # A program that was never finished (an unfinished scope) binds nothing.
-            mark, _ = self._unfinished
-            self._undo({name: mark.before.get(name, Pending.absent) for name in self._assigned(mark)})
-            self._unfinished = None
         for confirmation in delivery.confirmed:
             pending = space.pending.pop(confirmation.serial, None)
             if pending is None:
@@ -193,8 +187,16 @@ class EngineNamespace:
         if self._environment is None:
             self._environment = capture_environment()
         mark = Mark(dict(self.user_ns), delivery, self._environment)
-        self._unfinished = mark, space
         return mark
+
+    def note_names(self) -> Callable[[], None]:
+        """Note what is bound now. What is returned takes back all that was bound since: see `runtime.contexts`."""
+        before = dict(self.user_ns)
+
+        def take_back() -> None:
+            self._undo({name: before.get(name, Pending.absent) for name in self._assigned(before)})
+
+        return take_back
 
     def finish(
         self, mark: Mark, program: int, failed: bool, result: Callable[[Space, int], Any] | None = None
@@ -207,9 +209,8 @@ class EngineNamespace:
             failed: It raised; what it assigned until then is described all the same.
             result: For a call, describes its result.
         """
-        self._unfinished = None
         space, serial = self.objects.space(mark.delivery.space), mark.delivery.serial
-        assigned = self._assigned(mark)
+        assigned = self._assigned(mark.before)
         names, code = self._describe_names(assigned, space, serial)
         changed = self._changed(mark, space)
         luggage = pack_effects(code, changed, space, self.side, serial, self.describer)
@@ -251,8 +252,7 @@ class EngineNamespace:
         """Carry out an operation that a handle asked for."""
         return operations.carry_out(self, message)
 
-    def _assigned(self, mark: Mark) -> list[str]:
-        before = mark.before
+    def _assigned(self, before: Mapping[str, Any]) -> list[str]:
         return sorted(
             name
             for name, value in self.user_ns.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import threading
 from collections.abc import Callable
@@ -16,22 +17,31 @@ _IDLE_S = 1.0
 _MODULES = ("torch._dynamo",)
 
 
-def warm_up_when_idle(is_idle: Callable[[], bool]) -> None:
+def warm_up_when_idle(is_idle: Callable[[], bool], is_new: Callable[[], bool]) -> None:
     """Load them once this engine has been idle for a second, in a thread; to be called on the event loop's thread.
 
     A program that is the first thing an engine hears loads what it needs itself, and is not disturbed meanwhile.
+
+    Args:
+        is_idle: Whether no program runs.
+        is_new: Whether none has run so far.
     """
+    loop = IOLoop.current()
 
     def look() -> None:
         if is_idle():
-            threading.Thread(target=_load, name="distnb-warm-up", daemon=True).start()
+            threading.Thread(target=load, name="distnb-warm-up", daemon=True).start()
         else:
-            IOLoop.current().call_later(_IDLE_S, look)
+            loop.call_later(_IDLE_S, look)
 
-    IOLoop.current().call_later(_IDLE_S, look)
+    def load() -> None:
+        for name in _MODULES:
+            with contextlib.suppress(Exception):  # who needs it hears of it
+                importlib.import_module(name)
+        loop.add_callback(spare_collector)
 
+    def spare_collector() -> None:
+        if is_new():  # nothing of the user's is there yet, which one day may be garbage
+            gc.freeze()
 
-def _load() -> None:
-    for name in _MODULES:
-        with contextlib.suppress(Exception):  # who needs it hears of it
-            importlib.import_module(name)
+    loop.call_later(_IDLE_S, look)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,18 @@ from distnb.errors import ContextError
 if TYPE_CHECKING:
     from distnb.runtime.replica_context import ReplicaContext
 
-__all__ = ["enter_cross_replica", "entries", "innermost", "require_cross_replica", "require_not_mixed"]
+__all__ = ["enter_cross_replica", "entries", "innermost", "note_names", "require_cross_replica", "require_not_mixed"]
+
+
+def _nothing() -> None:
+    pass
+
+
+note_names: Callable[[], Callable[[], None]] = lambda: _nothing  # noqa: E731
+"""Called when a scope opens; what it returns, when one ends by an error: names assigned in it are not to stay bound.
+
+An engine sets it. In a script it is the program's affair what it does after an error.
+"""
 
 
 class _PerThread(threading.local):

@@ -193,16 +193,20 @@ class Spmd:
                 return
             self._heal()
             self._open_scopes += 1
+            take_back = contexts.note_names()
             try:
                 with ScopeWatch(self._adoption):
                     yield strategy
+            except BaseException:
+                take_back()  # the variables that they name were never made equal
+                raise
             finally:
                 self._open_scopes -= 1
 
     def _heal(self) -> None:
         # A program that ended half-way through a step may have left the replicas' variables unequal.
         if self._sync.healed != self._process.group.generation:
-            self._sync.heal()
+            self._sync.heal(self._adoption.buffers())
 
     # Computing on replicas --------------------------------------------------------------------------------------
 

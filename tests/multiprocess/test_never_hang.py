@@ -361,6 +361,21 @@ waits_here()
     assert "idle" in notebook.run("watcher.join()\n%distnb stacks").text
 
 
+SCOPES = {
+    "in a distributed cell": "%%distribute mirrored\nstep = 1\nwith strategy.scope():\n",
+    "at the top level": "strategy = distnb.MirroredStrategy()\nstep = 1\nwith strategy.scope():\n",
+}
+
+
+@pytest.mark.parametrize("begins", SCOPES.values(), ids=SCOPES)
+def test_names_of_an_unfinished_scope_are_not_bound(notebook: Notebook, begins: str) -> None:
+    notebook.run("whole = 7")
+    failed(notebook, begins + "    half = torch.nn.Linear(2, 2)\n    whole = half\n    1 / 0", "ZeroDivisionError")
+    assert notebook.run("print('half' in globals(), step, whole)").stdout == "False 1 7\n"
+    ran = notebook.run("%%distribute mirrored\nprint('half' in globals(), step, whole)")
+    assert "False 1 7" in ran.text
+
+
 # -- (d) an engine dies -----------------------------------------------------------------------------------------------
 
 

@@ -421,21 +421,26 @@ def test_failed_call_is_taken_back(world: DoubleWorld) -> None:
     assert world.notebook.user_ns["n"] == 1
 
 
-def test_an_unfinished_scope_binds_nothing(world: DoubleWorld) -> None:
+def test_names_of_an_unfinished_scope_are_taken_back(world: DoubleWorld) -> None:
     here(world, "log = []\nx = 1")
-    cell = "x = 2\nmodel = [1]\nlog.append(1)\n1 / 0"
-    delivery = world.namespace.outgoing(cell, world.team)
+    before, scope = "y = 5\n", "x = 2\nmodel = [1]\nlog.append(1)\n1 / 0"
+    delivery = world.namespace.outgoing(before + scope, world.team)
+    effects = {}
     for replica, namespace in enumerate(world.namespaces):
         namespace.open(world._send(delivery), replica)
-        namespace.begin(cell)
+        mark = namespace.begin(before + scope)
+        world.engines[replica].run(before, 1)
+        take_back = namespace.note_names()
         with pytest.raises(ZeroDivisionError):
-            world.engines[replica].run(cell, 1)
-    world.namespace.incoming(cell, world.team, {})
+            world.engines[replica].run(scope, 2)
+        take_back()
+        effects[replica] = world._send(namespace.finish(mark, 1, True))
+    world.namespace.incoming(before + scope, world.team, effects)
     ns = world.notebook.user_ns
-    assert ns["x"] == 1
+    assert (ns["x"], ns["y"], ns["log"]) == (1, 5, [1])
     assert "model" not in ns
     there(world, "n = len(log)\nknown = 'model' in globals()\nxx = x")
-    assert ns["n"] == 0
+    assert ns["n"] == 1
     assert ns["known"] is False
     assert ns["xx"] == 1
     assert not any(isinstance(value, HANDLES) for value in ns.values())
