@@ -61,6 +61,8 @@ class Connection:
         client_public, client_secret: The engines' CURVE keys (Z85).
         store_host, store_port: The rendezvous store.
         notebook_pid: The process whose end is the engines' end.
+        harbour_name, harbour_token: Where engines of its host get large frames through shared memory, and what lets
+            them in (see `wire.freight`); empty: nowhere.
     """
 
     program_url: str
@@ -71,6 +73,8 @@ class Connection:
     store_host: str
     store_port: int
     notebook_pid: int
+    harbour_name: str = ""
+    harbour_token: str = ""
 
     def write(self, directory: Path) -> Path:
         """Write the connection file (mode 0600) and return its path."""

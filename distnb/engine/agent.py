@@ -66,7 +66,7 @@ class Agent:
         self._objects = Objects()
         self._namespace = EngineNamespace(shell.user_ns, self._objects, engine=engine)
         context: zmq.Context[Any] = zmq.Context()
-        keys = {
+        keys: dict[str, Any] = {
             "server_public": connection.server_public.encode(),
             "client_public": connection.client_public.encode(),
             "client_secret": connection.client_secret.encode(),

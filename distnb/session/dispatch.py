@@ -16,6 +16,7 @@ from distnb.session.interrupts import Interrupts
 from distnb.session.supervision import GiveUpOn
 from distnb.session.supervisor import Supervisor
 from distnb.wire.channel import receive_from, send_to
+from distnb.wire.freight import Harbour
 from distnb.wire.messages import Died, Reply
 from distnb.wire.shorthand import CallWriter, ReplyReader
 
@@ -60,13 +61,15 @@ class Dispatch:
     Args:
         socket: The program socket of the switchboard.
         supervisor: Follows every program.
+        harbour: The switchboard's.
 
     Attributes:
         turn: Hold it while a program is made, sent and waited for.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], supervisor: Supervisor) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], supervisor: Supervisor, harbour: Harbour | None = None) -> None:
         self._socket = socket
+        self._harbour = harbour
         self._supervisor = supervisor
         self._numbers = itertools.count(1)
         self.latest = 0
@@ -96,7 +99,7 @@ class Dispatch:
         outcome = self._pending[program] = Outcome(program, engines, quiet=quiet)
         self._supervisor.program_began(program, engines)
         # If one died this moment, its pidfd tells, and the wait hears of it.
-        send_to(self._socket, engines, self._writer.write(message))
+        send_to(self._socket, engines, self._writer.write(message), self._harbour)
         return outcome
 
     def wait(self, outcome: Outcome) -> Outcome:
@@ -133,7 +136,7 @@ class Dispatch:
             self._lose()
         if self._interrupts.fd in ready:
             self._interrupts.drain()
-        for engine, message in receive_from(self._socket):
+        for engine, message in receive_from(self._socket, self._harbour):
             reply = self._readers[engine].read(message)
             if not isinstance(reply, Reply):
                 continue  # a hello: the control channel has told it

@@ -66,7 +66,7 @@ class Session:
             client_public=self._keys.client_public.encode(),
         )
         self._supervisor = Supervisor(self._switchboard.control, self.events)
-        self._dispatch = Dispatch(self._switchboard.program, self._supervisor)
+        self._dispatch = Dispatch(self._switchboard.program, self._supervisor, self._switchboard.harbour)
         self._store = RendezvousStore()
         self._cluster: Cluster | None = None
         self._ended: dict[int, str] = {}
@@ -119,6 +119,8 @@ class Session:
             store_host=self._store.host,
             store_port=self._store.port,
             notebook_pid=os.getpid(),
+            harbour_name=self._switchboard.harbour.name,
+            harbour_token=self._switchboard.harbour.token,
         )
         self._cluster = Cluster(devices, connection, on_exit=self._on_exit, on_progress=on_progress)
         self._cluster.start(meanwhile=self._store.serve)  # torch loads here while it loads in the engines

@@ -1,24 +1,26 @@
 """The authenticated channel between the notebook and its engines: ZeroMQ over TCP with CURVE.
 
 The notebook binds two ROUTER sockets, one for programs and one for control; every engine connects a DEALER to
-each. CURVE encrypts both, and a client whose public key is not the cluster's gets no byte through.
+each. CURVE encrypts both, and a client whose public key is not the cluster's gets no byte through. On one host the
+large frames of programs and replies go around it, through shared memory (`wire.freight`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from distnb.wire import freight
 from distnb.wire.codec import Frame, decode, encode
+from distnb.wire.freight import Harbour, Passage
 
 __all__ = ["Link", "Switchboard", "receive_from", "send_to"]
 
 # As plain numbers: combining members of an enumeration costs as much as sending.
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
-_COPY_BELOW = 65536  # bytes; larger frames are handed to ZeroMQ without a copy
 
 
 class _OneClientKey:
@@ -41,6 +43,9 @@ class Switchboard:
         server_secret, server_public: The notebook's CURVE key pair (Z85).
         client_public: The public key that engines prove to own.
         host: The address to listen on; loopback unless engines live on other machines.
+
+    Attributes:
+        harbour: Where engines of this host come for shared memory.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Switchboard:
         self.control = self._bind_socket()
         self.program_url = _bind_loopback(self.program, host)
         self.control_url = _bind_loopback(self.control, host)
+        self.harbour = Harbour()
 
     def _bind_socket(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
@@ -72,6 +78,7 @@ class Switchboard:
         """Close both sockets and stop the authenticator. Waiting messages are dropped."""
         self.program.close()
         self.control.close()
+        self.harbour.close()
         self._authenticator.stop()
         self._context.destroy(linger=0)
 
@@ -81,17 +88,32 @@ def _bind_loopback(socket: zmq.Socket[bytes], host: str) -> str:
     return f"tcp://{host}:{port}"
 
 
-def send_to(socket: zmq.Socket[bytes], engines: Iterable[int], message: Any) -> list[int]:
-    """Send a message to engines. Returns those that are not connected.
+def send_to(
+    socket: zmq.Socket[bytes], engines: Iterable[int], message: Any, harbour: Harbour | None = None
+) -> list[int]:
+    """Send a message to engines, copied: what it refers to may change when this returns.
+
+    Args:
+        socket: One of the switchboard's.
+        engines: Their ids.
+        message: What `decode` gives there.
+        harbour: For large messages on the program socket: engines of this host get them through shared memory.
+
+    Returns:
+        The engines that are not connected.
 
     Raises:
         zmq.ZMQError: The socket is closed.
     """
-    frames = encode(message)
+    frames = rest = encode(message)
+    engines = tuple(engines)
+    reached: Collection[int] = ()
+    if harbour is not None and freight.is_large(frames):
+        rest, reached = freight.ship(frames, harbour.passages(engines))
     unreached = []
     for engine in engines:
         try:
-            _send(socket, [b"%d" % engine, *frames])
+            _send(socket, [b"%d" % engine, *(rest if engine in reached else frames)])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
@@ -99,25 +121,23 @@ def send_to(socket: zmq.Socket[bytes], engines: Iterable[int], message: Any) -> 
     return unreached
 
 
-def receive_from(socket: zmq.Socket[bytes]) -> Iterator[tuple[int, Any]]:
+def receive_from(socket: zmq.Socket[bytes], harbour: Harbour | None = None) -> Iterator[tuple[int, Any]]:
     """All messages that have arrived, each with the id of its engine. Never blocks."""
     while True:
         try:
-            engine = socket.recv(_NOBLOCK)
+            engine = int(socket.recv(_NOBLOCK))
         except zmq.Again:
             return
-        yield int(engine), decode(_receive(socket))
+        frames = _receive(socket)
+        if freight.is_manifest(frames[0]):
+            frames = freight.unload(frames, harbour.passages((engine,)).get(engine) if harbour is not None else None)
+        yield engine, decode(frames)
 
 
-def _send(socket: zmq.Socket[bytes], frames: list[Frame], *, track: bool = False) -> zmq.MessageTracker | None:
-    """Send frames as one message; large ones without a copy, and then, if asked, with a tracker of their leaving."""
-    large = any(memoryview(frame).nbytes >= _COPY_BELOW for frame in frames)
-    if large:
-        return socket.send_multipart(frames, copy=False, track=track)
+def _send(socket: zmq.Socket[bytes], frames: list[Frame]) -> None:
     for frame in frames[:-1]:
         socket.send(frame, _SNDMORE)
     socket.send(frames[-1])
-    return None
 
 
 def _receive(socket: zmq.Socket[bytes], flags: int = 0) -> list[Frame]:
@@ -138,6 +158,7 @@ class Link:
         engine: The engine's id, its identity on the channel.
         url: Where the notebook listens.
         server_public, client_public, client_secret: CURVE keys (Z85).
+        passage: The way of large frames, if the notebook is on this host.
     """
 
     def __init__(
@@ -149,7 +170,9 @@ class Link:
         server_public: bytes,
         client_public: bytes,
         client_secret: bytes,
+        passage: Passage | None = None,
     ) -> None:
+        self._passage = passage
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self.socket.identity = b"%d" % engine
         self.socket.curve_serverkey = server_public
@@ -160,22 +183,26 @@ class Link:
         self.socket.connect(url)
 
     def send(self, message: Any) -> None:
-        """Send a message; large buffers have left this process's hands when it returns.
-
-        A replica goes on to change its tensors in place, so a frame sent without a copy must be gone first.
-        """
-        tracker = _send(self.socket, encode(message), track=True)
-        if tracker is not None:
-            tracker.wait()
+        """Send a message, copied: a replica goes on to change its tensors in place."""
+        frames = encode(message)
+        if self._passage is not None and freight.is_large(frames):
+            frames, _ = freight.ship(frames, {0: self._passage})
+        _send(self.socket, frames)
 
     def receive(self) -> Any:
-        """The next message, or None when there is none yet."""
+        """The next message, or None when there is none yet.
+
+        Raises:
+            MessageError: It cannot be read.
+        """
         try:
             frames = _receive(self.socket, _NOBLOCK)
         except zmq.Again:
             return None
-        return decode(frames)
+        return decode(freight.unload(frames, self._passage) if freight.is_manifest(frames[0]) else frames)
 
     def close(self) -> None:
         """Close the socket, giving messages on their way one second."""
         self.socket.close()
+        if self._passage is not None:
+            self._passage.close()
