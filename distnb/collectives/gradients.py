@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -21,7 +21,7 @@ from distnb.collectives.backward import calling_frame, describe_frame, listen, n
 from distnb.collectives.buckets import Bucket, Plan, ReducingGroup, Weighting, bucket_nbytes, is_large
 from distnb.collectives.families import Family
 from distnb.collectives.finishing import finish, finish_with_graph, keep_local, sum_of_weights
-from distnb.collectives.healing import HealingGroup, heal
+from distnb.collectives.healing import Buffers, HealingGroup, heal
 from distnb.collectives.mean_loss import Finding, MeanLossCheck
 from distnb.collectives.mirrored import forget_mirrors, is_mirrored, note_mirror
 from distnb.collectives.optimizer_guard import guard_optimizers
@@ -133,16 +133,19 @@ class GradientSync:
         """
         self._slice = None if n is None else (n, total)
 
-    def heal(self) -> None:
+    def heal(self, buffers: Sequence[Buffers] = ()) -> None:
         """Make mirrored parameters, and the optimizers that hold them, equal again if a program ended half-way.
 
         Strategies call it before they use a group of a new generation (see `healed`). All replicas must.
+
+        Args:
+            buffers: Those of the models, which are then made equal as well.
         """
         group = self._group()
         self._healed = group.generation
         if group.size == 1:
             return
-        healed = heal(cast("HealingGroup", group), self._families)
+        healed = heal(cast("HealingGroup", group), self._families, buffers)
         if healed is not None:
             frame = calling_frame()
             warnings.warn_explicit(

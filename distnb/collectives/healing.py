@@ -3,6 +3,9 @@
 An interrupt or an error ends the replicas at the same collective, but not at the same line: one may have stepped its
 optimizer already and another not. The first use of a strategy in a new generation of the group therefore compares
 parameters, gradients and optimizer states, and where they differ takes over what replica 0 holds.
+
+Buffers may differ by right: each replica's BatchNorm has seen other examples. That a step was done in part is seen by
+those that count (`num_batches_tracked`), or by what was found before; then the models' buffers are taken over as well.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ from distnb.collectives.agreement import checksum
 from distnb.collectives.families import Family
 from distnb.collectives.mirrored import find_mirror
 
-__all__ = ["HealingGroup", "heal"]
+__all__ = ["Buffers", "HealingGroup", "heal"]
+
+Buffers = tuple[str, Sequence[torch.Tensor]]
+"""How people call a model, and its buffers."""
 
 # (class, the (family, place) of each of its parameters)
 _OptimizerKey = tuple[str, tuple[tuple[int, int], ...]]
@@ -48,15 +54,19 @@ class _State:
         values: Per family: the parameters.
         gradients: Per family: their gradients.
         optimizers: The optimizers that hold such parameters.
+        buffers: Per model: the buffers' shapes and dtypes.
+        counts: Per model: those buffers that hold whole numbers.
     """
 
     layouts: tuple[tuple[str, ...], ...]
     values: tuple[tuple[int, ...], ...]
     gradients: tuple[tuple[int | None, ...], ...]
     optimizers: dict[_OptimizerKey, int]
+    buffers: tuple[tuple[str, ...], ...]
+    counts: tuple[tuple[int, ...], ...]
 
 
-def heal(group: HealingGroup, families: Sequence[Family]) -> str | None:
+def heal(group: HealingGroup, families: Sequence[Family], buffers: Sequence[Buffers] = ()) -> str | None:
     """Compare what the replicas hold of these families; take over replica 0's where it differs.
 
     Every replica calls it at the same place of its program, between steps.
@@ -64,12 +74,13 @@ def heal(group: HealingGroup, families: Sequence[Family]) -> str | None:
     Args:
         group: The replicas.
         families: All families of one strategy, in the order of making.
+        buffers: Those of its models, in the order of making.
 
     Returns:
         What was set anew, for a notice; None if all was equal, or if the replicas hold different models.
     """
     optimizers = _optimizers_of(families) if families else {}
-    states = cast("list[_State]", group.all_gather_object(_state(families, optimizers)))
+    states = cast("list[_State]", group.all_gather_object(_state(families, optimizers, buffers)))
     first = states[0]
     if any(state.layouts != first.layouts for state in states) or all(state == first for state in states):
         # Models that differ are found, and told of, by the first pass that reaches them.
@@ -78,6 +89,11 @@ def heal(group: HealingGroup, families: Sequence[Family]) -> str | None:
     for key in first.optimizers:
         if any(state.optimizers.get(key) != first.optimizers[key] for state in states):
             told.append(_heal_optimizer(group, key, optimizers.get(key)))
+    if all(state.buffers == first.buffers for state in states):
+        half_way = any(told)
+        for place, model in enumerate(buffers):
+            if half_way or any(state.counts[place] != first.counts[place] for state in states):
+                told.append(_heal_buffers(group, *model))
     return ", ".join(text for text in told if text) or None
 
 
@@ -96,6 +112,13 @@ def _heal_family(group: HealingGroup, family: Family, states: Sequence[_State], 
         told.append("gradients (to None)")
     family.checked = True
     return f"{family.description}'s {' and '.join(told)}" if told else None
+
+
+def _heal_buffers(group: HealingGroup, name: str, buffers: Sequence[torch.Tensor]) -> str | None:
+    with torch.no_grad():
+        for buffer in buffers:
+            group.broadcast(buffer, 0)
+    return f"{name}'s buffers" if buffers else None
 
 
 def _heal_optimizer(group: HealingGroup, key: _OptimizerKey, optimizer: torch.optim.Optimizer | None) -> str:
@@ -128,14 +151,28 @@ def _parameters(family: Family) -> list[torch.nn.Parameter]:
     return [parameter for parameter in found if parameter is not None and not is_lazy(parameter)]
 
 
-def _state(families: Sequence[Family], optimizers: dict[_OptimizerKey, torch.optim.Optimizer]) -> _State:
+def _state(
+    families: Sequence[Family],
+    optimizers: dict[_OptimizerKey, torch.optim.Optimizer],
+    buffers: Sequence[Buffers],
+) -> _State:
     params = [_parameters(family) for family in families]
     return _State(
-        layouts=tuple(tuple(f"{p.dtype}{tuple(p.shape)}" for p in family) for family in params),
+        layouts=tuple(map(_layout, params)),
         values=tuple(tuple(checksum(p) for p in family) for family in params),
         gradients=tuple(tuple(_gradient_checksum(p) for p in family) for family in params),
         optimizers={key: _optimizer_checksum(optimizer) for key, optimizer in optimizers.items()},
+        buffers=tuple(_layout(tensors) for _, tensors in buffers),
+        counts=tuple(tuple(checksum(t) for t in tensors if _counts(t)) for _, tensors in buffers),
     )
+
+
+def _layout(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    return tuple(f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in tensors)
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _gradient_checksum(parameter: torch.nn.Parameter) -> int | None:

@@ -99,6 +99,13 @@ class Adoption:
                 loose.append(value)
         self.take(_roots(modules), loose, equalise=False)
 
+    def buffers(self) -> list[tuple[str, list[torch.Tensor]]]:
+        """The buffers of each model, in the order of making, with the model's name."""
+        return [
+            (key.label, [each for each in root.buffers() if not is_lazy(each) and each.layout is torch.strided])
+            for root, key in list(self._families.items())
+        ]
+
     def _new_of(self, root: torch.nn.Module, key: FamilyKey) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in root.named_parameters():
             if self._adopt(parameter, key):

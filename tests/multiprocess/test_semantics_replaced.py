@@ -1,10 +1,12 @@
-"""Mirrored variables, their optimizer and metrics outlive an engine, and stay in sync on its successor."""
+"""Mirrored variables, their buffers, optimizer and metrics outlive an engine, and stay in sync on its successor."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,45 +17,74 @@ import distnb.session
 pytestmark = pytest.mark.timeout(170)
 
 
-def test_a_replaced_engine_keeps_training() -> None:
+@pytest.fixture
+def session() -> Iterator[Any]:
     distnb.start(2)
-    strategy = distnb.MirroredStrategy()
     session = distnb.session.current()
+    before = dict(session.user_ns)
+    session.user_ns.update(strategy=distnb.MirroredStrategy(), torch=torch, distnb=distnb)
+    yield session
+    distnb.stop()
+    for name in set(session.user_ns) - set(before):
+        del session.user_ns[name]
+
+
+def run(session: Any, source: str, name: str) -> None:
+    session.run_cell(source, session.user_ns["strategy"].spec, filename=name)
+
+
+MODEL = """
+with strategy.scope():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    metric = distnb.metrics.Mean()
+def step():
+    optimizer.zero_grad()
+    loss = model(torch.rand(3, 2) + distnb.replica_id()).sum()
+    loss.backward()
+    optimizer.step()
+    metric.update(float(distnb.replica_id()))
+strategy.run(step)
+own = strategy.run(lambda: repr(model[1].running_mean.tolist()))
+"""
+
+
+def test_a_replaced_engine_keeps_training(session: Any) -> None:
     names = session.user_ns
-    names.update(strategy=strategy, torch=torch, distnb=distnb)
-    session.run_cell(
-        "with strategy.scope():\n"
-        "    model = torch.nn.Linear(2, 1)\n"
-        "    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)\n"
-        "    metric = distnb.metrics.Mean()\n"
-        "def step():\n"
-        "    optimizer.zero_grad()\n"
-        "    loss = model(torch.full((1, 2), 1.0 + distnb.replica_id())).sum()\n"
-        "    loss.backward()\n"
-        "    optimizer.step()\n"
-        "    metric.update(float(distnb.replica_id()))\n"
-        "strategy.run(step)\n",
-        strategy.spec,
-        filename="cell-1",
+    run(session, MODEL, "cell-1")
+    first, second = names["own"].values
+    assert first != second, "each replica's BatchNorm has seen its own examples"
+    os.kill(session.status()[1].pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while session.status()[1].state == "idle" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert session.restart(missing=True) == (1,)
+    run(
+        session,
+        "strategy.assert_in_sync([model, optimizer])\n"
+        "now = repr(model[1].running_mean.tolist())\n"
+        "before = model[0].weight.detach().clone()\n"
+        "strategy.run(step)\n"
+        "strategy.assert_in_sync([list(model.parameters()), optimizer])\n"
+        "moved = bool((model[0].weight != before).all())\n"
+        "mean = float(metric.compute())\n",
+        "cell-2",
     )
-    try:
-        os.kill(session.status()[1].pid, signal.SIGKILL)
-        deadline = time.monotonic() + 20
-        while session.status()[1].state == "idle" and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert session.restart(missing=True) == (1,)
-        session.run_cell(
-            "before = model.weight.detach().clone()\n"
-            "strategy.run(step)\n"
-            "strategy.assert_in_sync([model, optimizer])\n"
-            "moved = bool((model.weight != before).all())\n"
-            "mean = float(metric.compute())\n",
-            strategy.spec,
-            filename="cell-2",
-        )
-        assert names["moved"] is True
-        assert names["mean"] == 0.25  # the new replica took over what replica 0 had seen: 0, 0 and 0, 1
-    finally:
-        distnb.stop()
-        for name in ("model", "optimizer", "metric", "step", "before", "moved", "mean", "strategy"):
-            names.pop(name, None)
+    assert names["now"] == first, "the replacement has the survivor's buffers"
+    assert names["moved"] is True
+    assert names["mean"] == 0.25  # the new replica took over what replica 0 had seen: 0, 0 and 0, 1
+
+
+def test_buffers_are_made_equal_after_a_step_that_was_done_in_part(session: Any) -> None:
+    names = session.user_ns
+    run(session, MODEL, "cell-1")
+    run(session, "strategy.run(lambda: None)\nkept = repr(model[1].running_mean.tolist())\n", "cell-2")
+    assert names["kept"].values == names["own"].values, "buffers that differ by right are left alone"
+    with pytest.raises(ZeroDivisionError):
+        run(session, "if distnb.replica_id() == 0:\n    model(torch.ones(3, 2))\nelse:\n    1 / 0\n", "cell-3")
+    run(
+        session,
+        "strategy.run(lambda: None)\nstrategy.assert_in_sync(model)\nn = int(model[1].num_batches_tracked)",
+        "cell-4",
+    )
+    assert names["n"] == 2
