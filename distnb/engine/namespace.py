@@ -285,9 +285,13 @@ class EngineNamespace:
         note_frozen(found.nodes, self.side, space.twins)
         return found
 
-    def _changed(self, mark: Mark, space: Space) -> list[ObjectId]:
-        """The notebook's objects in those that the program may have changed, if one of them did change."""
-        changed: dict[ObjectId, None] = {}
+    def _changed(self, mark: Mark, space: Space) -> dict[ObjectId, bytes | None]:
+        """The notebook's objects in those that the program may have changed, if one of them did change.
+
+        Returns:
+            For arrays and tensors their content's digest now, where it was taken.
+        """
+        changed: dict[ObjectId, bytes | None] = {}
         for identity in mark.delivery.watch:
             before = space.fingerprints.get(identity)
             node = space.twins.get(identity)
@@ -297,10 +301,13 @@ class EngineNamespace:
             with contextlib.suppress(Exception):  # something that cannot be pickled was put in
                 now = fingerprint(node, self.side, space.twins, by_reference="owned")
             if now is None or not now.matches(before):
-                changed.update(dict.fromkeys(before.nodes))
-                changed.update(dict.fromkeys(now.nodes if now is not None else ()))
+                for each in (*before.nodes, *(now.nodes if now is not None else ())):
+                    changed.setdefault(each, None)
+                for key, digest in now.arrays.items() if now is not None else ():
+                    if (known := space.twins.ids.get(key)) in changed:
+                        changed[known] = digest
                 space.fingerprints.pop(identity, None)
-        return [identity for identity in changed if is_value_twin(identity)]
+        return {identity: digest for identity, digest in changed.items() if is_value_twin(identity)}
 
     def _read_handles(self, mark: Mark, space: Space) -> dict[ObjectId, Described]:
         found = {}

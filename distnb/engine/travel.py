@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,13 +107,18 @@ def is_node_type(kind: type) -> bool:
 
 
 def pack_effects(
-    code: dict[str, Any], changed: Sequence[ObjectId], space: Space, side: Side, serial: int, describer: Describer
+    code: dict[str, Any],
+    changed: Mapping[ObjectId, bytes | None],
+    space: Space,
+    side: Side,
+    serial: int,
+    describer: Describer,
 ) -> Luggage:
     """Pack functions and classes that a program defined, and the new states of the notebook's objects it changed.
 
     Args:
         code: Functions and classes by name.
-        changed: The notebook's objects to describe.
+        changed: The notebook's objects to describe; of arrays and tensors their content's digest, if it is known.
     """
     if not code and not changed:
         return Luggage(None, 0, {}, {}, {})
@@ -126,7 +131,7 @@ def pack_effects(
 
 def _pack(
     code: dict[str, Any],
-    changed: Sequence[ObjectId],
+    changed: Mapping[ObjectId, bytes | None],
     space: Space,
     side: Side,
     serial: int,
@@ -156,7 +161,8 @@ def _pack(
         node = twins.get(identity)
         if node is NOT_THERE or not is_value_twin(identity):
             continue
-        if (is_array(node) or is_tensor(node)) and twins.contents.get(identity) == digest_of_content(node):
+        content = changed[identity] or digest_of_content(node) if is_array(node) or is_tensor(node) else None
+        if content is not None and twins.contents.get(identity) == content:
             continue
         kind, state = state_of(node)
         if identity in outdated:
@@ -165,7 +171,7 @@ def _pack(
             pickler.dump((identity, kind, state))
         else:
             continue
-        digests[identity] = _digest(kind, state, space, side)
+        digests[identity] = content or _digest(kind, state, space, side)
     memo = {index: obj for index, obj in pickler.memo.copy().values() if is_node(obj)}
     return Luggage(Parcel([file.getbuffer(), *pickler.buffers]), len(digests), memo, fresh, digests)
 

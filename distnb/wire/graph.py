@@ -201,7 +201,11 @@ class GraphUnpickler(codec.Unpickler):
 def _writable(frame: Any) -> Any:
     # Arrays are built on the very buffer, and a user may write to an array.
     view = memoryview(frame)
-    return bytearray(view) if view.readonly else frame
+    if not view.readonly:
+        return frame
+    # Where the sender's array was read-only, pickle wrapped the buffer that arrived, and that is nobody else's.
+    whole = memoryview(view.obj)
+    return whole if not whole.readonly and whole.nbytes == view.nbytes else bytearray(view)
 
 
 def pack_all(pickler: GraphPickler, file: io.BytesIO, values: Sequence[Any]) -> Parcel:
