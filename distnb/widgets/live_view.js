@@ -64,6 +64,8 @@ class Store {
     this.curves = new Map();
     this.head = { state: "starting", text: "" };
     this.table = { header: [], rows: [], numeric: [] };
+    this.written = "";
+    this.restored = false;
     this.views = new Set();
     this.sequence = -1;
   }
@@ -81,6 +83,7 @@ class Store {
     );
     this.head = snapshot.head;
     this.table = snapshot.table;
+    this.written = snapshot.written ?? "";
     this.redraw();
   }
   append(message) {
@@ -154,6 +157,10 @@ class View {
     this.head = element("span", "head", this.status);
     this.charts = element("div", "charts", this.root);
     this.table = element("table", "", this.root);
+    this.written = element("details", "written", this.root);
+    this.written.hidden = true;
+    element("summary", "", this.written).textContent = "The page was reloaded while the cell ran; the end of what it wrote";
+    this.text = element("pre", "", this.written);
     this.pending = false;
     this.schedule();
   }
@@ -172,6 +179,9 @@ class View {
     this.head.textContent = head.text;
     this.charts.replaceChildren(...[...curves].map(([name, curve]) => this.chart(name, curve)));
     this.drawTable(table);
+    const missed = this.store.restored && this.store.written;
+    this.written.hidden = !missed;
+    if (missed) this.text.textContent = this.store.written;
   }
   drawTable(table) {
     this.table.replaceChildren();
@@ -245,7 +255,11 @@ export default () => {
   const store = new Store();
   return {
     initialize({ model }) {
-      store.load(model.get("snapshot"));
+      const snapshot = model.get("snapshot");
+      store.load(snapshot);
+      // A new widget has drawn nothing yet; this one was drawn in a page that is gone.
+      store.restored = (snapshot?.sequence ?? 0) > 0;
+      if (store.restored) model.send({ restored: true });
       model.on("change:snapshot", () => store.load(model.get("snapshot")));
       model.on("msg:custom", (message) => store.append(message));
     },

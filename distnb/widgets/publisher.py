@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NotebookPublisher", "Publisher", "TerminalPublisher", "publisher_for"]
 
+_LATEST_CHARACTERS = 10_000
+
 
 class Publisher(ABC):
     """Puts text and displays where a cell's output goes; from any thread, one at a time."""
@@ -22,10 +24,14 @@ class Publisher(ABC):
     on_clear: Callable[[], None] | None = None
     """Called after the cell's output was cleared, for whoever must appear again."""
 
+    latest = ""
+    """The end of what was written: a page that is reloaded while the cell runs misses the rest of its output."""
+
     def apply(self, instructions: list[Instruction]) -> None:
         """Carry out instructions in order."""
         for each in instructions:
             if isinstance(each, Write):
+                self.latest = (self.latest + each.text)[-_LATEST_CHARACTERS:]
                 self.write(each.stream, each.text)
             elif isinstance(each, Show):
                 self.display(each.name, each.bundle.data, each.bundle.metadata)
@@ -34,6 +40,7 @@ class Publisher(ABC):
             elif isinstance(each, Area):
                 self.area(each.lines)
             elif isinstance(each, Clear):
+                self.latest = ""
                 self.clear(each.wait)
                 if self.on_clear is not None:
                     self.on_clear()

@@ -24,10 +24,20 @@ class LiveWidget(anywidget.AnyWidget):
 
     Attributes:
         snapshot: All that is drawn. Sent seldom: for a browser that missed messages, or was reloaded.
+        adopted: A page that was reloaded while the cell ran shows it, and no picture will take its place there.
     """
+
+    adopted = False
 
     _esm: ClassVar[str] = resources.files("distnb.widgets").joinpath("live_view.js").read_text(encoding="utf-8")
     snapshot = traitlets.Dict().tag(sync=True)
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.on_msg(self._adopt)
+
+    def _adopt(self, widget: Any, content: Any, buffers: Any) -> None:
+        self.adopted = True
 
 
 class WidgetView(LiveView):
@@ -65,11 +75,14 @@ class WidgetView(LiveView):
             self._widget.snapshot = self._snapshot(now)
 
     def finish(self, now: float) -> None:
+        if self._widget is not None:
+            self._sequence += 1
+            self._widget.snapshot = {**self._snapshot(now), "written": self.publisher.latest}
         data = {"text/html": static_html(self.model, now), "text/plain": plain_summary(self.model, now)}
         self.publisher.display(self.name, data, {}, update=True)
 
     def close(self) -> None:
-        if self._widget is not None:
+        if self._widget is not None and not self._widget.adopted:
             self._widget.close()
 
     def _surroundings(self, now: float) -> dict[str, Any]:

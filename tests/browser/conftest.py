@@ -30,3 +30,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("lab"))
     yield server
     server.close()
+
+
+@pytest.fixture(scope="module", params=["lab", "notebook"])
+def front_end(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A JupyterLab server, and then one of Notebook 7."""
+    package = {"lab": "jupyterlab", "notebook": "notebook"}[request.param]
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    server = Server(tmp_path_factory.mktemp(request.param), request.param)
+    yield server
+    server.close()

@@ -159,16 +159,25 @@ class OpenNotebook:
 
     def start(self, index: int) -> None:
         """Begin to run a cell, and do not wait."""
-        self.page.evaluate(
+        count = self.page.evaluate(
             """index => {
                 const panel = window.jupyterapp.shell.currentWidget;
                 panel.content.activeCellIndex = index;
                 panel.content.deselectAll();
+                return panel.content.widgets[index].model.executionCount;
             }""",
             index,
         )
         self.page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-cell'); }")
-        self.page.wait_for_timeout(50)
+        # Until it has begun, it looks as if it had ended.
+        self.page.wait_for_function(
+            """([index, count]) => {
+                const model = window.jupyterapp.shell.currentWidget.content.widgets[index].model;
+                return model.executionState === "running" || model.executionCount !== count;
+            }""",
+            arg=[index, count],
+            timeout=30_000,
+        )
 
     def wait(self, index: int, timeout_s: float = 60.0) -> None:
         """Wait until a cell has ended."""
@@ -186,6 +195,16 @@ class OpenNotebook:
         """Run a cell to its end."""
         self.start(index)
         self.wait(index, timeout_s)
+
+    def press_stop(self) -> None:
+        """The stop button of the toolbar."""
+        self.page.locator("[data-command='notebook:interrupt-kernel']").first.click()
+
+    def reload(self) -> None:
+        """Reload the page, also while a cell runs."""
+        self.page.reload()
+        self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+        self.page.wait_for_function("() => window.jupyterapp?.shell.currentWidget?.content", timeout=30_000)
 
     def output(self, index: int) -> Any:
         """The output area of a cell."""

@@ -1,0 +1,99 @@
+"""What a user does in JupyterLab and in Notebook 7: watch a cell, reload the page under it, stop it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.browser.lab import OpenNotebook, Server
+from tests.browser.test_front_end import SETUP, data_of, text_of
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+
+def test_the_live_view_lives_and_leaves_a_picture(chrome: Any, front_end: Server) -> None:
+    front_end.write("live.ipynb", [SETUP, "%%distribute mirrored\n# replay: train 3"])
+    with OpenNotebook(chrome, front_end, "live.ipynb") as notebook:
+        notebook.run(0)
+        notebook.start(1)
+        view = notebook.output(1).locator(".distnb-live")
+        curve = view.locator("svg[data-name='loss'] path.line")
+        curve.wait_for(timeout=10_000)
+        first = len(curve.get_attribute("d"))
+        notebook.page.wait_for_function(
+            "first => (document.querySelector('svg[data-name=loss] path.line')?.getAttribute('d').length ?? 0) > first",
+            arg=first,
+            timeout=3_000,
+        )
+        assert view.locator("table tr").count() == 3
+        notebook.wait(1)
+        assert view.locator("svg").count() == 0
+        picture = notebook.output(1).locator("img[src^='data:image/svg+xml']")
+        assert picture.evaluate("image => image.naturalWidth") > 100
+        saved = notebook.saved()
+        assert "[0-1] epoch 1" in text_of(saved, 1)
+        (data,) = data_of(saved, 1)
+        assert "widget-view" not in str(data)
+
+
+def test_a_page_reloaded_under_a_cell_shows_it_to_its_end(chrome: Any, front_end: Server) -> None:
+    cells = [SETUP, "%%distribute mirrored\n# replay: train 9", "6 * 7", "7 * 7", "8 * 7"]
+    front_end.write("reload.ipynb", cells)
+    with OpenNotebook(chrome, front_end, "reload.ipynb") as notebook:
+        notebook.run(0)
+        notebook.start(1)
+        view = notebook.output(1).locator(".distnb-live")
+        view.locator("svg").first.wait_for(timeout=10_000)
+        notebook.saved()
+        notebook.reload()
+        # Front ends ask the kernel for widgets as for anything else, and it answers when the cell has ended.
+        view.locator("svg[data-name='loss']").wait_for(timeout=40_000)
+        ended = "() => document.querySelector('.distnb-live .head')?.innerText.includes('· ended ·')"
+        notebook.page.wait_for_function(ended, timeout=30_000)
+        assert view.locator("svg[data-name='local loss'] path.line").count() == 2
+        view.locator("details summary").click()
+        assert "epoch 9" in view.locator("details pre").inner_text(), "what the page missed is there"
+        notebook._wait_for_kernel()
+        for index, answer in ((2, "42"), (3, "49"), (4, "56")):
+            notebook.run(index)
+            assert answer in notebook.output(index).inner_text()
+        assert view.locator("svg[data-name='loss']").count() == 1, "nothing else is left of it: it stays"
+
+
+LOOP = """%%distribute mirrored
+import time, torch
+print("begun")
+while True:
+    time.sleep(0.01)
+"""
+STUCK = """%%distribute mirrored
+print("begun")
+if distnb.get_replica_context().replica_id_in_sync_group == 0:
+    torch.distributed.all_reduce(torch.ones(1))
+time.sleep(1000)
+"""
+
+
+def test_the_stop_button_ends_cells_and_the_next_one_works(chrome: Any, front_end: Server) -> None:
+    cells = ["%load_ext distnb\nimport distnb\n%distnb start -n 2", LOOP, STUCK, "%%distribute mirrored\nprint('fine')"]
+    front_end.write("stop.ipynb", cells)
+    with OpenNotebook(chrome, front_end, "stop.ipynb") as notebook:
+        notebook.run(0, 90)
+        for index in (1, 2):
+            notebook.start(index)
+            output = notebook.output(index)
+            output.get_by_text("[0-1] begun").wait_for(timeout=30_000)
+            output.locator(".distnb-live").wait_for(timeout=10_000)
+            pressed = time.monotonic()
+            notebook.press_stop()
+            notebook.wait(index, 30)
+            assert time.monotonic() - pressed < 15
+            text = output.inner_text()
+            assert "KeyboardInterrupt" in text
+            assert "· interrupted ·" in text
+            assert "Traceback" not in text
+            assert "line" in output.locator("table").inner_text(), "where each replica was"
+        notebook.run(3)
+        assert "[0-1] fine" in notebook.output(3).inner_text()
