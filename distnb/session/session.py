@@ -137,6 +137,7 @@ class Session:
             engine = missing[0]
             what = self._ended.get(engine, f"said nothing for {_START_TIMEOUT_S:.0f} s")
             raise StartError(f"Engine {engine} {what} while it started.\n{self._cluster.log_tail(engine)}")
+        self._switchboard.harbour.let_in()
         return here
 
     def _on_exit(self, engine: int, pid: int, status: str) -> None:

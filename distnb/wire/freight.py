@@ -193,21 +193,25 @@ class Passage:
 
     Args:
         connected: The socket, of type SOCK_SEQPACKET; the passage closes it.
+        welcome: Whether the other end is known to listen; else its first message tells so.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, *, welcome: bool) -> None:
         connected.setblocking(False)
         self._socket = connected
+        self._welcome = welcome
         # Descriptors that arrive in a process that can have no more are lost: one place is kept free for them.
         self._spare: int | None = os.dup(connected.fileno())
 
     def offer(self, tag: bytes, descriptor: int) -> bool:
         """Send a descriptor. False if it cannot be sent now, or the other end is gone."""
         try:
-            socket.send_fds(self._socket, [tag], [descriptor], socket.MSG_NOSIGNAL)
+            self._welcome = self._welcome or bool(self._socket.recv(_TAG.size))
+            if self._welcome:
+                socket.send_fds(self._socket, [tag], [descriptor], socket.MSG_NOSIGNAL)
         except OSError:
             return False
-        return True
+        return self._welcome
 
     def take(self, tag: bytes) -> int:
         """The descriptor that was sent with a tag. Those before it belong to messages that were not sent after all.
@@ -220,11 +224,10 @@ class Passage:
         self._free_spare()
         while True:
             try:
-                found, descriptors, _, _ = socket.recv_fds(
-                    self._socket, _TAG.size, 1, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-                )
+                found, descriptors, _, _ = socket.recv_fds(self._socket, _TAG.size, 1, socket.MSG_CMSG_CLOEXEC)
             except OSError as error:
                 raise MessageError(f"The shared memory of a message did not arrive: {error}.") from error
+            self._welcome = True
             if found == tag and descriptors:
                 return descriptors[0]
             for descriptor in descriptors:
@@ -266,50 +269,52 @@ class Harbour:
         self.name = f"distnb-{secrets.token_hex(16)}"
         self.token = secrets.token_hex(32)
         self._passages: dict[int, Passage] = {}
-        self._strangers: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
         self._listener.bind(f"\0{self.name}")
         self._listener.listen()
 
+    def let_in(self) -> None:
+        """Look who has come, and tell those who are let in. To be called after engines have said hello.
+
+        An engine comes here before it says hello elsewhere. A new process takes the place of an old one.
+        """
+        while True:
+            try:
+                comer = self._listener.accept()[0]
+            except OSError:
+                return  # nobody else, or no descriptor for them
+            engine = self._recognise(comer)
+            if engine is None:
+                comer.close()
+                continue
+            replaced = self._passages.pop(engine, None)
+            if replaced is not None:
+                replaced.close()
+            self._passages[engine] = Passage(comer, welcome=True)
+
+    def _recognise(self, comer: socket.socket) -> int | None:
+        """The engine that has come, welcomed; None if it is none of ours."""
+        comer.setblocking(False)
+        try:
+            token, _, engine = comer.recv(256).decode(errors="replace").partition(" ")
+            if _is_ours(comer) and hmac.compare_digest(token.encode(), self.token.encode()) and engine.isdigit():
+                comer.send(b"welcome", socket.MSG_NOSIGNAL)
+                return int(engine)
+        except OSError:
+            pass  # it says nothing, or is gone again
+        return None
+
     def passages(self, engines: Iterable[int]) -> dict[int, Passage]:
         """The passages to those of some engines that share memory with this process."""
-        self._let_in()
         return {engine: self._passages[engine] for engine in engines if engine in self._passages}
 
     def close(self) -> None:
         """Close all. What is on its way is freed, except what engines already have."""
         self._listener.close()
-        for stranger in self._strangers:
-            stranger.close()
         for passage in self._passages.values():
             passage.close()
-        self._strangers, self._passages = [], {}
-
-    def _let_in(self) -> None:
-        """Newcomers are looked at when a passage is needed: an engine comes here before it says hello elsewhere."""
-        with contextlib.suppress(OSError):
-            while True:
-                stranger = self._listener.accept()[0]
-                stranger.setblocking(False)
-                self._strangers.append(stranger)
-        silent = []
-        for stranger in self._strangers:
-            try:
-                token, _, engine = stranger.recv(256).decode(errors="replace").partition(" ")
-            except BlockingIOError:
-                silent.append(stranger)
-                continue
-            except OSError:
-                token = engine = ""
-            if _is_ours(stranger) and hmac.compare_digest(token.encode(), self.token.encode()) and engine.isdigit():
-                replaced = self._passages.pop(int(engine), None)
-                if replaced is not None:
-                    replaced.close()
-                self._passages[int(engine)] = Passage(stranger)
-            else:
-                stranger.close()
-        self._strangers = silent
+        self._passages.clear()
 
 
 def connect(name: str, token: str, engine: int) -> Passage | None:
@@ -326,8 +331,8 @@ def connect(name: str, token: str, engine: int) -> Passage | None:
         connected.setblocking(False)
         connected.connect(f"\0{name}")
         if _is_ours(connected):  # else another user took the name of a notebook that is gone, to learn the token
-            connected.send(f"{token} {engine}".encode())
-            return Passage(connected)
+            connected.send(f"{token} {engine}".encode(), socket.MSG_NOSIGNAL)
+            return Passage(connected, welcome=False)
     except OSError:
         pass
     connected.close()
