@@ -103,6 +103,12 @@ class Store {
     this.table = message.table;
     this.redraw();
   }
+  // The kernel ended, or was restarted: nothing will come any more.
+  orphan() {
+    if (!["starting", "running", "stopping"].includes(this.head.state)) return;
+    this.head = { ...this.head, state: "died", text: this.head.text.replace(this.head.state, "the kernel ended") };
+    this.redraw();
+  }
   redraw() {
     for (const view of this.views) view.schedule();
   }
@@ -261,6 +267,7 @@ export default () => {
       store.restored = (snapshot?.sequence ?? 0) > 0;
       if (store.restored) model.send({ restored: true });
       model.on("change:snapshot", () => store.load(model.get("snapshot")));
+      model.on("comm_live_update", () => store.orphan());
       model.on("msg:custom", (message) => store.append(message));
     },
     render({ el }) {

@@ -62,6 +62,22 @@ def test_a_page_reloaded_under_a_cell_shows_it_to_its_end(chrome: Any, front_end
         assert view.locator("svg[data-name='loss']").count() == 1, "nothing else is left of it: it stays"
 
 
+def test_a_restarted_kernel_leaves_no_view_that_claims_to_run(chrome: Any, front_end: Server) -> None:
+    front_end.write("restart.ipynb", [SETUP, "%%distribute mirrored\n# replay: train 60", "6 * 7"])
+    with OpenNotebook(chrome, front_end, "restart.ipynb") as notebook:
+        notebook.run(0)
+        notebook.start(1)
+        view = notebook.output(1).locator(".distnb-live")
+        view.locator("svg").first.wait_for(timeout=10_000)
+        assert "· running ·" in view.locator(".head").inner_text()
+        notebook.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+        view.locator(".dot.died").wait_for(timeout=20_000)
+        assert "· the kernel ended ·" in view.locator(".head").inner_text()
+        assert view.locator("svg[data-name='loss']").count() == 1
+        notebook.run(2)
+        assert "42" in notebook.output(2).inner_text()
+
+
 LOOP = """%%distribute mirrored
 import time, torch
 print("begun")
