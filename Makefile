@@ -45,7 +45,7 @@ demo: $(VENV)/.made-demo
 	@$(BIN)/python notebooks/demo.py $(ARGS)
 
 lab: $(VENV)/.made-lab $(VENV)/.made-demo
-	@$(BIN)/jupyter lab notebooks/quickstart.ipynb $(ARGS)
+	@$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/quickstart.ipynb $(ARGS)
 
 test: check tests
 
