@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -66,9 +67,12 @@ class CellRunner:
         if request.local:
             self._run_here(request, cell, source)
         else:
-            filename = self._filename()
+            filename, text = self._filename(), self._transformed(source)
             with without_frames(self._shell):
-                check_syntax(self._transformed(source), filename, self._shell.compile.flags)
+                check_syntax(text, filename, self._shell.compile.flags)
+            # IPython holds a single magic call as the cell's text. Functions that come back from the replicas have
+            # their lines in this one: for tracebacks, inspect, and replicas that they are sent to later.
+            linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
             with presented():
                 self._ensure(request)
                 self._name.bind(request)

@@ -86,7 +86,7 @@ while True:
 """
 STUCK = """%%distribute mirrored
 print("begun")
-if distnb.get_replica_context().replica_id_in_sync_group == 0:
+if distnb.replica_id() == 0:
     torch.distributed.all_reduce(torch.ones(1))
 time.sleep(1000)
 """

@@ -118,6 +118,15 @@ def test_an_awaiting_cell_that_fails_shows_its_own_lines_only(notebook: Notebook
     assert "base_events.py" not in failed.traceback
 
 
+def test_a_function_made_on_replicas_shows_its_lines_everywhere(notebook: Notebook) -> None:
+    notebook.run("%%distribute mirrored\ndef divide(n):\n    zero = n - n\n    return n / zero\n")
+    here = notebook.try_run("divide(1)")
+    assert "----> 4     return n / zero" in here.traceback
+    there = notebook.try_run("distnb.MirroredStrategy().run(divide, args=(1,))")
+    assert "----> 4     return n / zero" in there.traceback
+    assert notebook.value("__import__('inspect').getsource(divide)").startswith("def divide(n):\n    zero")
+
+
 def test_a_stopped_and_started_cluster_writes_into_the_right_cells(notebook: Notebook) -> None:
     notebook.run("%distnb stop\n%distnb start -n 2", timeout_s=90)
     for text in ("one", "two", "three"):
