@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -24,6 +25,9 @@ T = TypeVar("T")
 _SIGNAL = signal.SIGRTMIN + 5
 # User code in a `finally` is given time to clean up before it is disturbed again.
 _RETRY_S = (0.25, 0.5, 1.0)
+# A child process that is being started is known to nobody before it has: it could not be ended with the program.
+_START = BaseProcess.start.__code__
+_START_S = 2.0
 
 
 class _Run:
@@ -36,6 +40,7 @@ class _Run:
         self.interrupted = False
         self.presses = 0
         self.next_press = 0.0
+        self.pressed = 0.0  # for the first time
 
 
 class Guard:
@@ -105,18 +110,20 @@ class Guard:
             return
         run.next_press = time.monotonic() + _RETRY_S[min(run.presses, len(_RETRY_S) - 1)]
         run.presses += 1
+        run.pressed = run.pressed or time.monotonic()
         signal.pthread_kill(self._main, _SIGNAL)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         run = self._run
         if run is None or run.reason is None or run.frame is None:
             return  # the program ended in the meantime: an idle engine must live on
-        if self._forking:
-            run.next_press = 0.0
-            return
+        starting = False
         while frame is not None and frame is not run.frame:
+            starting = starting or frame.f_code is _START
             frame = frame.f_back
-        if frame is not None:
+        if self._forking or (starting and time.monotonic() < run.pressed + _START_S):
+            run.next_press = 0.0
+        elif frame is not None:
             raise KeyboardInterrupt(run.reason) if run.interrupted else ProgramAborted(run.reason)
 
     def _fork_begins(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -162,6 +164,32 @@ def test_a_signal_in_a_fork_waits_until_its_callbacks_have_ended(
     with pytest.raises(ProgramAborted):
         guard.call(1, fork)
     assert CALLBACK.ended == [True] * 3
+
+
+class Delayed(multiprocessing.Process):
+    """Is started slowly: nobody could end what a program left half started."""
+
+    @staticmethod
+    def _Popen(process: Any) -> Any:
+        BEGUN.set()
+        end = time.monotonic() + 0.2
+        while time.monotonic() < end:
+            time.sleep(0.01)
+        return multiprocessing.get_context("fork").Process._Popen(process)  # type: ignore[attr-defined]
+
+
+@pytest.mark.timeout(30)
+def test_a_child_is_known_before_its_program_ends(guard: Guard, pressing: Callable[..., None]) -> None:
+    def start() -> None:
+        Delayed(target=time.sleep, args=(600,)).start()
+        spin()
+
+    pressing(1)
+    with pytest.raises(ProgramAborted):
+        guard.call(1, start)
+    (child,) = multiprocessing.active_children()
+    child.kill()
+    child.join()
 
 
 class Endless:
