@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,6 +136,9 @@ class Dispatch:
             self._lose()
         if self._interrupts.fd in ready:
             self._interrupts.drain()
+        self._take_replies(awaited)
+
+    def _take_replies(self, awaited: Outcome | None = None) -> None:
         for engine, message in receive_from(self._socket, self._harbour):
             reply = self._readers[engine].read(message)
             if not isinstance(reply, Reply):
@@ -146,7 +149,7 @@ class Dispatch:
                     self._supervisor.replied(engine, reply.program)
                 outcome.replies[engine] = reply
                 outcome.died.pop(engine, None)
-            if outcome is awaited and awaited.complete:
+            if awaited is not None and outcome is awaited and awaited.complete:
                 return  # to find the socket empty costs as much as to read a reply
 
     def _lose(self) -> None:
@@ -161,7 +164,7 @@ class Dispatch:
                 elif isinstance(loss, GiveUpOn) and loss.program == outcome.program:
                     outcome.stuck.add(loss.engine)
 
-    def require_ready(self, engines: Iterable[int]) -> None:
+    def require_ready(self, engines: Collection[int]) -> None:
         """Raise if one of these engines cannot take a program.
 
         Raises:
@@ -173,6 +176,8 @@ class Dispatch:
                 f"Engine {dead[0]} has ended ({self._dead[dead[0]]}), and this program needs it. Start a replacement "
                 "with %distnb restart --missing; mirrored variables are restored to it from a survivor."
             )
+        if not self._supervisor.stuck.keys().isdisjoint(engines):
+            self._take_replies()  # nobody waited for its reply any more, and it may have come since
         stuck = self._supervisor.stuck
         busy = sorted(engine for engine in engines if engine in stuck)
         if busy:

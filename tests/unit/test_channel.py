@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 
+from distnb.wire import freight
 from distnb.wire.channel import Link, Switchboard, receive_from, send_to
 from distnb.wire.messages import Hello
 
@@ -31,13 +33,40 @@ def context() -> Iterator[zmq.Context[Any]]:
     context.destroy(linger=0)
 
 
+KEYS: dict[str, Any] = {
+    "server_public": SERVER_PUBLIC,
+    "client_public": CLIENT_PUBLIC,
+    "client_secret": CLIENT_SECRET,
+}
+
+
 def read(board: Switchboard, timeout_ms: int) -> list[tuple[int, Any]]:
-    return list(receive_from(board.program)) if board.program.poll(timeout_ms) else []
+    return list(receive_from(board.program, board.harbour)) if board.program.poll(timeout_ms) else []
+
+
+@contextmanager
+def links(board: Switchboard, context: zmq.Context[Any], *tokens: str) -> Iterator[list[Link]]:
+    """An engine's end for each token, connected."""
+    found = []
+    for engine, token in enumerate(tokens):
+        passage = freight.connect(board.harbour.name, token, engine)
+        found.append(Link(context, engine, board.program_url, passage=passage, **KEYS))
+        found[-1].send("hello")
+        assert read(board, 5000) == [(engine, "hello")]
+    board.harbour.let_in()
+    yield found
+    for link in found:
+        link.close()
+
+
+def through_channel(link: Link) -> list[Any]:
+    """The frames of the next message, as the socket brings them."""
+    assert link.socket.poll(5000)
+    return link.socket.recv_multipart()
 
 
 def test_a_message_goes_there_and_back_by_the_engines_id(board: Switchboard, context: zmq.Context[Any]) -> None:
-    keys = {"server_public": SERVER_PUBLIC, "client_public": CLIENT_PUBLIC, "client_secret": CLIENT_SECRET}
-    link = Link(context, 5, board.program_url, **keys)
+    link = Link(context, 5, board.program_url, **KEYS)
     link.send(Hello(5, os.getpid(), "here", "cpu:0"))
     ((engine, hello),) = read(board, 5000)
     assert (engine, hello.host) == (5, "here")
@@ -45,6 +74,53 @@ def test_a_message_goes_there_and_back_by_the_engines_id(board: Switchboard, con
     assert link.socket.poll(5000)
     assert link.receive()["array"][-1] == 99_999
     assert link.receive() is None
+
+
+def test_large_frames_go_around_the_sockets_both_ways(board: Switchboard, context: zmq.Context[Any]) -> None:
+    array = np.arange(1_000_000)
+    with links(board, context, board.harbour.token, board.harbour.token) as (first, second):
+        send_to(board.program, (0, 1), {"array": array}, board.harbour)
+        assert sum(map(len, through_channel(first))) < 1000
+        assert second.socket.poll(5000)
+        received = second.receive()["array"]
+        assert np.array_equal(received, array)
+        received += 1  # its own
+        second.send({"back": received})
+        received += 1  # what was sent stays as it was
+        ((engine, message),) = read(board, 5000)
+        assert engine == 1
+        assert np.array_equal(message["back"], array + 1)
+
+
+def test_who_shares_no_memory_gets_all_through_the_sockets(board: Switchboard, context: zmq.Context[Any]) -> None:
+    array = np.arange(1_000_000)
+    with links(board, context, board.harbour.token, "another token") as (near, far):
+        send_to(board.program, (0, 1), {"array": array}, board.harbour)
+        array += 1  # sent is sent
+        for link in (near, far):
+            assert link.socket.poll(5000)
+            received = link.receive()["array"]
+            assert np.array_equal(received, array - 1)
+            link.send({"back": received})
+            received += 5
+            ((_, message),) = read(board, 5000)
+            assert np.array_equal(message["back"], array - 1)
+        send_to(board.program, (0, 1), {"array": array}, board.harbour)
+        assert sum(map(len, through_channel(near))) < 1000
+        assert sum(map(len, through_channel(far))) > array.nbytes
+
+
+def test_messages_keep_their_order_whatever_way_their_frames_go(board: Switchboard, context: zmq.Context[Any]) -> None:
+    sizes = [10, 100_000, 20, 1_000_000, 1, 3_000_000, 500_000]
+    with links(board, context, board.harbour.token) as (link,):
+        for size in sizes:
+            send_to(board.program, (0,), np.ones(size, np.uint8), board.harbour)
+        received = []
+        while len(received) < len(sizes):
+            assert link.socket.poll(5000)
+            while (message := link.receive()) is not None:
+                received.append(message.nbytes)
+        assert received == sizes
 
 
 def test_another_key_gets_nothing_through(board: Switchboard, context: zmq.Context[Any]) -> None:

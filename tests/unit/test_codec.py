@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from distnb.errors import MessageError
 from distnb.options import StrategySpec
 from distnb.topology import Device, Team
 from distnb.wire.codec import Parcel, decode, encode, pack, unpack
+from distnb.wire.graph import GraphPickler, GraphUnpickler, Side, pack_all
 from distnb.wire.messages import CallFunction, Reply
 
 
@@ -65,6 +67,19 @@ def test_views_share_their_storage_on_the_other_side_and_can_be_written() -> Non
     array = travel(np.zeros(1000))
     array[0] = 1
     assert array[0] == 1
+
+
+@pytest.mark.parametrize("writeable", [True, False])
+def test_arrays_are_built_on_the_very_buffers_that_arrived(writeable: bool) -> None:
+    array = np.arange(100_000)
+    array.flags.writeable = writeable
+    side = Side({})
+    pickler = GraphPickler(file := io.BytesIO(), side, {})
+    arrived = [bytearray(frame) for frame in encode(Reply(1, "ok", value=pack_all(pickler, file, [array])))]
+    back = GraphUnpickler(decode(arrived).value, side, lambda pid: None).load()
+    assert np.array_equal(back, array)
+    assert back.flags.writeable == writeable
+    assert any(np.shares_memory(back, np.frombuffer(frame, np.uint8)) for frame in arrived)
 
 
 def test_modules_and_notebook_functions() -> None:

@@ -1,0 +1,197 @@
+"""Large arrays between notebook and engines: equal, each side's own, through shared memory where there is some."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distnb.cluster.connection import Connection
+from distnb.errors import EngineDied
+from distnb.options import StrategySpec
+from distnb.session import session as session_module
+from distnb.session.pending import resolve
+from distnb.session.session import Session
+from tests.worlds import ClusterWorld, Process, distributed, run_all
+
+pytestmark = pytest.mark.timeout(120)
+
+NBYTES = 64 << 20
+MIRRORED = StrategySpec("mirrored")
+LOOK = """
+import os, gc
+gc.collect()
+maps = open("/proc/self/maps").read()
+mapped = maps.count("distnb-freight")
+held = len(os.listdir("/proc/self/fd"))
+"""
+
+
+@contextmanager
+def running(replicas: int) -> Iterator[ClusterWorld]:
+    torch.set_num_threads(1)
+    notebook = Process()
+    session = Session.start(replicas, ",".join(f"cpu:{i}" for i in range(replicas)), user_ns=notebook.user_ns)
+    try:
+        yield ClusterWorld(session, notebook)
+    finally:
+        session.stop()
+
+
+@pytest.fixture(scope="module", params=["shared", "apart"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[tuple[ClusterWorld, bool]]:
+    """Two engines, and whether they share memory with the notebook."""
+
+    def with_a_wrong_token(**given: Any) -> Connection:
+        return Connection(**{**given, "harbour_token": "0" * 64})
+
+    shared = request.param == "shared"
+    with pytest.MonkeyPatch.context() as patch:
+        if not shared:
+            patch.setattr(session_module, "Connection", with_a_wrong_token)
+        with running(2) as world:
+            yield world, shared
+
+
+@pytest.fixture
+def world(cluster: tuple[ClusterWorld, bool]) -> ClusterWorld:
+    world, _ = cluster
+    for name in list(world.names()):
+        del world.notebook.user_ns[name]
+    gc.collect()
+    return world
+
+
+@pytest.fixture
+def mapped(cluster: tuple[ClusterWorld, bool]) -> int:
+    """How often shipped frames are mapped where one large array came from the other side."""
+    return int(cluster[1])
+
+
+def held_here() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def freight_here() -> int:
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("distnb-freight")
+
+
+def look(world: ClusterWorld) -> tuple[list[int], list[int]]:
+    """On each replica: mappings of shipped frames, and open descriptors."""
+    run_all(world, [distributed(LOOK)])
+    return [values(world.names()[name]) for name in ("mapped", "held")]  # type: ignore[return-value]
+
+
+def values(found: Any) -> list[int]:
+    return [found] * 2 if isinstance(found, int) else list(found.values)
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_there_and_back(kind: str, world: ClusterWorld, mapped: int) -> None:
+    ns = world.notebook.user_ns
+    sent = np.random.default_rng(1).random(NBYTES // 8)
+    ns["big"] = sent.copy() if kind == "array" else torch.from_numpy(sent.copy())
+    run_all(world, [distributed("twice = big * 2" + LOOK)])
+    assert values(ns["mapped"]) == [mapped, mapped]
+    back = np.asarray(ns["twice"].values[1])
+    assert np.array_equal(back, sent * 2)
+    assert freight_here() == mapped
+    back[:] = 0  # the notebook's own
+    run_all(world, [distributed("total = float((twice - big * 2).sum())")])
+    assert ns["total"] == 0.0
+    run_all(world, [distributed("big += 1")])
+    assert np.array_equal(np.asarray(ns["big"]), sent + 1)
+
+
+def test_a_change_in_place_is_seen_by_nobody_else(world: ClusterWorld, mapped: int) -> None:
+    ns = world.notebook.user_ns
+    ns["big"] = np.zeros(NBYTES // 8)
+    cell = """
+import torch.distributed as dist
+from distnb import replica_id
+before = big.copy()
+big[:] = replica_id() + 1
+dist.barrier()
+lowest, highest = big.min(), big.max()
+big[:] = before
+del before
+"""
+    run_all(world, [distributed(cell + LOOK)])
+    assert values(ns["mapped"]) == [mapped, mapped]
+    assert [ns["lowest"].values, ns["highest"].values] == [(1.0, 2.0), (1.0, 2.0)]
+    assert ns["big"].max() == 0.0
+
+
+def test_nothing_is_left_open(world: ClusterWorld, mapped: int) -> None:
+    ns = world.notebook.user_ns
+    ns["big"] = np.zeros(NBYTES // 8)
+    run_all(world, [distributed("copied = big + 1")])
+    ns["copied"].values
+    here, (kept, there) = held_here(), look(world)
+    assert kept == [mapped, mapped]
+    for _ in range(5):
+        ns["big"] += 1
+        ns["small"] = np.zeros(100_000)  # together with others
+        ns["other"] = [np.zeros(1_000_000), np.zeros(2_000_000)]
+        run_all(world, [distributed("copied = big + small[0] + other[1][0]")])
+        assert ns["copied"].values[0][0] == ns["big"][0]
+    assert held_here() == here
+    assert freight_here() == 0
+    assert look(world)[1] == there
+    del ns["big"], ns["small"], ns["other"], ns["copied"]
+    gc.collect()
+    run_all(world, [distributed("pass")])
+    assert look(world) == [[0, 0], there]
+
+
+def test_calls_under_way_have_the_arguments_that_they_were_given(world: ClusterWorld) -> None:
+    session: Session = world._session
+    tensor = torch.empty(4 << 20)
+
+    def ends(x: torch.Tensor) -> tuple[float, float]:
+        return float(x.min()), float(x.max())
+
+    pending = []
+    for value in range(10):
+        tensor.fill_(value)
+        pending.append(session.call(MIRRORED, "run", (ends, (tensor,)), {}, wait=False))
+    assert [resolve(one) for one in pending] == [(float(value), float(value)) for value in range(10)]
+
+
+def test_an_engine_that_is_killed_amid() -> None:
+    with running(2) as world:
+        session, ns = world._session, world.notebook.user_ns
+        ns["big"] = np.zeros(NBYTES // 8)
+        run_all(world, [distributed("big.sum()")])
+        here = held_here()
+        tensor = torch.zeros(NBYTES // 4)
+        pid = session.status()[1].pid
+
+        def end_the_second(x: torch.Tensor, number: int) -> None:
+            if number == 3 and os.getpid() == pid:
+                os.kill(pid, signal.SIGKILL)
+
+        def pipeline() -> None:
+            for number in range(8):
+                session.call(MIRRORED, "run", (end_the_second, (tensor, number)), {}, wait=False)
+            session.settle()
+
+        with pytest.raises(EngineDied):
+            pipeline()
+        session.restart(missing=True)
+        ns["big"] += 3
+        run_all(world, [distributed("lowest = float(big.min())" + LOOK)])
+        assert ns["lowest"] == 3.0
+        assert all(values(ns["mapped"]))
+        assert held_here() == here
+        assert freight_here() == 0
