@@ -13,12 +13,13 @@ import gc
 import os
 import sys
 import threading
+import time
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from distnb.collectives import membership, rendezvous, transport, world
+from distnb.collectives import exits, membership, rendezvous, world
 from distnb.collectives.group import Group, Pending
 from distnb.collectives.membership import Member
 from distnb.collectives.rendezvous import StoreClient
@@ -44,6 +45,7 @@ _group: Group | None = None
 _joining: membership.Attempt | None = None
 _lock = threading.RLock()
 _pid = os.getpid()
+_EXIT_GRACE_S = 3.0
 _script_joins = 0
 _SCRIPT = -1  # the key of the group that was joined from the environment
 
@@ -228,10 +230,11 @@ def _at_exit() -> None:
             print(f"distnb: {error}", file=sys.stderr)
     if os.getpid() != _pid:
         return
-    membership.stop_tending()
-    transport.stop_releasing()
+    exits.ending.set()
+    until = time.monotonic() + _EXIT_GRACE_S
     for each in list(_members.values()):
-        each.keep_for_ever()
+        each.end_process(until)
+    exits.join_all(until)
 
 
 def _in_forked_child() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from distnb.collectives import transport
+from distnb.collectives import exits, transport
 from distnb.collectives.forming import Forming, Parts
 from distnb.collectives.operations import GuardedProcessGroup
 from distnb.collectives.process_group import GroupCore
@@ -23,7 +23,7 @@ from distnb.collectives.world import World
 from distnb.errors import CollectiveError, ProgramAborted
 from distnb.topology import Device, Team
 
-__all__ = ["Attempt", "Member", "stop_tending", "tend_all"]
+__all__ = ["Attempt", "Member", "tend_all"]
 
 _PERIOD_S = 0.1
 
@@ -191,10 +191,10 @@ class Member:
         if problem is not None:
             raise problem
 
-    def keep_for_ever(self) -> None:
-        """See to it that the interpreter's end waits for nothing."""
+    def end_process(self, until: float) -> None:
+        """Before the interpreter ends: see to it that no thread of the groups' backends needs it any more."""
         for group in self.groups():
-            group.keep_for_ever()
+            group.end_process(until)
 
     def forget_in_child(self) -> None:
         """In a forked child: see to it that nothing here is used or destroyed, and that no connection is kept open."""
@@ -220,7 +220,6 @@ class Member:
 # -- the thread that looks after waits in C++ ------------------------------------------------------------------------
 
 _tending = threading.Lock()
-_stop = threading.Event()
 _thread: threading.Thread | None = None
 
 
@@ -230,18 +229,12 @@ def tend_all(members: Mapping[Any, Member]) -> None:
     with _tending:
         if _thread is None or not _thread.is_alive():
             _thread = threading.Thread(target=_tend, args=(members,), name="distnb-groups", daemon=True)
+            exits.note(_thread)
             _thread.start()
 
 
-def stop_tending() -> None:
-    """Before the interpreter ends: no thread shall be inside torch then."""
-    _stop.set()
-    if _thread is not None:
-        _thread.join(1.0)
-
-
 def _tend(members: Mapping[Any, Member]) -> None:
-    while not _stop.wait(_PERIOD_S):
+    while not exits.ending.wait(_PERIOD_S):
         for member in list(members.values()):
             for group in member.groups():
                 with suppress(Exception):  # this thread must live; what is wrong is raised where somebody waits

@@ -25,7 +25,6 @@ __all__ = ["Formed", "GroupCore"]
 
 _ABORT_GRACE_S = 0.5
 _FAILED_GRACE_S = 3.0
-_EXIT_GRACE_S = 1.0
 _NOT_CONNECTED = (
     "This process group belongs to a team of replicas that is not the one that runs now, or to a generation that ended."
 )
@@ -150,17 +149,20 @@ class GroupCore(GroupIdentity):
         """What carries the data, while the group is connected."""
         return self._transport
 
-    def keep_for_ever(self) -> None:
-        """Before the interpreter ends: see to it that no destructor waits, and no thread comes back from C++ later."""
-        transport = self._transport
+    def end_process(self, until: float) -> None:
+        """Before the interpreter ends: end what is under way, and the backends' threads.
+
+        Args:
+            until: When to stop waiting, as `time.monotonic` tells it.
+        """
+        transport, opened, watched = self._transport, self._open, self._watched
         if transport is None:
             return
-        transport.keep_for_ever()
-        if _under_way(self._open, self._watched):
-            transport.abort()
-            until = time.monotonic() + _EXIT_GRACE_S
-            while _under_way(self._open, self._watched) and time.monotonic() < until:
-                time.sleep(0.01)
+        self.fail(CollectiveError("This replica's program has ended."), end_transport=_under_way(opened, watched))
+        while _under_way(opened, watched) and time.monotonic() < until:
+            time.sleep(0.01)
+        self._transport = None
+        transport.end(idle=not _under_way(opened, watched))
 
     def forget_in_child(self) -> None:
         """In a forked child: let go of the connections, which would otherwise stay open when the replica dies."""
@@ -345,9 +347,10 @@ class GroupCore(GroupIdentity):
             work.conclude()
 
     def finished(self, work: Any) -> None:
-        """Forget a work that ended."""
+        """Forget a work that ended, unless somebody has yet to be told."""
         self._open.pop(work.number, None)  # none of a message
-        self._watched.discard(work)
+        if work in self._watched and not work.under_way():
+            self._watched.discard(work)
 
     def waited(self) -> None:
         """A wait that was long enough to be told of is over."""

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from distnb.collectives import exits
 from distnb.collectives.sockets import Connections, pollers
 from distnb.errors import CollectiveError
 
-__all__ = ["FOREVER", "Transport", "abort_all", "form", "stop_releasing"]
+__all__ = ["FOREVER", "Transport", "abort_all", "form"]
 
 FOREVER = timedelta(days=3650)
 """The time limit that the inner backends get. A replica that computes for an hour is slow, not lost."""
@@ -27,8 +28,6 @@ _DRAIN_S = 5.0
 _HOPELESS_S = 60.0
 
 _device_making = threading.Lock()
-_exiting = threading.Event()
-_releasing: set[threading.Thread] = set()
 
 
 @dataclass
@@ -53,8 +52,17 @@ class Transport:
         abort_all([self])
 
     def keep_for_ever(self) -> None:
-        """Before the interpreter ends: no destructor shall wait for what other replicas do."""
+        """See to it that no destructor ever runs."""
         leak(self.plain, *self.backends.values())
+
+    def end(self, idle: bool) -> None:
+        """Before the interpreter ends: have Gloo's threads end, or, where that could wait for others, keep them."""
+        if not idle or "cuda" in self.backends:
+            self.keep_for_ever()
+            return
+        self.connections.close()
+        # Their destructors wait for the threads, without Python's lock.
+        self.backends, self.plain = {}, None  # type: ignore[assignment]
 
     def release(self, idle: Callable[[], bool]) -> None:
         """Give the backends back without ever blocking the caller.
@@ -73,17 +81,16 @@ class Transport:
         def drain() -> None:
             nonlocal keep
             until = time.monotonic() + _DRAIN_S
-            while not idle() and time.monotonic() < until and not _exiting.wait(0.05):
-                pass
-            if _exiting.is_set() or not idle():
+            while not idle() and time.monotonic() < until:
+                time.sleep(0.05)
+            if not idle():
                 leak(*keep)
             self.connections.close()
             keep = []
-            _releasing.discard(threading.current_thread())
 
         self.backends, self.plain = {}, None  # type: ignore[assignment]
         thread = threading.Thread(target=drain, name="distnb-release", daemon=True)
-        _releasing.add(thread)
+        exits.note(thread)
         thread.start()
 
 
@@ -98,13 +105,6 @@ def abort_all(transports: Sequence[Transport]) -> None:
         for backend in nccl:
             backend.abort()
         nccl[0]._group_end()
-
-
-def stop_releasing() -> None:
-    """Before the interpreter ends: a thread that came back from C++ afterwards would end the process badly."""
-    _exiting.set()
-    for thread in list(_releasing):
-        thread.join(1.0)
 
 
 def leak(*objects: Any) -> None:
@@ -151,7 +151,9 @@ def form(
         finished.set()
 
     finished = threading.Event()
-    threading.Thread(target=make, name="distnb-form", daemon=True).start()
+    thread = threading.Thread(target=make, name="distnb-form", daemon=True)
+    exits.note(thread)
+    thread.start()
     began = time.monotonic()
     while not finished.wait(0.05):
         try:

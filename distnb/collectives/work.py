@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from distnb.collectives import exits
+
 if TYPE_CHECKING:
     from distnb.collectives.process_group import GroupCore
     from distnb.collectives.staging import Staging
@@ -153,6 +155,8 @@ class _HostWork(_GuardedWork):
 class CollectiveWork(_HostWork):
     """A collective under way in Gloo."""
 
+    _heard = True
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end. Raises what ended the group, if something did."""
         group = self._group
@@ -190,8 +194,17 @@ class CollectiveWork(_HostWork):
         return self._inner.exception()
 
     def _follow(self) -> None:
-        self._inner.get_future().add_done_callback(lambda inner: self.conclude())
+        self._heard = False  # now there is somebody to be told
+        self._inner.get_future().add_done_callback(self._hear)
         self._group.watch(self)
+
+    def _hear(self, inner: Any) -> None:
+        """Called by Gloo's own thread when it is done, with all that follows from the future."""
+        try:
+            self.conclude()
+        finally:
+            self._heard = True
+            self._group.finished(self)
 
     def _conclude(self, root: torch.futures.Future[Any]) -> Any:
         group = self._group
@@ -210,8 +223,8 @@ class CollectiveWork(_HostWork):
         return value
 
     def under_way(self) -> bool:
-        """Whether Gloo still works on it."""
-        return not self._inner.is_completed()
+        """Whether Gloo still works on it, or tells of its end."""
+        return not self._inner.is_completed() or not self._heard
 
 
 class MessageWork(_HostWork):
@@ -236,7 +249,9 @@ class MessageWork(_HostWork):
                 return
             self._waiting = True
         self._group.watch(self)
-        threading.Thread(target=self._run, name="distnb-message", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="distnb-message", daemon=True)
+        exits.note(thread)
+        thread.start()
 
     def _run(self) -> None:
         try:

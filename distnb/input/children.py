@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 
 __all__ = ["TIDY_UP_S", "end", "interrupt"]
 
-TIDY_UP_S = 1.0
+TIDY_UP_S = 5.0  # nobody waits for it; one that is killed leaves its temporary files behind
 
 _interrupted: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 

@@ -11,10 +11,12 @@ from distnb.input import iterations
 from distnb.input.base import Place, Shared, Source
 from distnb.input.draws import on_host
 from distnb.input.placement import placement_for
-from distnb.input.reading import AheadReader, DirectReader, Maker, Reader, ThreadReader
+from distnb.input.reading import AheadReader, DirectReader, Maker, Reader, ThreadReader, join_all
 from distnb.options import InputOptions
 
 __all__ = ["Agree", "DistributedDataset", "DistributedIterator"]
+
+_EXIT_GRACE_S = 3.0
 
 Agree = Callable[[Any], Sequence[Any]]
 """Gathers one small value of each replica on all, in replica order."""
@@ -156,4 +158,7 @@ def _told(seen: tuple[str, int, int]) -> str:
     return f"has a first batch of {number} examples{drawn}"
 
 
-atexit.register(iterations.end_all)
+@atexit.register
+def _before_exit() -> None:
+    iterations.end_all()
+    join_all(_EXIT_GRACE_S)

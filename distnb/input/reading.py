@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -17,10 +18,13 @@ from distnb.input.placement import Placement
 from distnb.input.split import cut, slice_bounds
 from distnb.values.distributed import PerReplica
 
-__all__ = ["AheadReader", "Batch", "DirectReader", "Maker", "Reader", "ThreadReader"]
+__all__ = ["AheadReader", "Batch", "DirectReader", "Maker", "Reader", "ThreadReader", "join_all"]
 
 _STUCK_AFTER_S = 1.0
 _PERSISTENT_STUCK_AFTER_S = 10.0  # workers that may be slow now, and are wanted later
+
+
+_reading: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Batch(NamedTuple):
@@ -195,6 +199,7 @@ class ThreadReader(Reader):
         self._thread = threading.Thread(
             target=_read_ahead, args=(maker, self._items, self._tokens, self._stop), name="distnb-input", daemon=True
         )
+        _reading.add(self._thread)
         self._ended = False
         # Dropped without being closed. Starting a thread or taking a lock is not for the garbage collector's time.
         self._dropped = weakref.finalize(self, _signal, self._stop, self._tokens)
@@ -236,6 +241,16 @@ class ThreadReader(Reader):
             thread.join()
 
         return end
+
+
+def join_all(timeout_s: float) -> None:
+    """Before the interpreter ends: wait a while for threads that were told to end.
+
+    One that came back from torch's C++ to an interpreter that is gone would take the process with it.
+    """
+    until = time.monotonic() + timeout_s
+    for thread in list(_reading):
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _signal(stop: threading.Event, tokens: SimpleQueue[bool]) -> None:

@@ -20,6 +20,8 @@ from distnb.input.feed import FeedingSampler, Request
 
 __all__ = ["WorkerSource", "end_workers", "free_workers", "has_lost_workers"]
 
+_PATIENCE_S = 1.0
+
 
 class WorkerSource(Source):
     """The examples of a DataLoader with workers, each replica with workers of its own.
@@ -137,8 +139,8 @@ def end_workers(iterator: Any) -> None:
     """Shut the workers of a DataLoader's iterator down: tracebacks may hold the iterator for long."""
     shutdown = getattr(iterator, "_shutdown_workers", None)
     if shutdown is not None and not getattr(iterator, "_shutdown", False):
-        # Torch waits 5 s for one that is stuck, then ends it without letting it tidy up.
-        hurry = threading.Timer(children.TIDY_UP_S, children.interrupt, (iterator._workers,))
+        # Torch waits 5 s for one that is stuck, then ends it without letting it tidy up: it is interrupted before.
+        hurry = threading.Timer(_PATIENCE_S, children.interrupt, (iterator._workers,))
         hurry.daemon = True
         hurry.start()
         shutdown()

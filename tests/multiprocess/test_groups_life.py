@@ -307,6 +307,27 @@ def test_the_exit_after_an_abort_is_clean(traffic):
     ranks[1].check()
 
 
+@pytest.mark.parametrize("last", ["", "groups.leave()", "groups.join(team(1), rank, cpu)"])
+def test_the_exit_waits_for_what_follows_from_a_future(last):
+    # It follows on Gloo's own thread, which an interpreter that has ended would end, and the process with it.
+    program = f"""
+    groups.join(team(0), rank, cpu)
+    sum_of(1)
+    begun = threading.Event()
+    def follow(future):
+        begun.set()
+        until = time.monotonic() + 0.7
+        while time.monotonic() < until:
+            torch.ones(1000).sum()
+    following = dist.all_reduce(torch.ones(3), async_op=True).get_future().then(follow)
+    begun.wait(20)
+    {last}
+    """
+    for rank in run(program, 2, timeout_s=30):
+        rank.check()
+        assert "terminate" not in rank.stderr
+
+
 def test_ctrl_c_ends_a_wait():
     program = """
     import _thread
