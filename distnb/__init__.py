@@ -17,6 +17,7 @@ _WHERE = {
     "errors": "distnb.errors:",
     "nn": "distnb.strategies.nn:",
     "metrics": "distnb.metrics:",
+    "cluster_resolver": "distnb.cluster_resolver:",
     "experimental": "distnb.strategies.aliases:experimental",
     "live": "distnb.strategies.live",
     "Strategy": "distnb.strategies.base",

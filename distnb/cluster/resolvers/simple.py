@@ -1,0 +1,75 @@
+"""A resolver that is told everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distnb.cluster.resolvers.base import ClusterResolver, checked_accelerators
+from distnb.cluster.resolvers.spec import ClusterSpec
+
+__all__ = ["SimpleClusterResolver"]
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """Repeats what it was given.
+
+    Args:
+        cluster_spec: The cluster.
+        master: What `master()` gives when no task is named; the address of this process's task where it is "".
+        task_type, task_id: Which task this process is.
+        environment: See `ClusterResolver.environment`.
+        num_accelerators: What `num_accelerators()` gives, such as `{"GPU": 4}`; None to count this machine's.
+        rpc_layer: See `ClusterResolver.rpc_layer`.
+
+    Raises:
+        OptionError: An argument is malformed, or names a task that the cluster does not have.
+
+    Example:
+        >>> resolver = SimpleClusterResolver({"worker": ["a:1", "b:1"]}, task_type="worker", task_id=1)
+        >>> resolver.master()
+        'b:1'
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec | Mapping[str, Sequence[str] | Mapping[int, str]],
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        self._spec = ClusterSpec(cluster_spec)
+        self._master = master
+        self.task_type = task_type
+        self.task_id = task_id
+        self._environment = environment
+        self._accelerators = None if num_accelerators is None else checked_accelerators(num_accelerators)
+        self._rpc_layer = rpc_layer
+        if task_type is not None and task_id is not None and task_type in self._spec.jobs:
+            self._spec.task_address(task_type, task_id)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """As given."""
+        return self._spec
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of the named task; else the master as given, or this process's own address."""
+        if self._master and task_type is None and task_id is None:
+            return self._with_protocol(self._master, rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """As given, for every task; without that, as `ClusterResolver.num_accelerators` says."""
+        if self._accelerators is not None:
+            return dict(self._accelerators)
+        return super().num_accelerators(task_type, task_id, config_proto)
+
+    def __repr__(self) -> str:
+        return (
+            f"SimpleClusterResolver({self._spec.as_dict()!r}, task_type={self.task_type!r}, task_id={self.task_id!r})"
+        )

@@ -1,0 +1,139 @@
+"""The cluster that the environment variable TF_CONFIG describes, as Kubeflow, Vertex AI and others set it."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from distnb.cluster.resolvers.base import ClusterResolver, whole_number
+from distnb.cluster.resolvers.spec import ClusterSpec
+from distnb.errors import OptionError
+
+__all__ = ["TFConfigClusterResolver"]
+
+_VARIABLE = "TF_CONFIG"
+_EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """Reads TF_CONFIG, at each access, so that a program may set it after it made the resolver.
+
+    The variable holds JSON: `{"cluster": {"worker": ["host0:2222", …]}, "task": {"type": "worker", "index": 0}}`.
+    Unset, or `{}`, there is no cluster.
+
+    Args:
+        task_type, task_id: Instead of what TF_CONFIG says of this process.
+        rpc_layer, environment: Likewise.
+
+    Raises:
+        OptionError: At access: TF_CONFIG is malformed, or this process's task is not in the cluster. The text shows the
+            part that is wrong.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        self.task_type = task_type
+        self.task_id = task_id
+        self._rpc_layer = rpc_layer
+        self._environment_given = environment
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The jobs and addresses of TF_CONFIG."""
+        return _cluster_of(_read())
+
+    @property
+    def environment(self) -> str:
+        """TF_CONFIG's "environment"."""
+        return self._environment_given if self._environment_given is not None else _text(_read(), "environment") or ""
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """TF_CONFIG's "rpc_layer"."""
+        return self._rpc_layer if self._rpc_layer is not None else _text(_read(), "rpc_layer")
+
+    @rpc_layer.setter
+    def rpc_layer(self, value: str | None) -> None:
+        self._rpc_layer = value
+
+    def _task(self) -> tuple[str | None, int | None]:
+        config = _read()
+        spec = _cluster_of(config)
+        task = _part(config, "task", 'such as {"type": "worker", "index": 0}')
+        if not task and self._task_type is None:
+            return None, self._task_id
+        kind = self._task_type if self._task_type is not None else task.get("type")
+        if not isinstance(kind, str) or not kind:
+            raise OptionError(f'TF_CONFIG\'s "task" is {json.dumps(task)} and lacks a "type", such as "worker".')
+        index = self._task_id if self._task_id is not None else task.get("index")
+        if index is None:
+            raise OptionError(f'TF_CONFIG\'s "task" is {json.dumps(task)} and lacks an "index": which {kind} is this?')
+        number = whole_number(index, f'TF_CONFIG\'s "task" has the index {index!r}')
+        _check_member(spec, kind, number)
+        return kind, number
+
+    def __repr__(self) -> str:
+        names = ("task_type", "task_id", "rpc_layer", "environment")
+        given = (self._task_type, self._task_id, self._rpc_layer, self._environment_given)
+        said = [f"{name}={value!r}" for name, value in zip(names, given, strict=True) if value is not None]
+        return f"TFConfigClusterResolver({', '.join(said)})"
+
+
+def _read() -> dict[str, Any]:
+    text = os.environ.get(_VARIABLE, "")
+    if not text.strip():
+        return {}
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise OptionError(f"TF_CONFIG is no JSON ({error}): {_short(text)}. It should look like {_EXAMPLE}") from None
+    if not isinstance(config, dict):
+        raise OptionError(f"TF_CONFIG is {_short(text)}, and a JSON object is needed, such as {_EXAMPLE}")
+    return config
+
+
+def _part(config: dict[str, Any], name: str, example: str) -> dict[str, Any]:
+    part = config.get(name, {})
+    if not isinstance(part, dict):
+        raise OptionError(f'TF_CONFIG\'s "{name}" is {_short(json.dumps(part))}, and an object is needed, {example}.')
+    return part
+
+
+def _text(config: dict[str, Any], name: str) -> str | None:
+    value = config.get(name)
+    if value is not None and not isinstance(value, str):
+        raise OptionError(f'TF_CONFIG\'s "{name}" is {_short(json.dumps(value))}, and text is needed.')
+    return value
+
+
+def _cluster_of(config: dict[str, Any]) -> ClusterSpec:
+    try:
+        return ClusterSpec(_part(config, "cluster", 'such as {"worker": ["host0:2222", "host1:2222"]}'))
+    except OptionError as error:
+        raise OptionError(
+            f"TF_CONFIG's cluster is wrong. {error}" if "TF_CONFIG" not in str(error) else error
+        ) from None
+
+
+def _check_member(spec: ClusterSpec, kind: str, index: int) -> None:
+    if kind == "evaluator" and kind not in spec.jobs:
+        return  # it belongs to no group, so most clusters do not list it
+    if not spec:
+        raise OptionError(
+            f'TF_CONFIG says that this is {kind} {index}, and has no "cluster" for it to be in. It should look like '
+            f"{_EXAMPLE}"
+        )
+    if kind not in spec.jobs:
+        raise OptionError(f"TF_CONFIG says that this is {kind} {index}; the cluster's jobs are {', '.join(spec.jobs)}.")
+    if index not in spec.task_indices(kind):
+        there = ", ".join(map(str, spec.task_indices(kind))) or "none"
+        raise OptionError(f"TF_CONFIG says that this is {kind} {index}; the cluster's {kind} tasks are {there}.")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,28 @@
+"""Which machines belong to a cluster: `distnb.cluster_resolver.TFConfigClusterResolver()` and its kin.
+
+A resolver tells the addresses of all tasks, and which of them this process is. `distnb.MultiWorkerMirroredStrategy`
+takes one.
+
+Example:
+    >>> from distnb.cluster_resolver import ClusterSpec
+    >>> ClusterSpec({"worker": ["localhost:12345", "localhost:23456"]}).num_tasks("worker")
+    2
+"""
+
+from distnb.cluster.resolvers import (
+    ClusterResolver,
+    ClusterSpec,
+    KubernetesClusterResolver,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+)
+
+__all__ = [
+    "ClusterResolver",
+    "ClusterSpec",
+    "KubernetesClusterResolver",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+]
