@@ -9,29 +9,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from distnb.input.base import Load, Place, Shared, Source
-from distnb.input.collating import CollateRule
+from distnb.input.base import Load, Place, Shared
 from distnb.input.draws import ReplicaDraws, draws_at_start_only, fold, on_host
 from distnb.input.feed import Feed
+from distnb.input.sliced import SlicedSource
 
 __all__ = ["SampleSource"]
 
 
-class SampleSource(Source):
-    """The examples of a DataLoader without workers.
-
-    Args:
-        loader: The user's loader; its dataset is map-style and it collates batches.
-        place: The replica that reads.
-        rule: Whether its collate function may see only a slice.
-        shared: The stream that all replicas share.
-    """
-
-    def __init__(self, loader: DataLoader[Any], place: Place, rule: CollateRule, shared: Shared) -> None:
-        self._loader = loader
-        self._place = place
-        self._rule = rule
-        self._shared = shared
+class SampleSource(SlicedSource):
+    """The examples of a DataLoader without workers."""
 
     def start(self) -> Iterator[Load]:
         loader = self._loader
@@ -46,9 +33,6 @@ class SampleSource(Source):
             loading = lambda: draws  # noqa: E731
         feed = Feed(batches, self._place, whole)
         return _Samples(loader, feed, self._shared, loading, self._place)
-
-    def length(self) -> int:
-        return len(self._loader)
 
 
 class _Samples(Iterator[Load]):

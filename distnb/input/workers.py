@@ -13,34 +13,26 @@ from torch.utils.data import DataLoader
 
 from distnb.errors import ProgramError
 from distnb.input import children
-from distnb.input.base import Load, Place, Shared, Source
+from distnb.input.base import Load, Place, Shared
 from distnb.input.collating import CollateRule
 from distnb.input.draws import WorkerSeeds, draws_at_start_only, on_host
 from distnb.input.feed import FeedingSampler, Request
+from distnb.input.sliced import SlicedSource
 
 __all__ = ["WorkerSource", "end_workers", "free_workers", "has_lost_workers"]
 
 _PATIENCE_S = 1.0
 
 
-class WorkerSource(Source):
+class WorkerSource(SlicedSource):
     """The examples of a DataLoader with workers, each replica with workers of its own.
 
     The work is done by a copy of the loader whose batch sampler asks for the replica's slices, so that torch's own
     machinery (seeds, persistent workers, pinning, time-outs) acts as it does for the user's loader.
-
-    Args:
-        loader: The user's loader; its dataset is map-style and it collates batches.
-        place: The replica that reads.
-        rule: Whether its collate function may see only a slice.
-        shared: The stream that all replicas share.
     """
 
     def __init__(self, loader: DataLoader[Any], place: Place, rule: CollateRule, shared: Shared) -> None:
-        self._loader = loader
-        self._place = place
-        self._rule = rule
-        self._shared = shared
+        super().__init__(loader, place, rule, shared)
         self._copy: tuple[DataLoader[Any], FeedingSampler] | None = None
         self.threadable = draws_at_start_only(loader.batch_sampler)
         self.exclusive = bool(loader.persistent_workers)
@@ -54,9 +46,6 @@ class WorkerSource(Source):
         iterator = iter(copied)
         shared = None if self.threadable else self._shared
         return _WorkerBatches(iterator, sampler.pending, shared, self._place, self.exclusive, self._forget)
-
-    def length(self) -> int:
-        return len(self._loader)
 
     def _forget(self) -> None:
         self._copy = None
