@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import SemLock
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -25,9 +26,19 @@ T = TypeVar("T")
 _SIGNAL = signal.SIGRTMIN + 5
 # User code in a `finally` is given time to clean up before it is disturbed again.
 _RETRY_S = (0.25, 0.5, 1.0)
-# A child process that is being started is known to nobody before it has: it could not be ended with the program.
-_START = BaseProcess.start.__code__
-_START_S = 2.0
+# What must not be left half done: a lock that is taken and not yet known to be, or about to be released, would be held
+# for ever; a child process that is being started could not be ended with the program. All are brief, or wait for one.
+_BRIEF = frozenset(
+    function.__code__
+    for function in (
+        BaseProcess.start,
+        threading.Condition.__enter__,
+        threading.Condition.__exit__,
+        SemLock.__enter__,
+        SemLock.__exit__,
+    )
+)
+_BRIEF_S = 1.0
 
 
 class _Run:
@@ -117,11 +128,11 @@ class Guard:
         run = self._run
         if run is None or run.reason is None or run.frame is None:
             return  # the program ended in the meantime: an idle engine must live on
-        starting = False
+        brief = False
         while frame is not None and frame is not run.frame:
-            starting = starting or frame.f_code is _START
+            brief = brief or frame.f_code in _BRIEF
             frame = frame.f_back
-        if self._forking or (starting and time.monotonic() < run.pressed + _START_S):
+        if self._forking or (brief and time.monotonic() < run.pressed + _BRIEF_S):
             run.next_press = 0.0
         elif frame is not None:
             raise KeyboardInterrupt(run.reason) if run.interrupted else ProgramAborted(run.reason)

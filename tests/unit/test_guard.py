@@ -192,6 +192,62 @@ def test_a_child_is_known_before_its_program_ends(guard: Guard, pressing: Callab
     child.join()
 
 
+class SlowLock:
+    """A lock that is taken and released as slowly as it takes for a signal to come meanwhile."""
+
+    held = False
+
+    def __enter__(self) -> bool:
+        self.held = True
+        self._dawdle()
+        return True
+
+    def __exit__(self, *error: object) -> None:
+        self._dawdle()
+        self.held = False
+
+    def _dawdle(self) -> None:
+        BEGUN.set()
+        end = time.monotonic() + 0.1
+        while time.monotonic() < end:
+            time.sleep(0.01)
+
+    def acquire(self) -> None: ...
+
+    release = acquire
+
+
+@pytest.mark.timeout(30)
+def test_a_condition_is_not_left_locked(guard: Guard, pressing: Callable[..., None]) -> None:
+    lock: Any = SlowLock()
+    condition = threading.Condition(lock)
+
+    def use() -> None:
+        while True:
+            with condition:
+                time.sleep(0.01)
+
+    pressing(1)
+    with pytest.raises(ProgramAborted):
+        guard.call(1, use)
+    assert not lock.held
+
+
+@pytest.mark.timeout(30)
+def test_a_lock_that_nobody_releases_ends_no_less(guard: Guard, pressing: Callable[..., None]) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+
+    def use() -> None:
+        BEGUN.set()
+        with threading.Condition(lock):
+            pass
+
+    pressing(1)
+    with pytest.raises(ProgramAborted):
+        guard.call(1, use)
+
+
 class Endless:
     def __del__(self) -> None:
         BEGUN.set()
