@@ -36,10 +36,17 @@ held = len(os.listdir("/proc/self/fd"))
 
 
 @contextmanager
-def running(replicas: int) -> Iterator[ClusterWorld]:
+def running(replicas: int, token: str | None = None) -> Iterator[ClusterWorld]:
+    """A cluster, whose engines are told another token than the notebook's if one is given."""
     torch.set_num_threads(1)
     notebook = Process()
-    session = Session.start(replicas, ",".join(f"cpu:{i}" for i in range(replicas)), user_ns=notebook.user_ns)
+
+    def connection(**given: Any) -> Connection:
+        return Connection(**{**given, "harbour_token": token or given["harbour_token"]})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session_module, "Connection", connection)
+        session = Session.start(replicas, ",".join(f"cpu:{i}" for i in range(replicas)), user_ns=notebook.user_ns)
     try:
         yield ClusterWorld(session, notebook)
     finally:
@@ -49,16 +56,9 @@ def running(replicas: int) -> Iterator[ClusterWorld]:
 @pytest.fixture(scope="module", params=["shared", "apart"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[tuple[ClusterWorld, bool]]:
     """Two engines, and whether they share memory with the notebook."""
-
-    def with_a_wrong_token(**given: Any) -> Connection:
-        return Connection(**{**given, "harbour_token": "0" * 64})
-
     shared = request.param == "shared"
-    with pytest.MonkeyPatch.context() as patch:
-        if not shared:
-            patch.setattr(session_module, "Connection", with_a_wrong_token)
-        with running(2) as world:
-            yield world, shared
+    with running(2, token=None if shared else "0" * 64) as world:
+        yield world, shared
 
 
 @pytest.fixture
