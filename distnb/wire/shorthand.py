@@ -25,14 +25,14 @@ class CallWriter:
     """The notebook's side. What it gives must be sent, in this order, to every engine of the message's team."""
 
     def __init__(self) -> None:
-        self._slots: OrderedDict[Any, tuple[int, CallFunction]] = OrderedDict()
+        self._slots: OrderedDict[Any, tuple[int, Any]] = OrderedDict()
 
     def write(self, message: Any) -> Any:
         """A message, or its short form."""
         if type(message) is not CallFunction or not _is_usual(message.delivery):
             return message
         delivery = message.delivery
-        # By identity: the kept message holds these two, so no other objects can have their addresses.
+        # By identity: these two are kept, so no other objects can have their addresses.
         key = (id(message.team), id(message.strategy), message.method, delivery.space, delivery.watch, delivery.handles)
         found = self._slots.get(key)
         if found is None:
@@ -40,7 +40,7 @@ class CallWriter:
             if slot == _KEPT:
                 slot = self._slots.popitem(last=False)[1][0]
             message = replace(message, slot=slot)
-            self._slots[key] = slot, message
+            self._slots[key] = slot, (message.team, message.strategy)
             return message
         self._slots.move_to_end(key)
         blob = delivery.blob
@@ -72,7 +72,8 @@ class CallReader:
         """The message that the notebook meant."""
         if type(message) is not tuple:
             if type(message) is CallFunction and message.slot is not None:
-                self._kept[message.slot] = message
+                # Not its arguments: they may be large.
+                self._kept[message.slot] = replace(message, delivery=replace(message.delivery, blob=None))
             return message
         slot, program, serial, blob, nodes, confirmed, release = message
         kept = self._kept[slot]

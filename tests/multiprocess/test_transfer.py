@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,6 +153,24 @@ def test_nothing_is_left_open(world: ClusterWorld, mapped: int) -> None:
     gc.collect()
     run_all(world, [distributed("pass")])
     assert look(world) == [[0, 0], there]
+
+
+def test_arguments_of_calls_are_let_go(world: ClusterWorld) -> None:
+    session: Session = world._session
+    given = []
+
+    def mapped(x: Any = None) -> int:
+        gc.collect()
+        return open("/proc/self/maps").read().count("distnb-freight")
+
+    for _ in range(3):
+        array = np.ones(NBYTES // 8)
+        given.append(weakref.ref(array))
+        session.call(MIRRORED, "run", (mapped, (array,)), {})
+    del array
+    gc.collect()
+    assert session.call(MIRRORED, "run", (mapped, ()), {}) == 0
+    assert [one() for one in given] == [None] * 3
 
 
 def test_calls_under_way_have_the_arguments_that_they_were_given(world: ClusterWorld) -> None:
