@@ -34,7 +34,7 @@ from distnb.topology import Device, Team
 from distnb.values.structure import select
 from distnb.wire import codec, freight
 from distnb.wire.channel import Link
-from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell
+from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell, Unread
 from distnb.wire.shorthand import CallReader, ReplyWriter
 
 if TYPE_CHECKING:
@@ -140,8 +140,15 @@ class Agent:
             return  # user code runs the event loop: the loop below goes on when that program has ended
         self._serving = True
         try:
-            while (message := self._programs.receive()) is not None:
-                self._programs.send(self._replies.write(self.perform(self._calls.read(message))))
+            while True:
+                try:
+                    message = self._calls.read(self._programs.receive())
+                except Exception as error:  # noqa: BLE001  # whatever it is, the notebook waits for a reply
+                    self._programs.send(Unread(failure.report(error)))
+                    continue
+                if message is None:
+                    return
+                self._programs.send(self._replies.write(self.perform(message)))
                 # Only now: what a failed cell held may take seconds to end (a DataLoader waits for its workers).
                 self._failure = None
         except BaseException:

@@ -81,7 +81,7 @@ class Guard:
             # Looked up after `_run` is set, as `abort` looks at `_run` after it has left its word: one of the two sees.
             if program in self._early:
                 self.abort(program, *self._early[program])
-                self._early.clear()
+                self._early = {later: order for later, order in self._early.items() if later > program}
                 raise ProgramAborted(run.reason)
             return function()
         finally:

@@ -17,7 +17,7 @@ from distnb.session.supervision import GiveUpOn
 from distnb.session.supervisor import Supervisor
 from distnb.wire.channel import receive_from, send_to
 from distnb.wire.freight import Harbour
-from distnb.wire.messages import Died, Reply
+from distnb.wire.messages import Died, Reply, Unread
 from distnb.wire.shorthand import CallWriter, ReplyReader
 
 __all__ = ["Dispatch", "Outcome"]
@@ -141,6 +141,8 @@ class Dispatch:
     def _take_replies(self, awaited: Outcome | None = None) -> None:
         for engine, message in receive_from(self._socket, self._harbour):
             reply = self._readers[engine].read(message)
+            if isinstance(reply, Unread):
+                reply = self._take_unread(engine, reply)
             if not isinstance(reply, Reply):
                 continue  # a hello: the control channel has told it
             outcome = self._pending.get(reply.program)
@@ -151,6 +153,16 @@ class Dispatch:
                 outcome.died.pop(engine, None)
             if awaited is not None and outcome is awaited and awaited.complete:
                 return  # to find the socket empty costs as much as to read a reply
+
+    def _take_unread(self, engine: int, unread: Unread) -> Reply | None:
+        """The failure that it is of the oldest program that the engine has not replied to."""
+        self._writer = CallWriter()  # what the other side kept is not certain any more
+        missing = (one for one in self._pending.values() if engine in one.engines and engine not in one.replies)
+        outcome = next(missing, None)
+        if outcome is None:
+            return None
+        self._supervisor.failed(engine, outcome.program, f"{unread.error.type_name}: {unread.error.text}")
+        return Reply(outcome.program, "error", unread.error)
 
     def _lose(self) -> None:
         for loss in self._supervisor.lost():

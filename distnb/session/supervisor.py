@@ -85,6 +85,10 @@ class Supervisor:
         with self._lock:
             self._state.ended(engine, program, True, "", 0.0)
 
+    def failed(self, engine: int, program: int, summary: str) -> None:
+        """An engine could not even begin with a program: the others' part is to be ended."""
+        self._do(lambda: self._advance(lambda now: self._state.ended(engine, program, False, summary, now)))
+
     def interrupt(self, program: int) -> None:
         """The user asks for a program's end."""
         self._do(lambda: self._advance(lambda now: self._state.interrupted(program, now)))

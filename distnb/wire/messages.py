@@ -33,6 +33,7 @@ __all__ = [
     "Stacks",
     "Status",
     "TelemetrySample",
+    "Unread",
 ]
 
 ObjectId = tuple[int, str]
@@ -128,6 +129,13 @@ class Reply:
     status: Literal["ok", "error", "aborted", "interrupted"]
     error: ErrorReport | None = None
     value: Any = None
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A program came that this engine could not read. It stands for the reply, in the order of programs."""
+
+    error: ErrorReport
 
 
 # -- control channel, notebook to engine -------------------------------------------------------------------------

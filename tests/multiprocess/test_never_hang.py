@@ -361,6 +361,27 @@ waits_here()
     assert "idle" in notebook.run("watcher.join()\n%distnb stacks").text
 
 
+def test_a_message_that_an_engine_cannot_read(notebook: Notebook) -> None:
+    notebook.run("""%%distribute mirrored
+if distnb.replica_id() == 1:
+    import threading
+    from distnb.wire import channel
+
+    def fails(frames, decode=channel.decode):
+        if threading.current_thread() is not threading.main_thread():
+            return decode(frames)
+        channel.decode = decode
+        raise OSError("no memory to be had")
+
+    channel.decode = fails
+""")
+    ran = failed(notebook, "%%distribute mirrored\ndist.all_reduce(torch.ones(3))", "OSError")
+    assert "no memory to be had" in ran.error_text
+    # More programs than one are under way, and the functions among them are new to the engines.
+    notebook.run("strategy = distnb.MirroredStrategy()\ndef seven():\n    return 7")
+    assert notebook.run("print(strategy.run(seven), strategy.run(seven))").stdout == "7 7\n"
+
+
 SCOPES = {
     "in a distributed cell": "%%distribute mirrored\nstep = 1\nwith strategy.scope():\n",
     "at the top level": "strategy = distnb.MirroredStrategy()\nstep = 1\nwith strategy.scope():\n",
