@@ -23,6 +23,7 @@ _WHERE = {
     "Strategy": "distnb.strategies.base",
     "OneDeviceStrategy": "distnb.strategies.one_device",
     "MirroredStrategy": "distnb.strategies.mirrored",
+    "MultiWorkerMirroredStrategy": "distnb.strategies.multi_worker",
     "ReplicaContext": "distnb.strategies.context",
     "get_strategy": "distnb.strategies.context",
     "has_strategy": "distnb.strategies.context",
@@ -37,6 +38,8 @@ _WHERE = {
     "ReduceOp": "distnb.options",
     "RunOptions": "distnb.options",
     "InputOptions": "distnb.options",
+    "CommunicationImplementation": "distnb.options",
+    "CommunicationOptions": "distnb.options",
     "ValueContext": "distnb.options",
 }
 """Where each public name lives: `module`, `module:other_name`, or `module:` for the module itself."""
@@ -44,6 +47,8 @@ _WHERE = {
 __all__ = [*_WHERE, "__version__"]
 
 if TYPE_CHECKING:
+    from distnb.options import CommunicationImplementation as CommunicationImplementation
+    from distnb.options import CommunicationOptions as CommunicationOptions
     from distnb.options import InputOptions as InputOptions
     from distnb.options import ReduceOp as ReduceOp
     from distnb.options import RunOptions as RunOptions
@@ -62,6 +67,7 @@ if TYPE_CHECKING:
     from distnb.strategies.context import replica_id as replica_id
     from distnb.strategies.live import live as live
     from distnb.strategies.mirrored import MirroredStrategy as MirroredStrategy
+    from distnb.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from distnb.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
     from distnb.values import DistributedValues as DistributedValues
     from distnb.values import Mirrored as Mirrored

@@ -23,6 +23,9 @@ Runs SCRIPT once per replica, as torchrun does on one machine: RANK, WORLD_SIZE,
 MASTER_ADDR and MASTER_PORT are set, and every connection stays on this machine. Lines are marked with their replica.
 When a replica fails the others are ended, and the exit code is its own. Ctrl-C ends all of them.
 
+With TF_CONFIG in the environment this machine is one worker of a cluster: start the same command, with as many
+replicas, on each of its machines. They talk over the addresses in TF_CONFIG, unencrypted: use a network you trust.
+
 distnb's options stand before SCRIPT or right after it; from the first other word on everything is the script's own.
 `--` ends them, too.
 
@@ -97,12 +100,14 @@ def _run(words: list[str]) -> int:
             _check_script(str(script))
         # Late, so that `distnb --help` answers at once.
         from distnb.cluster.devices import plan_devices
+        from distnb.cluster.placement import placement_of
+        from distnb.cluster.resolvers import TFConfigClusterResolver
         from distnb.cluster.script import run_script
 
         devices = plan_devices(_count(options.n), options.devices, oversubscribe=options.oversubscribe)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _end)
-        return run_script(command, devices)
+        return run_script(command, devices, placement_of(TFConfigClusterResolver()))
     except OptionError as error:
         parser.error(str(error))
     except DistnbError as error:

@@ -8,7 +8,15 @@ from typing import Any, Literal
 
 from distnb.errors import OptionError
 
-__all__ = ["InputOptions", "ReduceOp", "RunOptions", "StrategySpec", "ValueContext"]
+__all__ = [
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "InputOptions",
+    "ReduceOp",
+    "RunOptions",
+    "StrategySpec",
+    "ValueContext",
+]
 
 
 class ReduceOp(enum.Enum):
@@ -68,6 +76,59 @@ class InputOptions:
             raise OptionError(f"collate={self.collate!r} is unknown. Give 'auto', 'slice' or 'global'.")
 
 
+class CommunicationImplementation(enum.Enum):
+    """How replicas communicate. Strings are accepted in any case."""
+
+    AUTO = "AUTO"
+    """NCCL where each replica has a GPU of its own, Gloo elsewhere; shared memory between replicas of one machine."""
+    RING = "RING"
+    """Gloo's ring over sockets, also for GPUs, whose tensors go through host memory."""
+    NCCL = "NCCL"
+    """NCCL, or an error where it cannot be."""
+
+    @classmethod
+    def parse(cls, name: CommunicationImplementation | str) -> CommunicationImplementation:
+        """The implementation that a user named. Raises OptionError (a ValueError) that lists them."""
+        if isinstance(name, cls):
+            return name
+        if isinstance(name, str) and name.upper() in cls.__members__:
+            return cls[name.upper()]
+        raise OptionError(
+            f"{name!r} is no implementation of communication. There are {', '.join(repr(m.name) for m in cls)}, as "
+            "strings or as distnb.CommunicationImplementation members."
+        )
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """How the replicas of a MultiWorkerMirroredStrategy communicate.
+
+    Attributes:
+        bytes_per_pack: Gradients are reduced in packs, each of which is closed once it is larger than this. 0 leaves
+            the size to distnb.
+        timeout_seconds: How long a replica waits in one collective for the others before it raises; None for as long
+            as they are alive.
+        implementation: See `CommunicationImplementation`; a name will do.
+
+    Raises:
+        OptionError: A negative number, or an unknown name.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        nbytes, limit_s = self.bytes_per_pack, self.timeout_seconds
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+            raise OptionError(f"bytes_per_pack={nbytes!r}: give a whole number of bytes, or 0 to leave it to distnb.")
+        if limit_s is not None and (
+            isinstance(limit_s, bool) or not isinstance(limit_s, (int, float)) or not 0 < limit_s < float("inf")
+        ):
+            raise OptionError(f"timeout_seconds={limit_s!r}: give a positive number of seconds, or None for no limit.")
+        object.__setattr__(self, "implementation", CommunicationImplementation.parse(self.implementation))
+
+
 @dataclass(frozen=True)
 class ValueContext:
     """What `distribute_values_from_function` tells the function about the replica it makes a value for."""
@@ -81,7 +142,7 @@ class StrategySpec:
     """Everything that says which strategy is meant; equal specs name the same strategy object in every process.
 
     Attributes:
-        kind: The word of the magic: "default", "one_device", "mirrored".
+        kind: The word of the magic: "default", "one_device", "mirrored", "multi_worker".
         devices: Devices in replica order, as strings; empty for "all that the cluster has".
         num_replicas: Replicas in sync; 0 while it is not yet known.
         options: Sorted (name, value) pairs of hashable options, such as ("gradient_reduction", "mean").

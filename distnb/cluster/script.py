@@ -17,10 +17,11 @@ from typing import IO
 
 from distnb.cluster.connection import make_run_directory, remove_run_directory
 from distnb.cluster.orphans import end_process, record_group
+from distnb.cluster.placement import Placement, network_environment, own_interface, split_address
 from distnb.cluster.processes import Processes, Reaped, describe_status
 from distnb.cluster.replica import error_path
 from distnb.cluster.store import RendezvousStore
-from distnb.cluster.surroundings import import_environment, script_environment
+from distnb.cluster.surroundings import Seat, import_environment, script_environment
 from distnb.cluster.watcher import Watcher
 from distnb.topology import Device
 
@@ -30,8 +31,11 @@ _LAST_WORDS_S = 3.0  # what a replica that reported an error gets to end by itse
 _PYTHON = (sys.executable, "-P", "-m")
 
 
-def run_script(command: Sequence[str], devices: Sequence[Device]) -> int:
+def run_script(command: Sequence[str], devices: Sequence[Device], placement: Placement | None = None) -> int:
     """Run a script once per device, as replicas of one another, and wait for the end of all.
+
+    As one worker of a cluster of machines, its replicas are some of the cluster's. The chief's launcher serves the
+    store on the chief's address.
 
     Their lines are printed as they come, marked with the replica. When one fails the others are ended, and its own
     traceback is shown last.
@@ -39,36 +43,52 @@ def run_script(command: Sequence[str], devices: Sequence[Device]) -> int:
     Args:
         command: `SCRIPT ARGUMENT…` or `-m MODULE ARGUMENT…`.
         devices: One per replica.
+        placement: Which worker of a cluster this is; None for a script that stays on this machine.
 
     Returns:
         The exit code: 0, or that of the replica that failed first (128 + n for signal n).
 
     Raises:
         KeyboardInterrupt: The user ended it. All replicas are gone then.
-        StartError: A replica could not be started.
+        StartError: A replica could not be started, or an address of the cluster is not this machine's.
     """
     with ExitStack() as undo:  # each step is undone, also when undoing another fails
         directory = make_run_directory()
         undo.callback(remove_run_directory, directory)
-        store = RendezvousStore()
-        undo.callback(store.close)
+        store, seat = _store_and_seat(placement)
         # torch loads here while it loads in the replicas; who asks early waits in the queue.
-        serving = threading.Thread(target=store.serve, name="distnb-store", daemon=True)
-        undo.callback(_finish, serving)
-        run = _Run(directory, mark=len(devices) > 1)
+        serving = None
+        if store is not None:
+            undo.callback(store.close)
+            serving = threading.Thread(target=store.serve, name="distnb-store", daemon=True)
+            undo.callback(_finish, serving)
+        run = _Run(directory, mark=len(devices) > 1, first=seat.worker * len(devices), size=seat.workers * len(devices))
         undo.callback(run.close)
         for rank, device in enumerate(devices):
-            environment = script_environment(rank, device, devices, store.host, store.port)
+            environment = script_environment(rank, device, devices, seat)
             run.start_replica(
                 [*_PYTHON, "distnb.cluster.replica", str(os.getpid()), str(directory), str(rank), *command], environment
             )
         run.start_guard()
-        serving.start()
+        if serving is not None:
+            serving.start()
         try:
             return run.wait()
         except KeyboardInterrupt:
             run.end_all(interrupt=True)
             raise
+
+
+def _store_and_seat(placement: Placement | None) -> tuple[RendezvousStore | None, Seat]:
+    """The store, if it is served here, and where this worker's replicas stand."""
+    if placement is None:
+        store = RendezvousStore()
+        return store, Seat(store.host, store.port)
+    interface, address = own_interface(placement)
+    host, port = split_address(placement.chief.address)
+    served = RendezvousStore(port, address) if placement.index == 0 else None
+    network = network_environment(interface)
+    return served, Seat(address if served else host, port, placement.index, len(placement.workers), network)
 
 
 def _finish(thread: threading.Thread) -> None:
@@ -78,9 +98,17 @@ def _finish(thread: threading.Thread) -> None:
 
 
 class _Run:
-    """The replicas of one script; their lines carry the replica's number where `mark` is set."""
+    """The replicas of one script on this machine.
 
-    def __init__(self, directory: Path, *, mark: bool) -> None:
+    Args:
+        directory: The run's own.
+        mark: Whether lines carry the replica's number.
+        first: The number of the first one.
+        size: How many there are on all machines.
+    """
+
+    def __init__(self, directory: Path, *, mark: bool, first: int, size: int) -> None:
+        self._first, self._size = first, size
         self._directory = directory
         self._mark = mark
         self._failed: list[int] = []  # ranks in the order in which their failures were heard of
@@ -122,7 +150,7 @@ class _Run:
 
     def _print_lines(self, rank: int, pipe: IO[bytes] | None, target: IO[str]) -> None:
         assert pipe is not None
-        lines, mark = _lines(pipe), f"[{rank}] " if self._mark else ""
+        lines, mark = _lines(pipe), f"[{self._first + rank}] " if self._mark else ""
 
         def forward() -> None:
             for line in lines:
@@ -198,7 +226,8 @@ class _Run:
             how, code = "failed", 1  # it had told of its error, and was ended before it could exit
         others = len(self._pids) - 1
         ended = ("", " The other replica was ended.")[others] if others < 2 else f" The {others} others were ended."
-        print(f"distnb run: replica {rank} of {len(self._pids)} {how}.{ended}", file=sys.stderr)
+        ended = ended.replace(" was", " here was").replace(" were", " here were") if self._size > others + 1 else ended
+        print(f"distnb run: replica {self._first + rank} of {self._size} {how}.{ended}", file=sys.stderr)
         if text and others:
             print(f"Its traceback:\n\n{text}", end="", file=sys.stderr)
         sys.stderr.flush()

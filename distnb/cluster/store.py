@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["RendezvousStore"]
 
-_HOST = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 _TIMEOUT_S = 60.0
 
 
 class RendezvousStore:
-    """A torch TCPStore on loopback, served by threads of the process that makes it.
+    """A torch TCPStore on one address, served by threads of the process that makes it.
 
     The port is taken at once, and torch imported only when `serve` is called: engines can be told where the store
     will be while torch still loads, and those that connect early wait in the socket's queue.
@@ -33,24 +33,30 @@ class RendezvousStore:
 
     Args:
         port: Where to listen; 0 for any free port.
+        host: The address to listen on, as a number. Whoever can reach it can read and write: no other than loopback
+            without a word in the documentation.
 
     Raises:
-        StartError: The port is taken.
+        StartError: The port is taken, or the address is none of this machine's.
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, host: str = _LOOPBACK) -> None:
         # TCPStore itself would listen on every interface, whatever host it is given; a bound socket it takes as it is.
-        self._socket: socket.socket | None = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket: socket.socket | None = socket.socket(
+            socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
+        )
         try:
-            self._socket.bind((_HOST, port))
+            # Connections of the last run that are not quite forgotten do not keep the next one waiting.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, port))
         except (OSError, OverflowError) as error:
             self._socket.close()
             raise StartError(
-                f"The rendezvous store could not listen on {_HOST}:{port}: {error}. "
+                f"The rendezvous store could not listen on {host}:{port}: {error}. "
                 "Choose another port, or 0 for any free one."
             ) from error
         self._socket.listen(_BACKLOG)
-        self.host: str = _HOST
+        self.host: str = host
         self.port: int = self._socket.getsockname()[1]
         self._store: TCPStore | None = None
         self._lock = threading.Lock()

@@ -7,6 +7,7 @@ import os
 import site
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from distnb.cluster.connection import CONNECTION_VARIABLE, connection_path
@@ -17,12 +18,14 @@ __all__ = [
     "DEVICE_VARIABLE",
     "ENGINE_VARIABLE",
     "REPLACES_VARIABLE",
+    "Seat",
     "THREADS_VARIABLE",
     "compute_environment",
     "cores",
     "engine_environment",
     "import_environment",
     "keep_temporary_sockets_in",
+    "rank_environment",
     "script_environment",
     "threads_for",
 ]
@@ -92,27 +95,46 @@ def engine_environment(engine: int, device: Device, engines: int, directory: Pat
     return environment
 
 
-def script_environment(
-    rank: int, device: Device, devices: Sequence[Device], store_host: str, store_port: int
-) -> dict[str, str]:
-    """The whole environment of one replica of a script; torchrun's names mean here what they mean there."""
-    environment = os.environ | compute_environment(len(devices))
-    environment |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(len(devices)),
-        "LOCAL_WORLD_SIZE": str(len(devices)),
-        "MASTER_ADDR": store_host,
-        "MASTER_PORT": str(store_port),
-        # The launcher serves the store on loopback: no replica is to listen for it, on every interface, itself.
+@dataclass(frozen=True)
+class Seat:
+    """Where one worker's replicas stand among those of a cluster of machines; by default it is the only one.
+
+    Attributes:
+        store_host, store_port: Where the rendezvous store listens.
+        worker, workers: Which of how many workers this is; all have as many replicas.
+        network: See `placement.network_environment`; empty to stay on loopback.
+    """
+
+    store_host: str
+    store_port: int
+    worker: int = 0
+    workers: int = 1
+    network: Mapping[str, str] = field(default_factory=dict)
+
+
+def rank_environment(local_rank: int, replicas: int, seat: Seat) -> dict[str, str]:
+    """torchrun's variables, which mean here what they mean there, for one of a worker's `replicas`."""
+    return {
+        "RANK": str(seat.worker * replicas + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(seat.worker),
+        "WORLD_SIZE": str(seat.workers * replicas),
+        "LOCAL_WORLD_SIZE": str(replicas),
+        "MASTER_ADDR": seat.store_host,
+        "MASTER_PORT": str(seat.store_port),
+        # We serve the store, on one address: torch is not to listen for it, on every interface, itself.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": f"distnb-{os.getpid()}",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "PYTHONUNBUFFERED": "1",
-        THREADS_VARIABLE: str(threads_for(len(devices))),
     }
+
+
+def script_environment(local_rank: int, device: Device, devices: Sequence[Device], seat: Seat) -> dict[str, str]:
+    """The whole environment of one replica of a script, whose worker has these devices."""
+    environment = os.environ | compute_environment(len(devices)) | dict(seat.network)
+    environment |= rank_environment(local_rank, len(devices), seat)
+    environment |= {"PYTHONUNBUFFERED": "1", THREADS_VARIABLE: str(threads_for(len(devices)))}
     # Code for torchrun takes `cuda:LOCAL_RANK`: the GPUs that were named are made those of these numbers.
     gpus = list(dict.fromkeys(device.index for device in devices if device.type == "cuda"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if "CUDA_VISIBLE_DEVICES" in os.environ else None

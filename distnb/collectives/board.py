@@ -152,6 +152,8 @@ class Board:
 
     shared = True
     """Whether what a replica writes is seen by the others at once."""
+    lost = False
+    """Whether the others can no longer be heard of here."""
 
     def __init__(self, memory: mmap.mmap | bytearray, me: int, size: int) -> None:
         self.memory = memory

@@ -131,6 +131,11 @@ class Bucket:
 class Plan:
     """The gradients of some families, laid out in buckets.
 
+    Args:
+        families: Whose gradients these are.
+        bucket_nbytes: A bucket is closed once it holds so much; None: one bucket for each device and dtype.
+        overlapped: Buckets start during the pass, in the order in which gradients become ready.
+
     Attributes:
         families: Whose gradients these are.
         members: Per index of the plan: (family, place in it).
@@ -139,12 +144,12 @@ class Plan:
         launched: Number of buckets that have started in this pass, always the first ones.
     """
 
-    def __init__(self, families: Sequence[Family], bucket_nbytes: int | None) -> None:
+    def __init__(self, families: Sequence[Family], bucket_nbytes: int | None, *, overlapped: bool) -> None:
         self.families = tuple(families)
         self.members = [(family, place) for family in families for place in family.active]
         self.slots = [slot for family in families for slot in family.slots]
         self.sparse = [index for index, slot in enumerate(self.slots) if slot.sparse]
-        self.overlapped = bucket_nbytes is not None
+        self.overlapped = overlapped
         self.launched = 0
         self.version = families[0].layout_version
         self.buckets = self._cut(bucket_nbytes)
@@ -157,7 +162,7 @@ class Plan:
         cut: list[list[int]] = []
         dense = [index for index, slot in enumerate(self.slots) if not slot.sparse]
         # Gradients become ready roughly in the reverse of the order in which parameters were made.
-        for index in reversed(dense) if bucket_nbytes is not None else dense:
+        for index in reversed(dense) if self.overlapped else dense:
             slot = self.slots[index]
             key = (slot.device, slot.dtype)
             open_ones.setdefault(key, []).append(index)
@@ -167,7 +172,7 @@ class Plan:
                 sizes[key] = 0
         cut.extend(open_ones.values())
         # Buckets that start during the pass start in the order in which the pass reaches their families.
-        salt = self.families[0].number % _SALTS if bucket_nbytes is not None else 0
+        salt = self.families[0].number % _SALTS if self.overlapped else 0
         return [Bucket(indices, self.slots, self.members, salt) for indices in cut]
 
     @property

@@ -45,6 +45,7 @@ class Entering(GroupCore):
         if (
             shared is None
             or ledger is None
+            or not self.in_memory
             or not (kind == "cpu" or kind in transport.staged)
             or not shared.takes(tensor, op)
         ):
@@ -112,6 +113,8 @@ class Entering(GroupCore):
         if not key[0].startswith(OWN):
             # A caller that waits in Gloo is freed alone; one that waits in NCCL only by an abort.
             self._time_limit.watch(number, inner, limit_s if device != "cpu" else None)
+        elif device != "cpu" and self._patience_s is not None:
+            self._time_limit.watch(number, inner, self._patience_s)
         if device != "cpu":
             return cast(dist.Work, inner and DeviceWork(self, inner))  # none while operations are coalesced
         self._open[number] = inner

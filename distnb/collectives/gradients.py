@@ -72,18 +72,25 @@ class GradientSync:
         group: Gives the process group of the present generation; asked at each pass.
         reduction: "sum", or "mean": weighted by the sizes of the replicas' slices (see `weight`).
         check_mean_loss: With "sum", raise MeanLossError where a loss is a mean.
+        pack_nbytes: A pack of gradients is closed once it holds so much; None to choose.
 
     Attributes:
         serial: Number of aggregations so far.
     """
 
     def __init__(
-        self, group: Callable[[], Any], reduction: Literal["sum", "mean"] = "sum", *, check_mean_loss: bool = True
+        self,
+        group: Callable[[], Any],
+        reduction: Literal["sum", "mean"] = "sum",
+        *,
+        check_mean_loss: bool = True,
+        pack_nbytes: int | None = None,
     ) -> None:
         if reduction not in ("sum", "mean"):
             raise OptionError(f"gradient_reduction={reduction!r}: write 'sum' or 'mean'.")
         self.reduction = reduction
         self._group: Callable[[], ReducingGroup] = group
+        self._pack_nbytes = pack_nbytes
         self._mean_loss = MeanLossCheck() if check_mean_loss and reduction == "sum" else None
         self._families: list[Family] = []
         self._by_key: dict[object, weakref.ref[Family]] = {}
@@ -277,7 +284,7 @@ class GradientSync:
         small = [family for family in families if family not in large]
         plans = [self._overlapped_plan(family) for family in large]
         if small:
-            plans.append(Plan(small, None))
+            plans.append(Plan(small, self._pack_nbytes, overlapped=False))
         entry = _Entry(families, tuple([family.layout_version for family in families]), tuple(plans))
         if not alike:
             # From pass to pass each replica may reach any of these families: all such passes are one kind from now on.
@@ -291,7 +298,8 @@ class GradientSync:
         if plan is None or plan.version != family.layout_version:
             if plan is not None:
                 plan.detach()
-            plan = self._overlapped[family] = Plan([family], bucket_nbytes(family))
+            nbytes = self._pack_nbytes or bucket_nbytes(family)
+            plan = self._overlapped[family] = Plan([family], nbytes, overlapped=True)
             plan.attach(self._ready)
         return plan
 

@@ -116,10 +116,14 @@ def _join(
     return _group
 
 
-def join_from_env() -> Group:
+def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None) -> Group:
     """Join the group that torchrun or `distnb run` describes by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     A default group that the program initialised before is taken over: it gives the rank, the size and the store.
+
+    Args:
+        sockets_only: Use Gloo also where each replica has a GPU of its own.
+        timeout_s: How long to wait for the others; None for as long as it takes.
 
     Raises:
         CollectiveError: The variables are not set, or the others cannot be reached.
@@ -147,12 +151,13 @@ def join_from_env() -> Group:
     _script_joins += 1  # after `leave` the keys of the last time are still in the store
     prefixed = PrefixStore(f"distnb/{_script_joins}", store)
     card = rendezvous.Card(rendezvous.host(), os.getpid(), device=str(device))
-    cards = rendezvous.meet(PrefixStore("devices", prefixed), rank, size, card, lambda absent: None)
+    where = PrefixStore("devices", prefixed)
+    cards = rendezvous.meet(where, rank, size, card, lambda absent: None, timeout_s=timeout_s)
     devices = tuple(parse_device(other.device) for other in cards)
-    apart = len({(other.host, other.device) for other in cards}) == size
+    apart = not sockets_only and len({(other.host, other.device) for other in cards}) == size
     address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
     team = Team(tuple(range(size)), devices, 0, address, port)
-    group = _join((_SCRIPT, *team.engines), team, rank, device, StoreClient(lambda: prefixed), None, apart)
+    group = _join((_SCRIPT, *team.engines), team, rank, device, StoreClient(lambda: prefixed), timeout_s, apart)
     if found is not None:
         group.process_group.set_timeout(found.timeout)
     program_began(1)

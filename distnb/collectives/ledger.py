@@ -101,8 +101,8 @@ class Ledger:
         return True
 
     def agreed(self, number: int) -> bool:
-        """Whether all others posted that number, and the same."""
-        return all(self._compared[rank] >= number for rank in self._peers)
+        """Whether all others posted that number, and the same; or there is no way to know any more."""
+        return self._board.lost or all(self._compared[rank] >= number for rank in self._peers)
 
     def absent(self, number: int) -> list[int]:
         """The ranks that have not called the collective of that number yet."""

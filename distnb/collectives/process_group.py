@@ -84,12 +84,24 @@ class GroupCore(GroupIdentity):
         self._failed_since: float | None = None
         self._destroyed = False
         self._time_limit = TimeLimit()
+        self.in_memory = True
+        self._patience_s: float | None = None
+        self._waiting_since: dict[int, float] = {}
 
     # -- life ------------------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta | None) -> None:
         """End the group if an operation of torch's takes longer than this; None, or torch's default: never."""
         self._time_limit.set(timeout)
+
+    def prefer(self, patience_s: float | None, in_memory: bool) -> None:
+        """What the strategy that computes now was told of communication. All replicas have the same.
+
+        Args:
+            patience_s: How long a replica waits in one collective before it ends the group; None for ever.
+            in_memory: Whether memory that replicas share may be used instead of sockets.
+        """
+        self._patience_s, self.in_memory = patience_s, in_memory
 
     def connect(self) -> None:
         """Connect with the other ranks now, and not in the first operation."""
@@ -102,6 +114,7 @@ class GroupCore(GroupIdentity):
         self._transport = self._ledger = self._shared = None
         self._open, self._watched = {}, set()
         self._time_limit.forget()
+        self._waiting_since.clear()
         self.failure, self._failed_since = CollectiveError(_NOT_CONNECTED), None
         if transport is not None:
             transport.abort()
@@ -286,6 +299,11 @@ class GroupCore(GroupIdentity):
         except CollectiveMismatchError as error:
             self.fail(error)
             raise
+        if waiting and number is not None and self._patience_s is not None:
+            since = self._waiting_since.setdefault(number, time.monotonic())
+            if time.monotonic() - since > self._patience_s:
+                self.fail(self._out_of_time(number, self._patience_s))
+                self.raise_failure()
         if self._parent is not None:
             try:
                 self._parent.examine(self._parent.epoch, None)
@@ -334,7 +352,7 @@ class GroupCore(GroupIdentity):
             absent = ", ".join(str(self.replicas[rank]) for rank in ledger.absent(number))
             who = f" Not there yet: replica {absent}." if absent else ""
         return CollectiveError(
-            f"{what} did not end within the time limit of {limit_s:g} s that the program gave it (timeout=…).{who} "
+            f"{what} did not end within the time limit of {limit_s:g} s that the program gave it.{who} "
             "Give it a longer one, or none: replicas are then waited for as long as they are alive."
         )
 
@@ -349,6 +367,7 @@ class GroupCore(GroupIdentity):
     def finished(self, work: Any) -> None:
         """Forget a work that ended, unless somebody has yet to be told."""
         self._open.pop(work.number, None)  # none of a message
+        self._waiting_since.pop(work.number, None)
         if work in self._watched and not work.under_way():
             self._watched.discard(work)
 

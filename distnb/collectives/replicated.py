@@ -56,8 +56,9 @@ class ReplicatedBoard(Board):
             there = [rank for rank in others if self._seen[rank] or self._store.check([f"board/{rank}"])]
             for rank in there:
                 self._unpack(rank, self._store.get(f"board/{rank}"))
+            self.lost = False
         except RuntimeError:
-            pass
+            self.lost = True
         finally:
             self._lock.release()
 

@@ -10,15 +10,16 @@ from typing import Any
 from distnb.errors import OptionError
 from distnb.magics.arguments import LineParser, closest, parse_count
 from distnb.options import StrategySpec
+from distnb.runtime import multi_worker
 from distnb.topology import parse_device
 
 __all__ = ["LOCAL", "WORDS", "Request", "read_request"]
 
-WORDS = ("default", "one_device", "mirrored")
+WORDS = ("default", "one_device", "mirrored", "multi_worker")
 LOCAL = ("default", "one_device")
 """Strategies whose only replica is the notebook itself."""
 
-_PLANNED = ("multi_worker", "central_storage", "parameter_server", "tpu")
+_PLANNED = ("central_storage", "parameter_server", "tpu")
 _USAGE = (
     "%%distribute WORD_OR_STRATEGY [-n REPLICAS] [--devices cuda:0,cuda:1] [--gradients sum|mean] [--oversubscribe]"
 )
@@ -116,6 +117,8 @@ def _from_word(
     kept = tuple(sorted((name, value) for name, value in options.items() if value and value != "sum"))
     # Spelt as the strategy's own class does it: equal arguments name the same strategy object.
     spec = StrategySpec(word, devices, 0 if devices else replicas or 0, kept)
+    if word == multi_worker.KIND:
+        multi_worker.check_notebook(spec)
     return Request(word, spec, local=False, oversubscribe=oversubscribe)
 
 

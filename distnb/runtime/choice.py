@@ -13,6 +13,7 @@ from distnb.runtime.in_process import InProcess
 __all__ = ["has_remote", "register_remote", "runtime_for", "started_by_launcher"]
 
 _IN_PROCESS_KINDS = ("default", "one_device")
+_MULTI_WORKER = "multi_worker"
 
 _remote: Callable[[Owner], Runtime] | None = None
 _in_process: dict[str | None, InProcess] = {}
@@ -54,10 +55,12 @@ def runtime_for(strategy: Owner) -> Runtime:
     spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it
     process = spmd.current() if spmd is not None else None
     if process is not None:
-        _check_team(strategy, process.team.devices)
+        _check_team(strategy, process.team.devices, process.uses_nccl)
         return process.runtime_of(strategy)  # type: ignore[no-any-return]
     if _remote is not None:
         return _remote(strategy)
+    if spec.kind == _MULTI_WORKER:
+        return _multi_worker(strategy)
     if started_by_launcher():
         from distnb.runtime.spmd import join_from_env
 
@@ -70,6 +73,15 @@ def runtime_for(strategy: Owner) -> Runtime:
     )
 
 
+def _multi_worker(strategy: Owner) -> Runtime:
+    from distnb.runtime import multi_worker
+
+    alone_on = multi_worker.enter(strategy.spec, started_by_launcher())
+    if alone_on is None:
+        return runtime_for(strategy)
+    return _in_process.setdefault(alone_on, InProcess(alone_on))
+
+
 def _script() -> str:
     name = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else ""
     return name if name.endswith(".py") else "script.py"
@@ -78,8 +90,13 @@ def _script() -> str:
 _checked: dict[tuple[Owner, tuple[object, ...]], bool] = {}
 
 
-def _check_team(strategy: Owner, devices: tuple[object, ...]) -> None:
+def _check_team(strategy: Owner, devices: tuple[object, ...], nccl: bool) -> None:
     spec = strategy.spec
+    if spec.kind == _MULTI_WORKER and (strategy, devices) not in _checked:
+        from distnb.runtime import multi_worker
+
+        multi_worker.check_communication(spec, tuple(map(str, devices)), nccl)
+        _checked[strategy, devices] = True
     if not spec.devices and not spec.num_replicas:
         return
     key = (strategy, devices)

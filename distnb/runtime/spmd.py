@@ -12,7 +12,14 @@ from distnb.collectives import groups
 from distnb.collectives.gradients import GradientSync
 from distnb.collectives.groups import Group
 from distnb.errors import DistributedValueError, OptionError
-from distnb.options import InputOptions, ReduceOp, RunOptions, ValueContext
+from distnb.options import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    InputOptions,
+    ReduceOp,
+    RunOptions,
+    ValueContext,
+)
 from distnb.runtime import contexts, progress, randomness
 from distnb.runtime.agreement import Agreement
 from distnb.runtime.arguments import BatchNote
@@ -56,11 +63,18 @@ class SpmdProcess:
         """Number of replicas."""
         return self.team.size
 
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether NCCL connects the replicas."""
+        return self.group.process_group.name() == "nccl"
+
     def runtime_of(self, strategy: Owner) -> Spmd:
         """The runtime of a strategy in this process; it lives as long as the process, and its variables with it."""
         runtime = self._runtimes.get(strategy)
         if runtime is None:
             runtime = self._runtimes[strategy] = Spmd(self, strategy)
+        # The replicas have one process group for all strategies: it goes by the one that is used.
+        self.group.process_group.prefer(*runtime.preferences)
         return runtime
 
     def runs(self, strategy: Any) -> bool:
@@ -132,11 +146,15 @@ def results_left_to_caller() -> AbstractContextManager[None]:
     return nullcontext() if _current is None else _current.agreement.left_to_caller()
 
 
-def join_from_env() -> SpmdProcess:
-    """Become the replica that torchrun's (or `distnb run`'s) environment says, once per process."""
+def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None) -> SpmdProcess:
+    """Become the replica that torchrun's (or `distnb run`'s) environment says, once per process.
+
+    Args:
+        sockets_only, timeout_s: See `groups.join_from_env`.
+    """
     if _current is not None:
         return _current
-    group = groups.join_from_env()
+    group = groups.join_from_env(sockets_only=sockets_only, timeout_s=timeout_s)
     # The team of a script needs no store: torch.distributed has found its own.
     team = Team(tuple(range(group.size)), (group.device,) * group.size, group.generation, "", 0)
     process = enter(team, group.rank, group.device, group)
@@ -154,16 +172,23 @@ class Spmd:
     Args:
         process: What this process is.
         strategy: Whose runtime this is.
+
+    Attributes:
+        preferences: See `GroupCore.prefer`.
     """
 
     def __init__(self, process: SpmdProcess, strategy: Owner) -> None:
         self._process = process
         self._strategy = strategy
         self._reduction = strategy.spec.option("gradient_reduction", "sum")
+        options = strategy.spec.option("communication_options", CommunicationOptions())
+        self.preferences = (options.timeout_seconds, options.implementation is not CommunicationImplementation.RING)
         self._sync = GradientSync(
             lambda: process.group,
             self._reduction,
             check_mean_loss=strategy.spec.option("check_mean_loss", True),
+            # A pack is closed once it is larger.
+            pack_nbytes=options.bytes_per_pack + 1 if options.bytes_per_pack else None,
         )
         self._adoption = Adoption(strategy, self._sync, lambda: process.group)
         self._outsiders = OutsiderCheck(strategy, self._adoption.owns)

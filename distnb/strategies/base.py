@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from distnb.errors import OptionError
 from distnb.options import InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
@@ -14,12 +14,16 @@ from distnb.runtime.arguments import check_call, check_input_options
 from distnb.runtime.base import Runtime
 from distnb.strategies.aliases import METHODS
 
+if TYPE_CHECKING:
+    from distnb.cluster.resolvers import ClusterResolver
+
 __all__ = ["Strategy", "resolve"]
 
 _CLASSES = {
     "default": "distnb.strategies.default:DefaultStrategy",
     "one_device": "distnb.strategies.one_device:OneDeviceStrategy",
     "mirrored": "distnb.strategies.mirrored:MirroredStrategy",
+    "multi_worker": "distnb.strategies.multi_worker:MultiWorkerMirroredStrategy",
 }
 _made: dict[StrategySpec, Strategy] = {}
 
@@ -101,8 +105,8 @@ class Strategy:
         return self.runtime.worker_devices(self)
 
     @property
-    def cluster_resolver(self) -> None:
-        """None: the strategy's engines are of one machine."""
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What tells of the strategy's machines; None where they are none but this one."""
         return None
 
     # Variables ----------------------------------------------------------------------------------------------------

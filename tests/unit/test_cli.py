@@ -23,13 +23,15 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list
     """What would have been run: (command, devices)."""
     calls: list[tuple[list[str], list[str]]] = []
 
-    def run_script(command: list[str], devices: object) -> int:
+    def run_script(command: list[str], devices: object, placement: object) -> int:
+        assert placement is None  # there is no TF_CONFIG
         calls.append((list(command), [str(device) for device in devices]))  # type: ignore[attr-defined]
         return 0
 
     monkeypatch.setattr("distnb.cluster.script.run_script", run_script)
     monkeypatch.setattr("distnb.cluster.devices.available_gpus", lambda: 0)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
     monkeypatch.chdir(tmp_path)
     for name in ("train.py", "-n.py", "book.ipynb"):
         Path(name).write_text("")
@@ -123,7 +125,7 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str], words: list[str]
 def test_an_interrupt_has_the_shells_exit_code(
     launched: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(command: object, devices: object) -> int:
+    def interrupted(command: object, devices: object, placement: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("distnb.cluster.script.run_script", interrupted)

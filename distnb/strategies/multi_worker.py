@@ -1,0 +1,97 @@
+"""Synchronous training on several machines, each with one replica or more."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+from distnb.cluster.resolvers import ClusterResolver
+from distnb.errors import OptionError
+from distnb.options import CommunicationImplementation, CommunicationOptions, StrategySpec
+from distnb.runtime import choice, multi_worker
+from distnb.strategies.base import Strategy
+
+__all__ = ["MultiWorkerMirroredStrategy"]
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Variables made in its scope are mirrored on every replica of every worker, as under MirroredStrategy.
+
+    A script that makes it runs on each machine, with that machine's TF_CONFIG; the processes meet at the chief's
+    address (worker 0's where there is no chief). A process is one replica; `distnb run script.py -n 2` makes two on
+    each machine. Without TF_CONFIG, and in an evaluator, it trains alone. In a notebook the replicas are the engines.
+
+    What crosses machines is neither encrypted nor authenticated: use a network on which you trust everyone.
+
+    Args:
+        cluster_resolver: Tells the machines, and which this one is; None for TF_CONFIG.
+        communication_options: How replicas communicate. Either argument may stand first; the name of an implementation
+            ("ring", "nccl") will do.
+        communication: Another name of the second argument.
+        gradient_reduction: "sum", as tf.distribute does, or "mean": weighted by the sizes of the replicas' slices.
+        check_mean_loss: With "sum", raise on a loss that is a mean over the replica's slice only.
+
+    Raises:
+        OptionError: An argument is malformed, or cannot be honoured here; the cluster makes no sense, or the machines
+            were told of different ones.
+        StartError: This machine does not have the address that the cluster gives it, or the chief's port is taken.
+        CollectiveError: The other workers did not come.
+        ContextError: This process has another place in another cluster already.
+    """
+
+    kind: ClassVar[str] = multi_worker.KIND
+
+    def __new__(
+        cls,
+        cluster_resolver: ClusterResolver | CommunicationOptions | CommunicationImplementation | str | None = None,
+        communication_options: CommunicationOptions | CommunicationImplementation | str | ClusterResolver | None = None,
+        *,
+        communication: CommunicationOptions | CommunicationImplementation | str | None = None,
+        gradient_reduction: str = "sum",
+        check_mean_loss: bool = True,
+    ) -> Self:
+        given = [each for each in (cluster_resolver, communication_options, communication) if each is not None]
+        resolvers = [each for each in given if isinstance(each, ClusterResolver)]
+        ways = [_communication(each) for each in given if not isinstance(each, ClusterResolver)]
+        if len(resolvers) > 1 or len(ways) > 1:
+            raise OptionError(f"One resolver and one set of communication options are enough; got {given}.")
+        if gradient_reduction not in ("sum", "mean"):
+            raise OptionError(f"gradient_reduction={gradient_reduction!r}: write 'sum' or 'mean'.")
+        # Only what differs from the defaults, so that equal arguments name the same strategy.
+        options: list[tuple[str, Any]] = []
+        if not check_mean_loss:
+            options.append(("check_mean_loss", False))
+        if resolvers:
+            options.append(("cluster_resolver", resolvers[0]))
+        if ways and ways[0] != CommunicationOptions():
+            options.append(("communication_options", ways[0]))
+        if gradient_reduction != "sum":
+            options.append(("gradient_reduction", gradient_reduction))
+        strategy = cls._of(StrategySpec(cls.kind, (), 0, tuple(options)))
+        strategy._arrive()
+        return strategy
+
+    def _arrive(self) -> None:
+        """Be where it computes: in a script the workers meet now, and share their random numbers from here on."""
+        multi_worker.check_still(self.spec)
+        if choice.has_remote():
+            multi_worker.check_notebook(self.spec)
+            devices = self.worker_devices
+            nccl = all(device.startswith("cuda") for device in devices) and len(set(devices)) == len(devices)
+            multi_worker.check_communication(self.spec, devices, nccl)
+        _ = self.num_replicas_in_sync
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """What tells of the strategy's machines, and which of them this is."""
+        return multi_worker.resolver_of(self.spec)
+
+
+def _communication(value: Any) -> CommunicationOptions:
+    if isinstance(value, CommunicationOptions):
+        return value
+    if isinstance(value, (CommunicationImplementation, str)):
+        return CommunicationOptions(implementation=CommunicationImplementation.parse(value))
+    raise OptionError(
+        f"{value!r} is neither a ClusterResolver nor communication options. Write MultiWorkerMirroredStrategy(), "
+        "MultiWorkerMirroredStrategy(resolver) or MultiWorkerMirroredStrategy(communication_options='ring')."
+    )

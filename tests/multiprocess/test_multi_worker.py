@@ -1,0 +1,227 @@
+"""MultiWorkerMirroredStrategy as the Keras guide has it: one script, on every machine, with its own TF_CONFIG."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+from tests.kernel import Notebook
+from tests.tasks import Tasks
+
+pytestmark = pytest.mark.timeout(150)
+
+TRAIN = """
+import torch.nn.functional as F
+def train(strategy):
+    torch.manual_seed(3)
+    with strategy.scope():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    g = torch.Generator().manual_seed(1)
+    x, y = torch.randn(22, 4, generator=g), torch.randint(0, 2, (22,), generator=g)
+    batches = strategy.distribute_dataset(torch.utils.data.TensorDataset(x, y), batch_size=8)
+    def step(batch):
+        x, y = batch
+        optimizer.zero_grad()
+        loss = distnb.nn.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))
+        loss.backward()
+        optimizer.step()
+        return loss
+    losses = []
+    for epoch in range(2):
+        for batch in batches:  # 8, 8 and 6 of 22
+            losses.append(strategy.reduce("sum", strategy.run(step, args=(batch,)), axis=None).item())
+    strategy.assert_in_sync(model)
+    return [*losses, *(p.sum().item() for p in model.parameters())]
+"""
+# Each process stands for a machine of its own, as far as shared memory goes.
+APART = "from distnb.collectives import rendezvous\nrendezvous.host = lambda: f'machine {os.getpid()}'\n"
+
+MANY_CALLS = """
+from distnb.collectives.group import Group
+calls, original = [], Group.all_reduce_start
+def counted(self, tensor, op="sum"):
+    calls.append(tensor.numel())
+    return original(self, tensor, op)
+Group.all_reduce_start = counted
+"""
+
+
+def test_two_workers_train_as_one_replica_does():
+    program = (
+        TRAIN
+        + """
+import psutil
+strategy = distnb.MultiWorkerMirroredStrategy()
+numbers = train(strategy)
+task = strategy.cluster_resolver
+listening = {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}
+tell(numbers=numbers, task=[task.task_type, task.task_id], rank=distnb.replica_id(), chief=distnb.is_chief(),
+     size=strategy.num_replicas_in_sync, devices=strategy.worker_devices, listening=sorted(listening),
+     torchrun=[os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")])
+try:
+    os.environ["TF_CONFIG"] = ""
+    distnb.MultiWorkerMirroredStrategy()
+except RuntimeError as error:
+    tell(moved=str(error))
+"""
+    )
+    alone = TRAIN + "tell(numbers=train(distnb.MultiWorkerMirroredStrategy()))\n"
+    with Tasks(alone, ["evaluator 0"]) as tasks:
+        expected = tasks.end_of("evaluator 0").check().told["numbers"]
+    with Tasks(program, ["worker 0", "worker 1"]) as tasks:
+        ended = [task.check().told for task in tasks.wait()]
+    for rank, told in enumerate(ended):
+        assert told["numbers"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert told["task"] == ["worker", rank]
+        assert (told["rank"], told["chief"], told["size"]) == (rank, rank == 0, 2)
+        assert told["devices"] == ["cpu:0", "cpu:0"]
+        assert told["listening"] == ["127.0.0.1"]
+        assert told["torchrun"] == [str(rank), "2", "0", "1"]
+        assert f"has joined its cluster as worker {rank}" in told["moved"]
+
+
+def test_a_chief_machines_that_share_no_memory_and_options():
+    program = (
+        APART
+        + MANY_CALLS
+        + TRAIN
+        + """
+options = distnb.CommunicationOptions(bytes_per_pack=1, timeout_seconds=60, implementation="ring")
+strategy = distnb.MultiWorkerMirroredStrategy(communication_options=options)
+first = train(strategy)
+packed = calls[:]
+calls.clear()
+second = train(distnb.MultiWorkerMirroredStrategy())
+tell(numbers=first, again=second, packed=packed, default=calls, rank=distnb.replica_id(), chief=distnb.is_chief())
+"""
+    )
+    with Tasks(program, ["worker 0", "chief 0"]) as tasks:
+        worker, chief = (task.check().told for task in tasks.wait())
+    assert worker["numbers"] == chief["numbers"] == pytest.approx(worker["again"], rel=1e-5, abs=1e-6)
+    assert (chief["rank"], chief["chief"], worker["rank"], worker["chief"]) == (0, True, 1, False)
+    # Four parameters: one pack each, or one for all.
+    assert len(worker["packed"]) > len(worker["default"]) + 3 * 5
+
+
+def test_several_replicas_on_each_worker():
+    program = (
+        TRAIN
+        + """
+strategy = distnb.MultiWorkerMirroredStrategy()
+numbers = train(strategy)
+rank = distnb.replica_id()
+tell(**{f"numbers {rank}": numbers, f"local {rank}": os.environ["LOCAL_RANK"]})
+tell(size=strategy.num_replicas_in_sync)
+"""
+    )
+    words = [sys.executable, "-m", "distnb", "run", "SCRIPT", "-n", "2"]
+    with Tasks(program, ["worker 0", "worker 1"], command={"worker 0": words, "worker 1": words}) as tasks:
+        first, second = (task.check() for task in tasks.wait())
+    assert first.told["size"] == second.told["size"] == 4
+    assert [second.told["local 2"], second.told["local 3"]] == ["0", "1"]
+    assert "[3] {" in second.stdout
+    assert first.told["numbers 0"] == pytest.approx(second.told["numbers 3"], rel=1e-6)
+
+
+STEPS = """
+strategy = distnb.MultiWorkerMirroredStrategy()
+def step():
+    return distnb.get_replica_context().all_reduce("sum", torch.ones(3))
+strategy.run(step)
+print("ready", flush=True)
+while True:
+    strategy.run(step)
+"""
+
+
+@pytest.mark.parametrize("apart", ["", APART], ids=["one machine", "two machines"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_ends_the_other_in_seconds(victim: int, apart: str):
+    names = ["worker 0", "worker 1"]
+    with Tasks(apart + STEPS, names) as tasks:
+        for name in names:
+            tasks.wait_for(name, "ready")
+        tasks.kill(names[victim])
+        began = time.monotonic()
+        other = tasks.end_of(names[1 - victim], timeout_s=15)
+        assert time.monotonic() - began < 10
+    assert other.returncode == 1
+    assert "CollectiveError: The connection to another replica was lost, which may have died" in other.stderr
+
+
+def test_a_chief_that_dies_before_a_collective_that_is_new():
+    program = (
+        APART
+        + """
+strategy = distnb.MultiWorkerMirroredStrategy()
+strategy.reduce("sum", strategy.run(lambda: torch.ones(3)), axis=None)
+print("ready", flush=True)
+if distnb.is_chief():
+    signal.pause()
+import time
+while not os.path.exists("go"):
+    time.sleep(0.01)
+strategy.run(lambda: distnb.get_replica_context().all_reduce("sum", torch.ones(7)))
+"""
+    )
+    with Tasks(program, ["worker 0", "worker 1"]) as tasks:
+        for name in tasks.names:
+            tasks.wait_for(name, "ready")
+        tasks.kill("worker 0")
+        tasks.end_of("worker 0")
+        (tasks.folder / "go").touch()
+        other = tasks.end_of("worker 1", timeout_s=15)
+    assert "CollectiveError: The connection to another replica was lost" in other.stderr
+
+
+def test_the_time_limit_of_collectives():
+    program = """
+options = distnb.CommunicationOptions(timeout_seconds=0.5)
+strategy = distnb.MultiWorkerMirroredStrategy(communication_options=options)
+strategy.run(lambda: distnb.get_replica_context().all_reduce("sum", torch.ones(3)))
+if not distnb.is_chief():
+    signal.pause()
+strategy.run(lambda: distnb.get_replica_context().all_reduce("sum", torch.ones(3)))
+"""
+    with Tasks(program, ["worker 0", "worker 1"]) as tasks:
+        chief = tasks.end_of("worker 0", timeout_s=60)
+    assert "CollectiveError: group.all_reduce" in chief.stderr
+    assert "did not end within the time limit of 0.5 s" in chief.stderr
+    assert "Not there yet: replica 1" in chief.stderr
+
+
+def test_workers_that_were_told_of_different_clusters_say_so():
+    def told(name: str, cluster: dict[str, list[str]]) -> dict[str, list[str]]:
+        return cluster if name == "worker 0" else {"worker": [*cluster["worker"], "localhost:9"]}
+
+    with Tasks("distnb.MultiWorkerMirroredStrategy()", ["worker 0", "worker 1"], told=told) as tasks:
+        for task in tasks.wait(60):
+            assert task.returncode == 1, task
+            assert "OptionError: worker 1" in task.stderr
+            assert "were told of different clusters" in task.stderr
+
+
+def test_in_a_notebook_the_engines_are_the_replicas():
+    with Notebook(engines=2) as notebook:
+        notebook.run(
+            "%%distribute multi_worker\n"
+            "import torch\n"
+            "with strategy.scope():\n    model = torch.nn.Linear(2, 1)\n"
+            "total = strategy.reduce('sum', strategy.run(lambda: torch.ones(2)), axis=None)\n"
+            "kind = type(strategy).__name__\nn = strategy.num_replicas_in_sync\n"
+        )
+        assert notebook.value("(kind, n, total.numpy().tolist())") == ("MultiWorkerMirroredStrategy", 2, [2.0, 2.0])
+        notebook.run("import distnb\noptions = distnb.CommunicationOptions(bytes_per_pack=8)")
+        notebook.run("s = distnb.MultiWorkerMirroredStrategy(None, options)\nout = s.run(lambda: 5)")
+        assert notebook.value("(out, s.num_replicas_in_sync, s.cluster_resolver.task_type)") == (5, 2, None)
+        notebook.run(
+            "import os, json\nos.environ['TF_CONFIG'] = json.dumps("
+            "{'cluster': {'worker': ['a:1', 'b:1']}, 'task': {'type': 'worker', 'index': 1}})"
+        )
+        for cell in ("%%distribute multi_worker\n1", "distnb.MultiWorkerMirroredStrategy()"):
+            failed = notebook.try_run(cell)
+            assert failed.error_name == "OptionError"
+            assert "strategies run on its engines, and TF_CONFIG says that it is worker 1" in failed.error_text

@@ -1,0 +1,161 @@
+"""Runs a piece of program as the tasks of a cluster: one process each, with a TF_CONFIG of its own.
+
+Example:
+    >>> with Tasks("print(distnb.is_chief())", ["worker 0", "worker 1"]) as tasks:
+    ...     assert [task.check().stdout for task in tasks.wait()] == ["True\\n", "False\\n"]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests import processes
+from tests.processes import wait_until
+
+_PROLOGUE = """\
+import ctypes, json, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+import torch
+torch.set_num_threads(1)
+import distnb
+def tell(**values):
+    print(json.dumps(values), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """How one task ended."""
+
+    name: str
+    returncode: int
+    stdout: str
+    stderr: str
+
+    def check(self) -> Task:
+        """Itself, when it ended well; else an AssertionError with what it wrote."""
+        assert self.returncode == 0, f"{self.name} ended with {self.returncode}\n{self.stdout}\n{self.stderr}"
+        return self
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the program gave to `tell`, of all lines together."""
+        values: dict[str, Any] = {}
+        for line in self.stdout.splitlines():
+            text = re.sub(r"^\[\d+\] ", "", line)
+            if text.startswith("{"):
+                values |= json.loads(text)
+        return values
+
+
+class Tasks:
+    """The processes of one cluster on this machine.
+
+    Args:
+        program: Source text, dedented here. `torch`, `distnb`, `os` and `sys` are imported, and `tell(**values)` is
+            defined.
+        names: The tasks, such as "worker 0", in any order. Evaluators are in no cluster.
+        told: What a task is told of the cluster: called with its name and the cluster as it is.
+        command: What runs the program; `SCRIPT` in it stands for its file.
+        env: Added to each task's environment.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        names: list[str],
+        *,
+        told: Callable[[str, dict[str, list[str]]], Any] = lambda name, cluster: cluster,
+        command: Mapping[str, list[str]] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.names = names
+        self._told = told
+        self._command = dict(command or {})
+        self._env = dict(env or {})
+        self._folder = tempfile.TemporaryDirectory(prefix="tasks-")
+        self.folder = Path(self._folder.name)
+        (self.folder / "program.py").write_text(_PROLOGUE + textwrap.dedent(program), encoding="utf-8")
+        self._reserved: list[socket.socket] = []
+        self.cluster = self._addresses()
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def _addresses(self) -> dict[str, list[str]]:
+        """Ports that nobody else takes: they are bound, and those that listen later bind them too (SO_REUSEADDR)."""
+        cluster: dict[str, list[str]] = {}
+        for name in sorted(name for name in self.names if not name.startswith("evaluator")):
+            reserved = socket.socket()
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("127.0.0.1", 0))
+            self._reserved.append(reserved)
+            cluster.setdefault(name.split()[0], []).append(f"localhost:{reserved.getsockname()[1]}")
+        return cluster
+
+    def _start(self, name: str) -> None:
+        kind, index = name.split()
+        config = {"cluster": self._told(name, self.cluster), "task": {"type": kind, "index": int(index)}}
+        root = str(Path(__file__).parents[1])
+        environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"} | self._env
+        environment["TF_CONFIG"] = json.dumps(config)
+        words = self._command.get(name) or [sys.executable, "SCRIPT"]
+        words = [str(self.folder / "program.py") if word == "SCRIPT" else word for word in words]
+        with (self.folder / f"{name}.out").open("wb") as out, (self.folder / f"{name}.err").open("wb") as err:
+            self.processes[name] = subprocess.Popen(words, env=environment, stdout=out, stderr=err, cwd=self.folder)
+
+    def __enter__(self) -> Tasks:
+        for name in self.names:
+            self._start(name)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+        for reserved in self._reserved:
+            reserved.close()
+        self._folder.cleanup()
+
+    def output(self, name: str) -> str:
+        """What a task has printed."""
+        return (self.folder / f"{name}.out").read_text(errors="replace")
+
+    def wait_for(self, name: str, text: str, timeout_s: float = 60.0) -> None:
+        """Until a task has printed something."""
+        wait_until(lambda: text in self.output(name), timeout_s, f"{name} has not printed {text!r}")
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self.processes[name].kill()
+
+    def wait(self, timeout_s: float = 90.0) -> list[Task]:
+        """Wait for all, and tell how they ended, in the order of the names."""
+        return [self.end_of(name, timeout_s) for name in self.names]
+
+    def end_of(self, name: str, timeout_s: float = 90.0) -> Task:
+        """Wait for one."""
+        process, until = self.processes[name], time.monotonic() + timeout_s
+        while process.poll() is None:
+            if time.monotonic() > until:
+                alive = [each.pid for each in self.processes.values() if each.poll() is None]
+                told = "\n".join(f"{each}: {self.output(each)}" for each in self.names)
+                raise AssertionError(f"{name} not done in {timeout_s} s\n{told}\n{processes.stacks(alive)}")
+            time.sleep(0.01)
+        err = (self.folder / f"{name}.err").read_text(errors="replace")
+        return Task(name, process.returncode, self.output(name), err)
