@@ -178,27 +178,41 @@ class DoubleWorld:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `strategy.run` from an ordinary cell does with the namespace."""
         delivery = self.namespace.outgoing_call((function, args, kwargs), {}, self.team)
-        effects = {}
-        for replica, namespace in enumerate(self.namespaces):
+        effects: dict[int, Any] = {}
+        errors: list[BaseException] = []
+        for replica in range(len(self.namespaces)):
             with self.engines[replica].active():
-                (engine_function, engine_args, engine_kwargs), _ = namespace.open_call(self._send(delivery), replica)
-                own = structure.select((engine_args, engine_kwargs), replica)
-                result = structure.map_structure(
-                    lambda leaf, replica=replica: (
-                        leaf if structure.is_immutable(leaf) else PerReplica.own(replica, leaf, len(self.namespaces))
-                    ),
-                    engine_function(*own[0], **own[1]),
-                )
-                effects[replica] = self._send(namespace.close_call(0, result))
+                try:
+                    effects[replica] = self._send(self._call_on(replica, self._send(delivery)))
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            self.namespace.failed(delivery)
+            raise errors[0]
         return self.namespace.result(self.team, 0, effects)
+
+    def _call_on(self, replica: int, delivery: Any) -> Any:
+        namespace, size = self.namespaces[replica], len(self.namespaces)
+        args, _ = namespace.open_call(delivery, replica)
+        function, own_args, own_kwargs = structure.select(args, replica)
+        result = structure.map_structure(
+            lambda leaf: leaf if structure.is_immutable(leaf) else PerReplica.own(replica, leaf, size),
+            function(*own_args, **own_kwargs),
+        )
+        return namespace.close_call(0, result)
 
     def perform(self, engines: Sequence[int], operation: str, target: Any, payload: Any = None) -> dict[int, Any]:
         self._programs += 1
         message = Apply(self._programs, operation, target, self.team, payload)
-        answers = {}
+        answers, errors = {}, []
         for engine in engines:
             with self.engines[engine].active():
-                answers[engine] = self._send(self.namespaces[engine].apply(self._send(message)))
+                try:
+                    answers[engine] = self._send(self.namespaces[engine].apply(self._send(message)))
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
         return answers
 
     def names(self) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import io
 import reprlib
 import sys
 import types
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from distnb.engine.objects import Space
@@ -17,6 +19,7 @@ from distnb.wire.digests import is_array, is_tensor
 from distnb.wire.fingerprints import Fingerprint, fingerprint
 from distnb.wire.graph import GraphPickler, Side, pack_all
 from distnb.wire.immutables import SCALARS, is_importable, is_plain
+from distnb.wire.memory import memory_of
 from distnb.wire.messages import ObjectId
 from distnb.wire.twins import is_value_twin
 
@@ -35,6 +38,8 @@ class Describer:
 
     def __init__(self, side: Side) -> None:
         self._side = side
+        self._looked_at: dict[ObjectId, Fingerprint] = {}
+        self._coming: dict[ObjectId, tuple[Any, int | None]] = {}
 
     def register(self, value: Any, space: Space, identity: ObjectId) -> None:
         """Give a value an id, if it is an object with one."""
@@ -89,7 +94,8 @@ class Describer:
         compared = not mirrored and not wrapped
         found: Fingerprint | None = None
         with contextlib.suppress(Exception):  # many objects cannot be pickled: then nothing is known of them
-            found = fingerprint(value, self._side, space.twins, contents=compared)
+            found = fingerprint(value, self._side, space.twins, contents=compared, neighbours=True, keep_memo=True)
+            self._looked_at[identity] = found
         return Described(
             kind,
             found.digest if compared and found is not None else None,
@@ -98,8 +104,42 @@ class Describer:
             mirrored=mirrored,
             wrapped=wrapped,
             reads=None if found is None or found.dynamic else tuple(sorted(found.names)),
-            holds=() if found is None else tuple(node for node in found.nodes if node != identity),
+            holds=() if found is None else self._holds(identity, found),
         )
+
+    def expect(self, coming: Mapping[ObjectId, Any]) -> None:
+        """Objects that will have twins once the notebook has taken them in, by their future ids."""
+        self._coming = {identity: (obj, memory_of(obj)) for identity, obj in coming.items()}
+
+    def completed(self, described: dict[Any, Described]) -> dict[Any, Described]:
+        """Descriptions of this program, with those among the expected objects that theirs hold."""
+        if not self._coming:
+            return described
+        return {key: self._complete(one) for key, one in described.items()}
+
+    def _complete(self, described: Described) -> Described:
+        identity = described.identity
+        found = self._looked_at.get(identity) if identity is not None else None
+        if found is None or described.kind not in ("object", "known"):
+            return described
+        return replace(described, holds=tuple(dict.fromkeys((*described.holds, *self._held_by(found)))))
+
+    def _holds(self, identity: ObjectId, found: Fingerprint) -> tuple[ObjectId, ...]:
+        held = dict.fromkeys((*found.nodes, *found.neighbours, *self._held_by(found)))
+        return tuple(each for each in held if each != identity)
+
+    def _held_by(self, found: Fingerprint) -> list[ObjectId]:
+        """The expected objects that another holds, or that lie in its memory."""
+        return [
+            identity
+            for identity, (obj, memory) in self._coming.items()
+            if id(obj) in (found.memo or ()) or memory in found.memories
+        ]
+
+    def ended(self) -> None:
+        """The program's effects are described: nothing is held on to."""
+        self._looked_at.clear()
+        self._coming = {}
 
     def items(self, values: list[Any], space: Space, serial: int) -> list[Leaf]:
         """The items of a container, each a leaf whatever it is."""

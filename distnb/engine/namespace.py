@@ -214,10 +214,15 @@ class EngineNamespace:
         names, code = self._describe_names(assigned, space, serial)
         changed = self._changed(mark, space)
         luggage = pack_effects(code, changed, space, self.side, serial, self.describer)
+        self.describer.expect(
+            {sent_id(serial, index, by_engine=True): obj for index, obj in luggage.memo.items()}
+        )
+        names, fresh = self.describer.completed(names), self.describer.completed(luggage.fresh)
         described = result(space, serial) if result is not None else None
         for identity in changed:
             space.fingerprints.pop(identity, None)
         handles = self._read_handles(mark, space)
+        self.describer.ended()
         before = {name: mark.before.get(name, Pending.absent) for name in assigned}
         deleted = tuple(name for name in mark.before if name not in self.user_ns and not self._is_hidden(name))
         before.update({name: mark.before[name] for name in deleted})
@@ -234,7 +239,7 @@ class EngineNamespace:
             luggage.blob,
             luggage.updates,
             luggage.changed,
-            luggage.fresh,
+            fresh,
             handles,
             None if environment.empty else environment,
             described,

@@ -55,7 +55,14 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
     result = _OPERATIONS[message.operation](target, args, kwargs)
     if isinstance(result, _Answer):
         return namespace.finish_with(lambda space, serial: result.value)
-    return namespace.finish_with(lambda space, serial: Leaf(_describe(namespace, result, space, (serial, "r"))))
+    if message.operation == "get" and isinstance(result, _METHODS) and getattr(result, "__self__", None) is not None:
+        # The handle calls it by its path: nothing is kept here for it.
+        return namespace.finish_with(
+            lambda space, serial: Leaf(Described("object", summary=summarise(result), value="method"))
+        )
+    return namespace.finish_with(
+        lambda space, serial: Leaf(namespace.describer.value(result, space, (serial, "r")))
+    )
 
 
 class _Answer:
@@ -63,13 +70,6 @@ class _Answer:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-def _describe(namespace: EngineNamespace, result: Any, space: Space, identity: ObjectId) -> Described:
-    if isinstance(result, _METHODS) and getattr(result, "__self__", None) is not None:
-        # The handle calls it by its path: nothing is kept here for it.
-        return Described("object", summary=summarise(result), value="method")
-    return namespace.describer.value(result, space, identity)
 
 
 def _object(space: Space, identity: ObjectId) -> Any:

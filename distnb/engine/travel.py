@@ -13,13 +13,13 @@ from distnb.engine.objects import Space
 from distnb.values import DistributedValues
 from distnb.wire.bindings import Described
 from distnb.wire.codec import Parcel
-from distnb.wire.digests import digest_of_content, is_array, is_tensor
+from distnb.wire.digests import DIGEST_NBYTES, is_array, is_tensor, mark_of_content
 from distnb.wire.fingerprints import fingerprint
 from distnb.wire.frozen import REPLACED, hide_outdated
 from distnb.wire.graph import _SENDABLE_IO, _UNSENDABLE, GraphPickler, Side
 from distnb.wire.messages import ObjectId
 from distnb.wire.nodes import FROZEN, is_node, state_of
-from distnb.wire.twins import NOT_THERE, is_value_twin
+from distnb.wire.twins import NOT_THERE, Twins, is_value_twin
 
 __all__ = ["Luggage", "pack_effects"]
 
@@ -62,9 +62,10 @@ class Luggage:
 class _Stays(dict[type, Callable[[Any], Any] | None]):
     """The rule for each type of object: stays here behind a handle (the rule gives its id), or goes by value."""
 
-    def __init__(self, register: Callable[[Any], ObjectId], *, strict: bool) -> None:
+    def __init__(self, register: Callable[[Any], ObjectId], twins: Twins, *, strict: bool) -> None:
         super().__init__()
         self._register = register
+        self._twins = twins
         self._strict = strict
 
     def get(self, kind: Any, default: Any = None) -> Any:
@@ -80,9 +81,9 @@ class _Stays(dict[type, Callable[[Any], Any] | None]):
             issubclass(kind, _UNSENDABLE) and not issubclass(kind, _SENDABLE_IO)
         ):
             return self._register
-        if (torch is not None and issubclass(kind, torch.Tensor)) or (
-            numpy is not None and issubclass(kind, numpy.ndarray)
-        ):
+        if numpy is not None and issubclass(kind, numpy.ndarray):
+            return None  # tables and estimators could not hold handles of their arrays
+        if torch is not None and issubclass(kind, torch.Tensor):
             return self._if_large
         if torch is not None and issubclass(
             kind, torch.nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler
@@ -95,8 +96,12 @@ class _Stays(dict[type, Callable[[Any], Any] | None]):
         return None
 
     def _if_large(self, obj: Any) -> ObjectId | None:
-        by_value = (is_array(obj) or is_tensor(obj)) and obj.nbytes <= _SMALL_NBYTES and not is_mirrored(obj)
-        return None if by_value else self._register(obj)
+        by_value = is_tensor(obj) and obj.nbytes <= _SMALL_NBYTES and not is_mirrored(obj)
+        if not by_value or (getattr(obj, "requires_grad", False) and not obj.is_leaf):
+            return self._register(obj)  # a copy would be cut off from the graph
+        # A copy would be cut off from what lies in the same memory here, and stays here.
+        stays = any(not is_value_twin(identity) for identity, _ in self._twins.neighbours(obj))
+        return self._register(obj) if stays else None
 
 
 def is_node_type(kind: type) -> bool:
@@ -154,14 +159,15 @@ def _pack(
         return identity
 
     file = io.BytesIO()
-    pickler = GraphPickler(file, side, twins.ids, _Stays(register, strict=strict))
+    pickler = GraphPickler(file, side, twins.ids, _Stays(register, twins, strict=strict))
+    pickler.neighbours = twins.neighbours
     pickler.dump(code)
     digests: dict[ObjectId, bytes] = {}
     for identity in changed:
         node = twins.get(identity)
         if node is NOT_THERE or not is_value_twin(identity):
             continue
-        content = changed[identity] or digest_of_content(node) if is_array(node) or is_tensor(node) else None
+        content = changed[identity] or mark_of_content(node) if is_array(node) or is_tensor(node) else None
         if content is not None and twins.contents.get(identity) == content:
             continue
         kind, state = state_of(node)
@@ -171,7 +177,8 @@ def _pack(
             pickler.dump((identity, kind, state))
         else:
             continue
-        digests[identity] = content or _digest(kind, state, space, side)
+        alike = content is not None and len(content) == DIGEST_NBYTES  # nothing in it but elements
+        digests[identity] = content if alike else _digest(kind, state, space, side)
     memo = {index: obj for index, obj in pickler.memo.copy().values() if is_node(obj)}
     return Luggage(Parcel([file.getbuffer(), *pickler.buffers]), len(digests), memo, fresh, digests)
 

@@ -66,9 +66,14 @@ class Arrival:
         self._code: dict[str, Any] = {}
         self._kept_names: set[str] = set()
         self._nodes = b""
+        # What is moved from one holder to another must not die on the way.
+        self._held: list[Any] = []
+        self._successors: dict[ObjectId, Any] = {}
+        self._made: list[RemoteState] = []
 
     def take_in(self) -> None:
         """Bind and update everything."""
+        self._hold()
         self._nodes = self._take_blob()
         for name in sorted({name for effects in self._effects.values() for name in effects.names}):
             self._bind(name)
@@ -79,10 +84,24 @@ class Arrival:
         self._describe_handles()
         self._take_environment()
 
+    def _hold(self) -> None:
+        """Keep the notebook's objects that names and results are now."""
+        for effects in self._effects.values():
+            described = [*effects.names.values(), *(leaf.described for leaf in _leaves(effects.result))]
+            known = [one.identity for one in described if one.kind == "known" and one.identity is not None]
+            self._held += map(self._space.twins.get, known)
+
+    def _twin(self, identity: ObjectId) -> Any:
+        """The notebook's object of an id, or what has taken its place since the program began."""
+        found = self._successors.get(identity, NOT_THERE)
+        return self._space.twins.get(identity) if found is NOT_THERE else found
+
     def confirm(self) -> None:
         """Let the engines know, with the next delivery, that everything was taken in."""
         if all(effects.only_plain_result for effects in self._effects.values()):
             return  # they wait for nothing
+        for state in self._made:  # only now all that they hold has twins
+            state.describe({})
         self._space.confirmed.append(Confirmation(self._serial, self._nodes, tuple(sorted(self._kept_names))))
 
     def result(self) -> Any:
@@ -127,9 +146,24 @@ class Arrival:
         code = unpickler.load()
         self._code = {name: value for name, value in code.items() if self._is_same_code(name)}
         skip = {id(code)}
+        # All at once: an object that leaves one container, and enters another, must not die in between.
+        updates = [unpickler.load() for _ in range(first.updates)]
+        current = self._current_records({identity for identity, _, _ in updates})
+        taken = self._apply(updates, different)
+        del updates
+        code = None
+        memo = unpickler.memo.copy()
+        unpickler.memo = {}
+        nodes = self._register(memo, skip)
+        for identity in different:
+            self._become_handle(identity)
+        self._record_changed(current)
+        return pack_indexes(nodes)
+
+    def _apply(self, updates: list[Any], different: dict[ObjectId, None]) -> list[ObjectId]:
+        """Bring the notebook's objects up to date; those that cannot be are `different`, too."""
         taken = []
-        for _ in range(first.updates):
-            identity, kind, state = unpickler.load()
+        for identity, kind, state in updates:
             node = self._space.twins.get(identity)
             if identity in different or node is NOT_THERE:
                 continue
@@ -141,15 +175,7 @@ class Arrival:
                 apply_state(node, kind, state)
             except Exception:  # noqa: BLE001
                 different[identity] = None
-            del state
-        code = None
-        memo = unpickler.memo.copy()
-        unpickler.memo = {}
-        nodes = self._register(memo, skip)
-        for identity in different:
-            self._become_handle(identity)
-        self._record_changed(taken)
-        return pack_indexes(nodes)
+        return taken
 
     def _different_nodes(self) -> dict[ObjectId, None]:
         """The notebook's objects that were not changed alike on all replicas."""
@@ -167,7 +193,7 @@ class Arrival:
         return all(one is not None and one.kind == "code" and one.digest == described[0].digest for one in described)  # type: ignore[union-attr]
 
     def _find(self, pid: Any) -> Any:
-        found = self._space.twins.get(pid)
+        found = self._twin(pid)
         if found is not NOT_THERE:
             return found
         facts = {replica: effects.fresh[pid] for replica, effects in self._effects.items() if pid in effects.fresh}
@@ -201,16 +227,32 @@ class Arrival:
                 kept.append(index)
         return kept
 
-    def _record_changed(self, taken: list[ObjectId]) -> None:
-        """The engines have these objects as the notebook now has them."""
+    def _current_records(self, changed: set[ObjectId]) -> list[ObjectId]:
+        """Of the values that hold something that changed there, those that the notebook has not changed, too.
+
+        The others are forgotten: they are sent again when they are read.
+        """
         space = self._space
-        changed = set(taken)
         rules = self._operations.rules(space)
+        current = []
         for key, record in list(space.records.items()):
-            if changed.isdisjoint(record.nodes) or not isinstance(key, tuple):
+            if changed.isdisjoint(record.nodes):
                 continue
+            del space.records[key]
+            value = space.twins.get(key) if isinstance(key, tuple) else NOT_THERE
+            if value is NOT_THERE or isinstance(value, HANDLES):
+                continue
+            with contextlib.suppress(Exception):
+                if fingerprint(value, self._side, space.twins, rules).matches(record):
+                    current.append(key)
+        return current  # type: ignore[return-value]
+
+    def _record_changed(self, keys: list[ObjectId]) -> None:
+        """The engines have these values as the notebook now has them."""
+        space = self._space
+        rules = self._operations.rules(space)
+        for key in keys:
             value = space.twins.get(key)
-            space.records.pop(key)
             if value is NOT_THERE or isinstance(value, HANDLES):
                 continue
             with contextlib.suppress(Exception):
@@ -227,6 +269,7 @@ class Arrival:
         """An object that cannot change in place: a new one takes its place."""
         self._space.twins.drop((identity,))
         self._space.twins.released.append(identity)
+        self._successors[identity] = new
         for name in [name for name, value in self._user_ns.items() if value is old]:
             self._user_ns[name] = new
         _replace_in_containers(old, new, self._user_ns)
@@ -238,9 +281,14 @@ class Arrival:
         if node is NOT_THERE:
             return
         new = (self._serial, f"#{identity[0]}{identity[1]}")
-        facts = {replica: Described("object", identity=new, reads=None, summary=None) for replica in self._effects}
+        holds: tuple[ObjectId, ...] = ()
+        with contextlib.suppress(Exception):  # what a part of it became may be nothing that can be pickled
+            found = fingerprint(node, self._side, space.twins, self._operations.rules(space))
+            holds = tuple(held for held in found.nodes if held != identity)
+        facts = {replica: Described("object", identity=new, reads=None, holds=holds) for replica in self._effects}
         handle = self._handle(new, facts, mirrored=False)
         state_of_handle(handle).dated = True
+        self._successors[identity] = handle
         space.twins.drop((identity,))
         space.renamed[identity] = new
         space.records.pop(identity, None)
@@ -300,7 +348,7 @@ class Arrival:
         return GraphUnpickler(value, self._side, self._find).load() if isinstance(value, Parcel) else value
 
     def _same_object(self, name: str, identity: ObjectId, described: dict[int, Described]) -> Any:
-        found = self._space.twins.get(identity)
+        found = self._twin(identity)
         if is_value_twin(identity):
             return found
         if found is NOT_THERE:
@@ -334,6 +382,7 @@ class Arrival:
             self._space, self._operations, identity, facts, local or {}, name or identity[1].lstrip("@")
         )
         state.lost = set(range(self._space.size)) - set(self._effects)
+        self._made.append(state)
         handle = make_handle(state, mirrored=mirrored, size=self._space.size)
         self._space.twins.add(identity, handle, findable=False)
         with contextlib.suppress(ValueError):
@@ -353,7 +402,7 @@ class Arrival:
                 for replica, effects in self._effects.items()
                 if identity in effects.handles
             }
-            state.facts.update(facts)
+            self._held += state.describe(facts)
             state.dated = False
             if not any(fact.wrapped for fact in facts.values()) and len(state.facts) == self._space.size:
                 change_kind(handle, mirrored=_are_equal(state.facts))
@@ -378,6 +427,15 @@ class Arrival:
                 self._space.environment = replace(known, **changed)
         else:
             self._space.environment = None  # they differ: the next delivery brings all of it
+
+
+def _leaves(tree: Any) -> list[Leaf]:
+    """The leaves of a result's structure."""
+    from distnb.values import structure
+
+    if tree is None or isinstance(tree, Leaf):
+        return [] if tree is None else [tree]
+    return [leaf for leaf in structure.flatten(tree)[0] if isinstance(leaf, Leaf)]
 
 
 def _are_equal(facts: Mapping[int, Described]) -> bool:

@@ -18,6 +18,7 @@ from distnb.session.summaries import as_html, as_text
 from distnb.values import DistributedValues, Mirrored, PerReplica
 from distnb.wire.bindings import Described
 from distnb.wire.messages import ObjectId
+from distnb.wire.twins import NOT_THERE, is_value_twin
 
 if TYPE_CHECKING:
     from distnb.session.operations import Operations
@@ -40,6 +41,7 @@ class RemoteState:
         name: The name that it was first bound to, for messages.
         lost: Replicas whose engine was restarted since.
         dated: The text in the summaries may be out of date; it is asked for again when it is shown.
+        held: The notebook's objects that the engines' hold: what is done to them here is to reach those.
     """
 
     space: NotebookSpace
@@ -50,6 +52,16 @@ class RemoteState:
     name: str = ""
     lost: set[int] = field(default_factory=set)
     dated: bool = False
+    held: tuple[Any, ...] = ()
+
+    def describe(self, facts: dict[int, Described]) -> tuple[Any, ...]:
+        """Take in a new description. Returns what was held until now."""
+        before = self.held
+        self.facts.update(facts)
+        holds = {identity for fact in self.facts.values() for identity in fact.holds if is_value_twin(identity)}
+        held = map(self.space.twins.get, holds) if holds else ()
+        self.held = tuple(obj for obj in held if obj is not NOT_THERE)
+        return before
 
     @property
     def type_name(self) -> str:

@@ -106,7 +106,7 @@ class NotebookNamespace:
         if any(type(value) is not types.FunctionType for value in objects_in(arguments)) and structure.has_distributed(
             arguments
         ):
-            arguments = structure.map_structure(_as_argument, arguments)
+            arguments = structure.replace_distributed(arguments, _as_argument)
         return self.deliver_call(space, arguments)
 
     def result(self, team: Team, program: int, replies: Mapping[int, Effects]) -> Any:
@@ -346,5 +346,5 @@ class NotebookNamespace:
         space.cell = None
 
 
-def _as_argument(value: Any) -> Any:
-    return Argument(value) if isinstance(value, DistributedValues) and isinstance(value, HANDLES) else value
+def _as_argument(value: DistributedValues) -> Any:
+    return Argument(value) if isinstance(value, HANDLES) else value

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from distnb.session.arrivals import method_of
 from distnb.session.handles import RemoteState, state_of_handle
-from distnb.session.spaces import NotebookSpace, distributed_types
+from distnb.session.spaces import NotebookSpace
 from distnb.values import DistributedValues
 from distnb.wire.bindings import Effects, Leaf, Request, SpaceKey, Summary
 from distnb.wire.codec import Parcel
@@ -45,7 +45,7 @@ class Operations:
 
     def rules(self, space: NotebookSpace) -> dict[type, Callable[[Any], Any]]:
         """How handles stand in what is pickled for a space."""
-        return dict.fromkeys(distributed_types(), space.by_reference)
+        return space.rules
 
     # -- forwarding ------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +13,11 @@ from distnb.wire.bindings import Confirmation, Delivery, SpaceKey
 from distnb.wire.environment import Environment
 from distnb.wire.fingerprints import Fingerprint
 from distnb.wire.graph import Unsendable
-from distnb.wire.immutables import same
+from distnb.wire.immutables import is_plain, same
 from distnb.wire.messages import ObjectId
 from distnb.wire.twins import Twins
 
-__all__ = ["MISSING", "Argument", "NotebookSpace", "Plain", "distributed_types"]
+__all__ = ["MISSING", "Argument", "NotebookSpace", "Plain", "distributed_types", "rules_of"]
 
 MISSING: Any = object()
 
@@ -39,7 +39,9 @@ class NotebookSpace:
         twins: Its objects that the engines have, and handles.
         records: Fingerprints of the values that the engines have, by id (or by "name:…" for values without one).
         shapes: dtype and shape of each array and tensor there: another one cannot be taken on in place.
-        bound: What each name is bound to on the engines: an id, or a plain value in a tuple.
+        detached: Views of arrays that are there as arrays of their own.
+        bound: What each name is bound to on the engines: an id, a plain value, or None for what cannot be told from
+            another by an id (a tuple that holds a list).
         environment: What the engines' environment is.
         ended: The engines were restarted or stopped.
         sources: File names whose text the engines have.
@@ -51,6 +53,7 @@ class NotebookSpace:
     twins: Twins = field(default_factory=lambda: Twins(weak=True))
     records: dict[ObjectId | str, Fingerprint] = field(default_factory=dict)
     shapes: dict[ObjectId, Any] = field(default_factory=dict)
+    detached: set[ObjectId] = field(default_factory=set)
     bound: dict[str, Any] = field(default_factory=dict)
     environment: Environment | None = None
     ended: bool = False
@@ -61,11 +64,16 @@ class NotebookSpace:
     renamed: dict[ObjectId, ObjectId] = field(default_factory=dict)
     outstanding: dict[int, Delivery] = field(default_factory=dict)
     cell: int | None = None
+    _rules: dict[type, Callable[[Any], Any]] = field(default_factory=dict)
 
-    @functools.cached_property
+    @property
     def rules(self) -> dict[type, Callable[[Any], Any]]:
         """How handles and distributed values stand in what is pickled for these engines."""
-        return dict.fromkeys(distributed_types(), self.by_reference)
+        if "torch" in sys.modules and len(self._rules) == len(distributed_types()):
+            self._rules = {}  # made before torch was loaded
+        if not self._rules:
+            self._rules = rules_of(self.by_reference)
+        return self._rules
 
     def __post_init__(self) -> None:
         self.whole = self.key[0]  # the engines that it was made with, those that died since among them
@@ -97,7 +105,7 @@ class NotebookSpace:
         if isinstance(value, HANDLES):
             state = state_of_handle(value)
             return state.space is self and state.identity == marker
-        return value is not MISSING and self.twins.id_of(value) == marker
+        return value is not MISSING and marker is not None and self.twins.id_of(value) == marker
 
     def bound_is_released(self) -> bool:
         """Whether an object that a name is bound to on the engines has died here."""
@@ -110,7 +118,7 @@ class NotebookSpace:
             self.bound[name] = state_of_handle(value).identity
         else:
             identity = self.twins.id_of(value)
-            self.bound[name] = Plain(value) if identity is None else identity
+            self.bound[name] = Plain(value) if identity is None and is_plain(value) else identity
 
     def reject(self, serial: int) -> None:
         """The effects of a program will not come: maybe not even its delivery was opened.
@@ -197,6 +205,28 @@ class Plain:
     """Marks a name that is bound to an immutable value on the engines."""
 
     value: Any
+
+
+def rules_of(stand_in: Callable[[Any], Any]) -> dict[type, Callable[[Any], Any]]:
+    """The rules of a pickler for the engines, by type.
+
+    Args:
+        stand_in: Gives what a handle, or a distributed value, stands as.
+    """
+    rules: dict[type, Callable[[Any], Any]] = dict.fromkeys(distributed_types(), stand_in)
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "Tensor"):
+        rules[torch.Tensor] = _refuse_graph
+    return rules
+
+
+def _refuse_graph(tensor: Any) -> None:
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise Unsendable(
+            tensor,
+            "it has a graph of operations behind it, which stays in this process. Pass on tensor.detach(), or compute "
+            "it inside the distributed cell",
+        )
 
 
 def distributed_types() -> tuple[type, ...]:

@@ -17,6 +17,7 @@ from distnb.session.luggage import Luggage, Root, is_simple_code, made_for_call,
 from distnb.session.modules import ModuleWatch
 from distnb.session.refusals import explain
 from distnb.session.spaces import MISSING, Argument, NotebookSpace
+from distnb.values import DistributedValues
 from distnb.wire.bindings import Delivery, pack_indexes
 from distnb.wire.codec import Parcel
 from distnb.wire.digests import is_array, is_tensor
@@ -189,6 +190,7 @@ class Packer:
         file = io.BytesIO()
         pickler = GraphPickler(file, self._side, space.twins.ids, self._rules)
         pickler.roots = {id(root.value) for root in luggage.roots}
+        pickler.neighbours = space.twins.neighbours
         pickler.dump(luggage.bindings)
         pickler.dump(arguments)
         updates = 0
@@ -268,7 +270,7 @@ class Packer:
         """Objects there whose state may be out of date; the others are forgotten, to be sent anew."""
         twins = self._space.twins
         dirty: dict[ObjectId, None] = {}
-        replaced: set[ObjectId] = set()
+        replaced = self._reattached()
         grew = True
         while grew:
             grew = False
@@ -289,6 +291,23 @@ class Packer:
         twins.drop(replaced)
         twins.released.extend(replaced)
         return {identity: None for identity in dirty if identity not in replaced}
+
+    def _reattached(self) -> set[ObjectId]:
+        """Views that travelled without the array that they show, which now travels: they are sent again, as views."""
+        space = self._space
+        roots = {id(root.value) for root in self.luggage.roots} if space.detached else set()
+        found = set()
+        for identity in list(space.detached):
+            node = space.twins.get(identity)
+            owner = node
+            while owner is not NOT_THERE and type(owner.base) is type(node):
+                owner = owner.base
+            if node is NOT_THERE or id(owner) in roots:
+                space.detached.discard(identity)
+                found.update(() if node is NOT_THERE else (identity,))
+        for identity in found:
+            space.twins.hide(identity)
+        return found
 
     def _has_other_shape(self, identity: ObjectId) -> bool:
         node = self._space.twins.get(identity)
@@ -314,6 +333,8 @@ class Packer:
             if sys.getrefcount(obj) > _HELD_BY_US and id(obj) not in skip and not isinstance(obj, HANDLES):
                 twins.add(sent_id(self._serial, index), obj)
                 kept.append(index)
+                if id(obj) in pickler.detached:
+                    self._space.detached.add(sent_id(self._serial, index))
         return kept
 
     def _note(self, contents: dict[int, bytes]) -> None:
@@ -389,7 +410,8 @@ class _Seeing(dict[type, Callable[[Any], Any]]):
 
 
 def _note_and_apply(seen: list[Any], rule: Callable[[Any], Any], value: Any) -> Any:
-    seen.append(value)
+    if isinstance(value, (DistributedValues, Argument)):
+        seen.append(value)
     return rule(value)
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "map_structure",
     "paths",
     "regroup",
+    "replace_distributed",
     "same_value",
     "select",
     "structure_of",
@@ -286,6 +287,18 @@ def select(tree: Any, replica_id: int, num_replicas: int | None = None, seen: _S
         children = [select(child, replica_id, num_replicas, seen) for child in tree]
         changed = any(new is not old for new, old in zip(children, tree, strict=True))
     return _rebuild(kind, tree, children) if changed else tree
+
+
+def replace_distributed(tree: Any, function: Callable[[DistributedValues], Any]) -> Any:
+    """The tree with something else for each distributed value; containers without any stay the objects they are."""
+    kind = _kind_of(type(tree))
+    if kind == "leaf":
+        return tree
+    if kind == "value":
+        return function(tree)
+    before = [child for _, child in _children(kind, tree)]
+    after = [replace_distributed(child, function) for child in before]
+    return _rebuild(kind, tree, after) if any(new is not old for new, old in zip(after, before, strict=True)) else tree
 
 
 def is_immutable(value: Any) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
 import xxhash
 
-__all__ = ["digest_of_buffers", "digest_of_content", "is_array", "is_tensor"]
+__all__ = ["DIGEST_NBYTES", "digest_of_buffers", "digest_of_content", "is_array", "is_tensor", "mark_of_content"]
 
 
 def is_array(value: Any) -> bool:
@@ -44,6 +45,19 @@ def digest_of_content(value: Any) -> bytes:
         if gradient is not None and gradient.layout == value.layout:
             hasher.update(_bytes_of_tensor(gradient))
     return hasher.digest()
+
+
+DIGEST_NBYTES = 16
+_marks = itertools.count()
+
+
+def mark_of_content(value: Any) -> bytes:
+    """The digest of an array or a tensor, to be compared with an earlier one of the same object.
+
+    Attributes that were given to a tensor are not looked into: with them it is never what it was.
+    """
+    digest = digest_of_content(value)
+    return digest + b"%d" % next(_marks) if getattr(value, "__dict__", None) else digest
 
 
 def digest_of_buffers(buffers: Any) -> bytes:

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import xxhash
 
-from distnb.wire.digests import digest_of_buffers, digest_of_content, is_array, is_tensor
+from distnb.wire.digests import DIGEST_NBYTES, digest_of_buffers, is_array, is_tensor, mark_of_content
 from distnb.wire.graph import GraphPickler, Side
+from distnb.wire.memory import memory_of
 from distnb.wire.messages import ObjectId
 from distnb.wire.twins import Twins
 
@@ -30,10 +31,12 @@ class Fingerprint:
     Attributes:
         digest: Of everything, the sharing within it included.
         nodes: Those of its nodes that have twins, in order.
-        arrays: Digests of its arrays and tensors, by `id()`.
+        arrays: Marks of the content of its arrays and tensors, by `id()`.
         names, attributes, dynamic, sources: What its functions read (see `GraphPickler`).
         nbytes: Size of what it holds, about.
         memo: Every object on the way, for `settled`.
+        neighbours: Objects with twins that lie in the memory of its arrays and tensors, if they were asked for.
+        memories: That memory, as `memory_of` tells it.
     """
 
     digest: bytes
@@ -45,6 +48,8 @@ class Fingerprint:
     sources: dict[str, str] = field(default_factory=dict)
     nbytes: int = 0
     memo: dict[int, Any] | None = field(default=None, repr=False)
+    neighbours: tuple[ObjectId, ...] = ()
+    memories: frozenset[int | None] = frozenset()
 
     def settled(self, twins: Twins) -> Fingerprint:
         """The same, with the nodes that have twins by now, and without holding on to any object."""
@@ -77,6 +82,9 @@ class Fingerprinter(GraphPickler):
         super().__init__(file, side, ids, rules)
         self._contents = contents
         self.arrays: dict[int, bytes] = {}
+        self.twins: Twins | None = None
+        self.near: dict[ObjectId, None] = {}
+        self.memories: set[int | None] = set()
         self.nbytes = 0
 
     def reducer_override(self, obj: Any) -> Any:
@@ -85,17 +93,22 @@ class Fingerprinter(GraphPickler):
         return super().reducer_override(obj)
 
     def _mark(self, obj: Any) -> Any:
+        if self.twins is not None:
+            self.near.update((identity, None) for identity, _ in self.twins.neighbours(obj))
+            self.memories.add(memory_of(obj))
         self.nbytes += obj.nbytes
         if not self._contents:
             return bytes, (b"",)
-        digest = self.arrays[id(obj)] = digest_of_content(obj)
+        mark = self.arrays[id(obj)] = mark_of_content(obj)
+        digest = mark[:DIGEST_NBYTES]
         parts: list[Any] = [digest]
         attributes = getattr(obj, "__dict__", None)
         if attributes:
             parts.append(dict(attributes))
         if is_tensor(obj) and obj.is_leaf and obj.grad is not None:
             parts.append(obj.grad)
-        return (bytes, (digest,)) if len(parts) == 1 else (tuple, (parts,))
+        # As items, so that a tensor may stand in its own attributes.
+        return (bytes, (digest,)) if len(parts) == 1 else (list, (), None, iter(parts))
 
 
 def fingerprint(
@@ -107,6 +120,7 @@ def fingerprint(
     contents: bool = True,
     by_reference: ByReference = "nothing",
     keep_memo: bool = False,
+    neighbours: bool = False,
 ) -> Fingerprint:
     """Take the fingerprint of a value.
 
@@ -116,6 +130,7 @@ def fingerprint(
         rules: What stands by reference by its type (handles).
         contents: Look at the elements of arrays and tensors, too.
         by_reference: Which objects with twins stand for themselves, without a look inside.
+        neighbours: Look for what lies in the memory of its arrays and tensors.
         keep_memo: Remember every object on the way, so that `settled` can be called when they have got twins.
 
     Raises:
@@ -124,6 +139,8 @@ def fingerprint(
     file = io.BytesIO()
     ids: dict[int, ObjectId] = {"nothing": {}, "owned": twins.owned, "all": twins.ids}[by_reference]
     pickler = Fingerprinter(file, side, ids, rules, contents=contents)
+    if neighbours:
+        pickler.twins = twins
     pickler.dump(value)
     hasher = xxhash.xxh3_128(file.getbuffer())
     for buffer in pickler.buffers:
@@ -141,6 +158,8 @@ def fingerprint(
         pickler.sources,
         pickler.nbytes + file.tell(),
         memo if keep_memo else None,
+        tuple(pickler.near),
+        frozenset(pickler.memories - {None}),
     )
 
 

@@ -19,7 +19,9 @@ from distnb.wire import codec
 from distnb.wire.code import names_of_code, reduce_code, source_of
 from distnb.wire.codec import Parcel
 from distnb.wire.digests import is_array, is_tensor
+from distnb.wire.memory import covers
 from distnb.wire.messages import ObjectId
+from distnb.wire.twins import is_value_twin
 
 __all__ = ["GraphPickler", "GraphUnpickler", "Side", "Unsendable"]
 
@@ -102,6 +104,9 @@ class GraphPickler(codec.Pickler):
         attributes: Other names in their code, to tell submodules.
         dynamic: Some function may read any name.
         sources: Texts of the cells that defined those functions.
+        roots: The `id()` of objects that are on the way anyway.
+        neighbours: Gives the objects with ids that lie in the memory of an array or tensor.
+        detached: The `id()` of arrays that travelled without the memory that they share.
     """
 
     def __init__(
@@ -114,8 +119,10 @@ class GraphPickler(codec.Pickler):
         self._side = side
         self._ids = ids
         self._specials = side.specials()
-        self._rules = rules or {}
+        self._rules = {} if rules is None else rules
         self.roots: set[int] = set()
+        self.neighbours: Callable[[Any], list[tuple[ObjectId, Any]]] = lambda obj: []
+        self.detached: set[int] = set()
         self.names: set[str] = set()
         self.attributes: set[str] = set()
         self.dynamic = False
@@ -142,9 +149,8 @@ class GraphPickler(codec.Pickler):
                 return importlib.import_module, (obj.__name__,)
         elif is_array(obj):
             return self._reduce_array(obj)
-        elif is_tensor(obj) and obj.is_leaf and obj.grad is not None:
-            make, args = obj.__reduce_ex__(5)[:2]
-            return _with_gradient, (make, args, obj.grad)
+        elif is_tensor(obj):
+            return self._reduce_tensor(obj)
         reduced = reduce_code(self, obj, self._side.user_ns)
         if reduced is NotImplemented:
             reduced = self.reduce_tensor_storage(obj)
@@ -162,16 +168,62 @@ class GraphPickler(codec.Pickler):
             self.sources[found[0]] = found[1]
 
     def _reduce_array(self, array: Any) -> Any:
-        """A view travels as a view when its base is on the way anyway, or is hardly larger."""
-        base = array
-        while type(base.base) is type(array):
-            base = base.base
-        if base is array or not base.flags.c_contiguous:
-            return NotImplemented
-        if id(base) not in self._ids and id(base) not in self.roots and base.nbytes > 4 * array.nbytes:
-            return NotImplemented
+        """A view travels as a view when its base is there or on the way anyway, or is hardly larger."""
+        base = self._base_there(array)
+        state = None
+        if base is not None:
+            # What is there is not looked at for this: its elements may be out of date.
+            state = numpy_bytes(array)
+        else:
+            base = array
+            while type(base.base) is type(array):
+                base = base.base
+            if base is array or not base.flags.c_contiguous or id(base) in self._ids:
+                return NotImplemented
+            if id(base) not in self.roots and base.nbytes > 4 * array.nbytes:
+                self.detached.add(id(array))
+                return NotImplemented
         start = array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
-        return _make_view, (base, array.dtype, array.shape, array.strides, start)
+        args = (base, array.dtype, array.shape, array.strides, start)
+        return (_make_view, args) if state is None else (_make_view, args, state, None, None, _fill_view)
+
+    def _base_there(self, array: Any) -> Any:
+        for identity, other in self._neighbours_there(array):
+            if type(other) is type(array) and covers(other, array):
+                return other
+        return None
+
+    def _neighbours_there(self, obj: Any) -> list[tuple[ObjectId, Any]]:
+        """Objects of the notebook that lie in the same memory, and that the other side has, too."""
+        return [
+            (identity, other)
+            for identity, other in self.neighbours(obj)
+            if is_value_twin(identity) and self._ids.get(id(other)) == identity
+        ]
+
+    def _reduce_tensor(self, tensor: Any) -> Any:
+        near = [other for _, other in self._neighbours_there(tensor) if is_tensor(other)]
+        if tensor.is_leaf and tensor.grad is None and not vars(tensor) and not near:
+            return NotImplemented
+        kind = type(tensor)
+        # A copy of what has a graph is cut off from it.
+        requires_grad, gradient = (tensor.requires_grad, tensor.grad) if tensor.is_leaf else (False, None)
+        plain = tensor.detach()
+        # As state, so that a tensor may stand in its own attributes.
+        state = (requires_grad, gradient, vars(tensor))
+        if near:
+            place = plain.dtype, plain.storage_offset(), tuple(plain.shape), plain.stride()
+            # What is there is not looked at for this: its elements may be out of date.
+            return _make_near, (kind, near[0], place, plain.clone()), state, None, None, _fill_tensor
+        make, args = plain.__reduce_ex__(5)[:2]
+        return _make_tensor, (kind, make, args), state, None, None, _fill_tensor
+
+
+def numpy_bytes(array: Any) -> Any:
+    """An array's elements as a buffer to be pickled; not as an array, which would be taken for the view itself."""
+    import numpy
+
+    return pickle.PickleBuffer(numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8).data)
 
 
 def _make_view(base: Any, dtype: Any, shape: Any, strides: Any, start: int) -> Any:
@@ -180,10 +232,38 @@ def _make_view(base: Any, dtype: Any, shape: Any, strides: Any, start: int) -> A
     return numpy.ndarray(shape, dtype, base, start, strides)
 
 
-def _with_gradient(make: Callable[..., Any], args: tuple[Any, ...], gradient: Any) -> Any:
+def _fill_view(view: Any, data: Any) -> None:
+    import numpy
+
+    view[...] = numpy.frombuffer(data, dtype=numpy.uint8).view(view.dtype).reshape(view.shape)
+
+
+def _make_near(kind: type, other: Any, place: tuple[Any, ...], elements: Any) -> Any:
+    """A tensor that lies in the memory of another."""
+    import torch
+
+    dtype, *geometry = place
+    try:
+        tensor = torch.empty(0, dtype=dtype, device=other.device).set_(other.untyped_storage(), *geometry)
+        tensor.copy_(elements)
+    except RuntimeError:  # the other one lies elsewhere by now
+        tensor = elements
+    return torch.nn.Parameter(tensor, requires_grad=False) if kind is torch.nn.Parameter else tensor
+
+
+def _make_tensor(kind: type, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    import torch
+
     tensor = make(*args)
+    return torch.nn.Parameter(tensor, requires_grad=False) if kind is torch.nn.Parameter else tensor
+
+
+def _fill_tensor(tensor: Any, state: tuple[bool, Any, dict[str, Any]]) -> None:
+    requires_grad, gradient, attributes = state
+    if requires_grad:
+        tensor.requires_grad_()
     tensor.grad = gradient
-    return tensor
+    vars(tensor).update(attributes)
 
 
 class GraphUnpickler(codec.Unpickler):

@@ -85,7 +85,8 @@ def state_of(node: Any) -> tuple[str, Any]:
     if is_array(node):
         return "array", _array_parts(node)
     if is_tensor(node):
-        return "tensor", (node.detach(), node.requires_grad, node.grad if node.is_leaf else None)
+        # A clone: what lies in the memory of an object that is there would travel as a part of that.
+        return "tensor", (node.detach().clone(), node.requires_grad, node.grad if node.is_leaf else None, dict(vars(node)))
     if isinstance(node, types.FunctionType):
         return "function", _function_parts(node)
     if isinstance(node, type):
@@ -146,10 +147,26 @@ def _reduced_state(node: Any) -> tuple[str, Any]:
         return FROZEN, reduced
     _make, args, state, items, pairs, setter = (*reduced, None, None, None, None)[:6]
     if state is None and items is None and pairs is None:
-        return FROZEN, args
+        if not _is_bare(node, _make, args):
+            return FROZEN, args
+        state = {}  # it has none at the moment
     state = dict(state) if type(state) is dict else state
     parts = (state, None if items is None else list(items), None if pairs is None else list(pairs), setter)
     return "object", parts
+
+
+def _is_bare(node: Any, make: Any, args: Any) -> bool:
+    """Whether a node is one of a class with attributes, that has none at the moment."""
+    kind = type(node)
+    if getattr(make, "__name__", "") != "__newobj__" or len(args) != 1 or hasattr(kind, "__setstate__"):
+        return False
+    return hasattr(node, "__dict__") or bool(_slots_of(kind))
+
+
+def _slots_of(kind: type) -> list[str]:
+    import copyreg
+
+    return copyreg._slotnames(kind)  # type: ignore[attr-defined, no-any-return]
 
 
 def _reduce(node: Any) -> Any:
@@ -238,7 +255,7 @@ def _apply_array(node: Any, state: Any) -> None:
 
 
 def _apply_tensor(node: Any, state: Any) -> None:
-    fresh, requires_grad, gradient = state
+    fresh, requires_grad, gradient, attributes = state
     if node.shape == fresh.shape and node.dtype == fresh.dtype:
         node.data.copy_(fresh)
     else:
@@ -247,6 +264,8 @@ def _apply_tensor(node: Any, state: Any) -> None:
         if node.requires_grad != requires_grad:
             node.requires_grad_(requires_grad)
         node.grad = gradient
+    vars(node).clear()
+    vars(node).update(attributes)
 
 
 def _apply_function(node: Any, state: Any) -> None:
@@ -301,11 +320,16 @@ def _set_attributes(node: Any, state: Any) -> None:
     slots: Any = None
     if isinstance(state, tuple) and len(state) == 2:
         state, slots = state
-    if state is not None:
+    if hasattr(node, "__dict__"):
         node.__dict__.clear()
-        node.__dict__.update(state)
-    for name, value in (slots or {}).items():
-        object.__setattr__(node, name, value)
+        node.__dict__.update(state or {})
+    slots = slots or {}
+    for name in _slots_of(type(node)):
+        if name in slots:
+            object.__setattr__(node, name, slots[name])
+        else:
+            with contextlib.suppress(AttributeError):
+                object.__delattr__(node, name)
 
 
 _APPLIERS: dict[str, Callable[[Any, Any], None]] = {

@@ -14,10 +14,13 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from distnb.wire.cycles import held_by_none
+from distnb.wire.memory import memory_of
 from distnb.wire.messages import ObjectId
 
 __all__ = ["NOT_THERE", "Twins", "is_value_twin", "sent_id"]
 
+_FEWEST_FOR_CYCLES = 1000
 _BARE_REFCOUNT = 3  # the table's own entry, the loop's variable, and getrefcount's argument
 
 
@@ -53,7 +56,7 @@ class Twins:
     Attributes:
         ids: The id of each object here, by its `id()`.
         owned: The same, of engine objects alone, which the notebook holds by handles.
-        contents: The digest of each array or tensor when both sides last agreed on it.
+        contents: The mark of the content of each array or tensor when both sides last agreed on it.
         released: Ids whose object here has died, for the other side to hear.
     """
 
@@ -65,6 +68,9 @@ class Twins:
         self.owned: dict[int, ObjectId] = {}
         self.contents: dict[ObjectId, bytes] = {}
         self.released: deque[ObjectId] = deque()
+        self._look_for_cycles_at = _FEWEST_FOR_CYCLES
+        self._memories: dict[int, dict[ObjectId, None]] = {}
+        self._memory_of: dict[ObjectId, int] = {}
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -93,17 +99,39 @@ class Twins:
             except TypeError:
                 self._strong[identity] = obj
         self._objects[identity] = held
+        memory = memory_of(obj)
+        if memory is not None:
+            self._memory_of[identity] = memory
+            self._memories.setdefault(memory, {})[identity] = None
         if findable:
             known = self.ids.setdefault(id(obj), identity)
             if not is_value_twin(known):
                 self.owned[id(obj)] = known
+
+    def neighbours(self, obj: Any) -> list[tuple[ObjectId, Any]]:
+        """The other arrays and tensors with ids that lie in the memory of one."""
+        memory = memory_of(obj) if self._memories else None
+        found = [(identity, self.get(identity)) for identity in self._memories.get(memory, ())] if memory else []
+        # Its data may have been replaced since.
+        return [(identity, other) for identity, other in found if other is not obj and memory_of(other) == memory]
+
+    def _leave_memory(self, identity: ObjectId) -> None:
+        memory = self._memory_of.pop(identity, None)
+        if memory is not None:
+            group = self._memories[memory]
+            group.pop(identity, None)
+            if not group:
+                del self._memories[memory]
 
     def _died(self, identity: ObjectId, key: int, reference: weakref.ref[Any]) -> None:
         if self._objects.pop(identity, None) is not None:
             self.released.append(identity)
         if self.ids.get(key) == identity:
             del self.ids[key]
+        if key in self.owned and self.owned[key] == identity:
+            del self.owned[key]
         self.contents.pop(identity, None)
+        self._leave_memory(identity)
 
     def drop(self, identities: Iterable[ObjectId]) -> None:
         """Forget objects, on the other side's word or because they were replaced."""
@@ -112,6 +140,7 @@ class Twins:
             self._objects.pop(identity, None)
             self._strong.pop(identity, None)
             self.contents.pop(identity, None)
+            self._leave_memory(identity)
             if found is not NOT_THERE and self.ids.get(id(found)) == identity:
                 del self.ids[id(found)]
                 self.owned.pop(id(found), None)
@@ -132,6 +161,16 @@ class Twins:
                 self.drop((identity,))
                 self.released.append(identity)
             del obj
+        if len(self._strong) > self._look_for_cycles_at:
+            self._release_cycles()
+            # Only when there are twice as many: so it costs little for each object that is ever made.
+            self._look_for_cycles_at = max(_FEWEST_FOR_CYCLES, 2 * len(self._strong))
+
+    def _release_cycles(self) -> None:
+        """Release objects that cannot be held weakly and that only refer to each other."""
+        unheld = held_by_none(self._strong, tables=2)
+        self.drop(unheld)
+        self.released.extend(unheld)
 
     def take_released(self) -> tuple[ObjectId, ...]:
         """The ids released since the last call."""
