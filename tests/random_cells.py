@@ -372,6 +372,8 @@ def look(value: Any) -> str:
     waiting = [value]
     while waiting:
         each = waiting.pop()
+        if isinstance(each, HANDLES):
+            raise DistributedValueError("a cell of the default strategy gets copies of what its names and lists hold")
         kind = kind_of(each)
         text = repr(each)
         shown.append(type(each).__name__ if kind or " at 0x" in text else text)
@@ -464,6 +466,7 @@ def _prepare_double(world: DoubleWorld, refusals: Refusals) -> None:
         refusals.raised[number] = type(error).__name__
 
     world.notebook.user_ns["_refused"] = refused
+
     def call(*args: Any) -> Any:
         refusals.calls.append(_marked(args))
         return world.call(*args)
@@ -558,9 +561,7 @@ class SameGraph:
             self._compare_contents(one, other, where)
             mine, others = list(parts_of(one)), list(parts_of(other))
             assert [step for step, _ in mine] == [step for step, _ in others], f"{where}: {one!r} and {other!r}"
-            waiting += [
-                (part, part2, where + step) for (step, part), (_, part2) in zip(mine, others, strict=True)
-            ]
+            waiting += [(part, part2, where + step) for (step, part), (_, part2) in zip(mine, others, strict=True)]
 
     def _is_known(self, one: Any, other: Any, where: str) -> bool:
         if self._copied:

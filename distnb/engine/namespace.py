@@ -214,9 +214,7 @@ class EngineNamespace:
         names, code = self._describe_names(assigned, space, serial)
         changed = self._changed(mark, space)
         luggage = pack_effects(code, changed, space, self.side, serial, self.describer)
-        self.describer.expect(
-            {sent_id(serial, index, by_engine=True): obj for index, obj in luggage.memo.items()}
-        )
+        self.describer.expect({sent_id(serial, index, by_engine=True): obj for index, obj in luggage.memo.items()})
         names, fresh = self.describer.completed(names), self.describer.completed(luggage.fresh)
         described = result(space, serial) if result is not None else None
         for identity in changed:

@@ -60,9 +60,7 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         return namespace.finish_with(
             lambda space, serial: Leaf(Described("object", summary=summarise(result), value="method"))
         )
-    return namespace.finish_with(
-        lambda space, serial: Leaf(namespace.describer.value(result, space, (serial, "r")))
-    )
+    return namespace.finish_with(lambda space, serial: Leaf(namespace.describer.value(result, space, (serial, "r"))))
 
 
 class _Answer:

@@ -177,8 +177,9 @@ def _pack(
             pickler.dump((identity, kind, state))
         else:
             continue
-        alike = content is not None and len(content) == DIGEST_NBYTES  # nothing in it but elements
-        digests[identity] = content if alike else _digest(kind, state, space, side)
+        if content is None or len(content) > DIGEST_NBYTES:  # it has more than elements
+            content = _digest(kind, state, space, side)
+        digests[identity] = content
     memo = {index: obj for index, obj in pickler.memo.copy().values() if is_node(obj)}
     return Luggage(Parcel([file.getbuffer(), *pickler.buffers]), len(digests), memo, fresh, digests)
 

@@ -149,7 +149,7 @@ class Arrival:
         # All at once: an object that leaves one container, and enters another, must not die in between.
         updates = [unpickler.load() for _ in range(first.updates)]
         current = self._current_records({identity for identity, _, _ in updates})
-        taken = self._apply(updates, different)
+        self._apply(updates, different)
         del updates
         code = None
         memo = unpickler.memo.copy()
@@ -160,14 +160,12 @@ class Arrival:
         self._record_changed(current)
         return pack_indexes(nodes)
 
-    def _apply(self, updates: list[Any], different: dict[ObjectId, None]) -> list[ObjectId]:
+    def _apply(self, updates: list[Any], different: dict[ObjectId, None]) -> None:
         """Bring the notebook's objects up to date; those that cannot be are `different`, too."""
-        taken = []
         for identity, kind, state in updates:
             node = self._space.twins.get(identity)
             if identity in different or node is NOT_THERE:
                 continue
-            taken.append(identity)
             if kind == REPLACED:
                 self._replace(identity, node, state)
                 continue
@@ -175,7 +173,6 @@ class Arrival:
                 apply_state(node, kind, state)
             except Exception:  # noqa: BLE001
                 different[identity] = None
-        return taken
 
     def _different_nodes(self) -> dict[ObjectId, None]:
         """The notebook's objects that were not changed alike on all replicas."""

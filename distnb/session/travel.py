@@ -296,7 +296,7 @@ class Packer:
         """Views that travelled without the array that they show, which now travels: they are sent again, as views."""
         space = self._space
         roots = {id(root.value) for root in self.luggage.roots} if space.detached else set()
-        found = set()
+        found: set[ObjectId] = set()
         for identity in list(space.detached):
             node = space.twins.get(identity)
             owner = node

@@ -188,21 +188,21 @@ class GraphPickler(codec.Pickler):
         return (_make_view, args) if state is None else (_make_view, args, state, None, None, _fill_view)
 
     def _base_there(self, array: Any) -> Any:
-        for identity, other in self._neighbours_there(array):
+        for other in self._neighbours_there(array):
             if type(other) is type(array) and covers(other, array):
                 return other
         return None
 
-    def _neighbours_there(self, obj: Any) -> list[tuple[ObjectId, Any]]:
+    def _neighbours_there(self, obj: Any) -> list[Any]:
         """Objects of the notebook that lie in the same memory, and that the other side has, too."""
         return [
-            (identity, other)
+            other
             for identity, other in self.neighbours(obj)
             if is_value_twin(identity) and self._ids.get(id(other)) == identity
         ]
 
     def _reduce_tensor(self, tensor: Any) -> Any:
-        near = [other for _, other in self._neighbours_there(tensor) if is_tensor(other)]
+        near = [other for other in self._neighbours_there(tensor) if is_tensor(other)]
         if tensor.is_leaf and tensor.grad is None and not vars(tensor) and not near:
             return NotImplemented
         kind = type(tensor)

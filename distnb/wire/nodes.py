@@ -86,7 +86,8 @@ def state_of(node: Any) -> tuple[str, Any]:
         return "array", _array_parts(node)
     if is_tensor(node):
         # A clone: what lies in the memory of an object that is there would travel as a part of that.
-        return "tensor", (node.detach().clone(), node.requires_grad, node.grad if node.is_leaf else None, dict(vars(node)))
+        gradient = node.grad if node.is_leaf else None
+        return "tensor", (node.detach().clone(), node.requires_grad, gradient, dict(vars(node)))
     if isinstance(node, types.FunctionType):
         return "function", _function_parts(node)
     if isinstance(node, type):
