@@ -186,8 +186,9 @@ class DoubleWorld:
                     effects[replica] = self._send(self._call_on(replica, self._send(delivery)))
                 except Exception as error:
                     errors.append(error)
+                    effects[replica] = self._send(self.namespaces[replica].give_up_call())
         if errors:
-            self.namespace.failed(delivery)
+            self.namespace.failed(delivery, effects)
             raise errors[0]
         return self.namespace.result(self.team, 0, effects)
 
@@ -204,7 +205,8 @@ class DoubleWorld:
     def perform(self, engines: Sequence[int], operation: str, target: Any, payload: Any = None) -> dict[int, Any]:
         self._programs += 1
         message = Apply(self._programs, operation, target, self.team, payload)
-        answers, errors = {}, []
+        answers: dict[int, Any] = {}
+        errors: list[BaseException] = []
         for engine in engines:
             with self.engines[engine].active():
                 try:

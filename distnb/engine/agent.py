@@ -230,7 +230,10 @@ class Agent:
                     result = function(*rest)
             return self._namespace.close_call(message.program, result)
 
-        return self._run_together(message.program, message.team, replica, body)
+        try:
+            return self._run_together(message.program, message.team, replica, body)
+        except BaseException as error:  # noqa: BLE001  # what it did until then is told, as of a cell
+            return self._failed(message.program, error, self._namespace.give_up_call())
 
     def _apply(self, message: Apply, replica: int) -> Reply:
         def body() -> Any:

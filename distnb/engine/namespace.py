@@ -57,6 +57,7 @@ class EngineNamespace:
         self._environment: Environment | None = None
         self._reloads: dict[str, int] = {}
         self._arguments: Any = None
+        self._call: Mark | None = None
         # Fallback for `open` and `begin` being two calls: which delivery the next `begin` belongs to.
         self._delivery: Delivery | None = None
 
@@ -68,6 +69,7 @@ class EngineNamespace:
 
     def open(self, delivery: Delivery, replica: int) -> None:
         """Bind what a delivery brings. To be called before `begin`, in the order in which deliveries were made."""
+        self._call = None
         space = self.objects.space(delivery.space)
         space.replica = replica
         self._settle(space, delivery)
@@ -247,9 +249,16 @@ class EngineNamespace:
         """Describe the result of a call that `open_call` began, and what else it did."""
         return self.finish_with(lambda space, serial: self.describer.tree(result, space, serial))
 
+    def give_up_call(self) -> Effects | None:
+        """Describe what a call did that raised; None if it raised before `open_call` was through."""
+        mark, self._call = self._call, None
+        return self.finish(mark, 0, True) if mark is not None else None
+
     def finish_with(self, result: Callable[[Space, int], Any]) -> Effects:
         """End what `open_call` began, with a result that is described by a function."""
-        return self.finish(self._call, 0, False, result)
+        mark, self._call = self._call, None
+        assert mark is not None
+        return self.finish(mark, 0, False, result)
 
     def apply(self, message: Apply) -> Any:
         """Carry out an operation that a handle asked for."""

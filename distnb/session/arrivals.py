@@ -100,7 +100,7 @@ class Arrival:
         """Let the engines know, with the next delivery, that everything was taken in."""
         if all(effects.only_plain_result for effects in self._effects.values()):
             return  # they wait for nothing
-        for state in self._made:  # only now all that they hold has twins
+        for state in self._made:  # only now has all that they hold twins
             state.describe({})
         self._space.confirmed.append(Confirmation(self._serial, self._nodes, tuple(sorted(self._kept_names))))
 
@@ -379,6 +379,7 @@ class Arrival:
             self._space, self._operations, identity, facts, local or {}, name or identity[1].lstrip("@")
         )
         state.lost = set(range(self._space.size)) - set(self._effects)
+        state.describe(facts)
         self._made.append(state)
         handle = make_handle(state, mirrored=mirrored, size=self._space.size)
         self._space.twins.add(identity, handle, findable=False)

@@ -113,14 +113,20 @@ class NotebookNamespace:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
         return self.take_in_call(self._space(team.engines), dict(replies))
 
-    def failed(self, delivery: Delivery) -> None:
-        """A call's effects will not come: it failed, or could not be sent. What it may have changed is sent again.
+    def failed(self, delivery: Delivery, replies: Mapping[int, Effects] | None = None) -> None:
+        """A call failed, or could not be sent. What it did until then is taken in, as that of a cell is.
 
         Args:
             delivery: What `outgoing_call` gave for it.
+            replies: What `EngineNamespace.give_up_call` gave, by replica. Without any, what the call may have changed
+                is sent again.
         """
-        for space in self._spaces.values():
-            if space.key == delivery.space:
+        for space in list(self._spaces.values()):
+            if space.key != delivery.space:
+                continue
+            if replies:
+                self.take_in_call(space, dict(replies), with_result=False)
+            else:
                 space.reject(delivery.serial)
 
     def deliver_call(

@@ -352,7 +352,8 @@ class Session:
             if outcome.ok:
                 values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
                 return self.namespace.result(team, outcome.program, values)
-            self.namespace.failed(delivery)
+            told = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items() if reply.value}
+            self.namespace.failed(delivery, told)
             self._renew_group(team)
         raise_failure(outcome, team)
         return None
