@@ -6,6 +6,23 @@ from tests.worlds import Cell, both, distributed, ordinary
 
 _IMPORTS = "import torch, numpy as np, random, math, functools, collections, dataclasses, enum"
 
+
+def _views(made: str) -> list[Cell]:
+    """Views that are made here and there, before and after what they show was sent."""
+    return [
+        ordinary(f"{_IMPORTS}\na = {made}\nbox = []"),
+        distributed("n = float(a.sum())"),
+        ordinary("a[1] = 7\nv = a[1:]"),
+        distributed("n = float(v.sum())"),
+        distributed("v[0] = 5\nn = float(a.sum())"),
+        distributed("w = a[2:]\nbox.append(a[:2])"),
+        ordinary("w[0] = 3\nn = float(a.sum())"),
+        distributed("w[1] = 4\na[0] = 1"),
+        ordinary("a[3] = 2\nn = float(v.sum()) + float(box[0].sum()) + float(w.sum())"),
+        distributed("n = float(w.sum() + box[0].sum())"),
+    ]
+
+
 SEQUENCES: dict[str, list[Cell]] = {
     "plain values": [
         distributed("a = 1\nb = 2.5\nc = 'x'\nd = None\ne = (1, ('y', 2.0))\nf = frozenset({1})\ng = b'z'\nh = a == 1")
@@ -475,5 +492,101 @@ SEQUENCES: dict[str, list[Cell]] = {
         ordinary("import threading\nout = []\ndef work():\n    out.append(1)"),
         distributed("t = threading.Thread(target=work)\nt.start()\nt.join()\ndel t"),
         ordinary("n = len(out)"),
+    ],
+    "a tuple that holds an array": [
+        ordinary(f"{_IMPORTS}\na = np.arange(3)\ne = (a, 23)\nf = 0"),
+        distributed("e += (7,)"),
+        distributed("f = 1"),
+        ordinary("e[0][0] = 9"),
+        distributed("n = int(e[0].sum()) + len(e)"),
+    ],
+    "swapped with what lives there": [
+        distributed("class Box:\n    pass\ng = Box()"),
+        ordinary("def keep(v):\n    return lambda: v\nc = keep(3)\nx = [1]"),
+        distributed("c, g = g, c"),
+        distributed("c, x = x, c"),
+        ordinary("n = g() + len(c)"),
+        distributed("m = g() + len(c)"),
+    ],
+    "moved from one list to another": [
+        ordinary("class Box:\n    pass\nxs = [Box(), {1}]\nys = []\nxs[0].v = 1"),
+        distributed("ys.append(xs.pop(0))\nys.append(xs.pop())\nys[0].v += 1"),
+        distributed("b = ys.pop(0)\nb.v += 1"),
+        ordinary("b.v += 1"),
+        distributed("n = b.v\nxs.append(b)\ndel b"),
+        distributed("b, xs = xs[0], None\nb.v += 1"),
+    ],
+    "attributes of a tensor": [
+        ordinary(f"{_IMPORTS}\nt = torch.zeros(2)\nw = torch.ones(2, requires_grad=True)"),
+        distributed("t.tag = None\nw.tag = [1]"),
+        ordinary("w.tag.append(2)\nt.more = t"),
+        distributed("n = len(w.tag)\nsame = t.more is t\ndel t.tag"),
+        ordinary("known = hasattr(t, 'tag')\ndel t.more"),
+        distributed("m = hasattr(t, 'more')"),
+    ],
+    "the last attribute": [
+        ordinary(
+            "class Box:\n    pass\nclass Slot:\n    __slots__ = ('v', 'w')\nb = Box()\nb.v = 1\ns = Slot()\ns.v = s.w = 1"
+        ),
+        distributed("del b.v, s.w"),
+        ordinary("n = hasattr(b, 'v'), hasattr(s, 'w')\ndel s.v"),
+        distributed("m = hasattr(s, 'v')\ns.w = b.v = 2"),
+        ordinary("del s.w, b.v"),
+        distributed("k = hasattr(s, 'w') or hasattr(b, 'v')"),
+    ],
+    "changed on both sides": [
+        ordinary("inner = {}\nouter = [inner]\nclass Box:\n    pass\nbox = Box()\nbox.v = inner"),
+        distributed("outer[0]['a'] = 1\nn = box.v['a']"),
+        ordinary("box.n = 80\nouter.append(2)"),
+        distributed("inner['b'] = 2"),
+        distributed("m = box.n + len(outer)"),
+    ],
+    "held there alone, changed here": [
+        ordinary("import collections\nc = collections.OrderedDict(k=1)\nclass Box:\n    pass\nx = [1]"),
+        distributed("d = c\nc = Box()\nc.v = d\nc.x = x\nd = None\nx = None"),
+        ordinary("c.v.setdefault('l', []).append(81)\nc.x.append(2)"),
+        distributed("n = len(c.v['l']) + len(c.x)"),
+        ordinary("m = c.v['l'][0]"),
+    ],
+    "made there, held by both": [
+        ordinary(
+            "tags = []\nclass Box:\n    def __init__(self):\n        self.n = 0\n    def up(self):\n        self.n += 1"
+        ),
+        distributed("b = Box()\nup = b.up\ntags.append(b.__dict__)\nmore = [tags[0]]\ndel b"),
+        distributed("more[0]['m'] = 5"),
+        ordinary("n = len(tags[0])\ntags[0]['k'] = 1"),
+        distributed("n = len(more[0])"),
+    ],
+    "items that are methods": [
+        distributed("base = [1]\nds = [base.append, base.copy]"),
+        ordinary("ds[0](5)\nn = len(ds[1]())"),
+        distributed("m = len(base)"),
+    ],
+    "what cannot travel, in a list of the notebook": [
+        ordinary("import threading\nxs = []"),
+        distributed("xs.append(i for i in range(3))\nxs.append(threading.Lock())\nn = next(xs[0])"),
+        distributed("n += next(xs[0])\nfree = xs[1].acquire(False)"),
+        ordinary("count = len(xs)\nxs.clear()"),
+    ],
+    "a loss with its graph, in a list of the notebook": [
+        ordinary(f"{_IMPORTS}\nlosses = []\nw = torch.ones(2, requires_grad=True)"),
+        distributed("losses.append((w * 3).sum())"),
+        ordinary("value = losses[0].item()"),
+        distributed("losses[0].backward()\ng = w.grad.sum().item()\nlosses.clear()"),
+    ],
+    "views of an array": _views("np.zeros(4)"),
+    "views of a tensor": _views("torch.zeros(4)"),
+    "a view of what lives there": [
+        ordinary(f"{_IMPORTS}\nxs = []"),
+        distributed("a = np.zeros(3)\nt = torch.zeros(3)\nxs += [a[1:], t[1:]]"),
+        distributed("a[1] = 5\nt[1] = 6"),
+        ordinary("n = float(xs[0].sum()) + float(xs[1].sum())\nxs[0][1] = 7\nxs[1][1] = 8"),
+        distributed("m = float(a.sum()) + float(t.sum())"),
+    ],
+    "a slice first, the whole array later": [
+        ordinary(f"{_IMPORTS}\na = np.zeros(100)\nv = a[:2]\nbox = [v]"),
+        distributed("n = float(v.sum()) + len(box)"),
+        distributed("a[0] = 3\nn = float(v.sum())"),
+        distributed("v[1] = 4\nn = float(box[0].sum() + a.sum())"),
     ],
 }

@@ -15,7 +15,7 @@ K = TypeVar("K", bound=Hashable)
 
 # What these refer to is as good as the whole process. What is found only through them counts as held.
 _NOT_ENTERED = (type, types.ModuleType, types.FunctionType, types.FrameType)
-_OURS = 3  # the dict of what was found, the loop's variable, and getrefcount's argument
+_OURS = 2  # the dict of what was found, and getrefcount's argument
 
 
 def held_by_none(objects: Mapping[K, Any], tables: int) -> list[K]:
@@ -43,7 +43,8 @@ def held_by_none(objects: Mapping[K, Any], tables: int) -> list[K]:
     for obj in objects.values():
         inside[id(obj)] += tables
     alive: set[int] = set()
-    reached = [obj for key, obj in found.items() if sys.getrefcount(obj) - _OURS > inside[key]]
+    # Not by items(): their tuples would hold the objects, too.
+    reached = [found[key] for key in found if sys.getrefcount(found[key]) - _OURS > inside[key]]
     while reached:
         obj = reached.pop()
         if id(obj) not in alive:

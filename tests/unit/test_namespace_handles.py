@@ -444,3 +444,61 @@ def test_names_of_an_unfinished_scope_are_taken_back(world: DoubleWorld) -> None
     assert ns["known"] is False
     assert ns["xx"] == 1
     assert not any(isinstance(value, HANDLES) for value in ns.values())
+
+
+# -- what random sequences found ---------------------------------------------------------------------------------------
+
+
+def test_alias_of_what_was_changed_differently(world: DoubleWorld) -> None:
+    here(world, "a = [1]\nbox = {}")
+    there(world, "b = a\na.append(rid())")
+    ns = world.notebook.user_ns
+    assert ns["b"] is ns["a"]
+    assert ns["b"].values == ([1, 0], [1, 1])
+
+
+def test_a_list_beside_a_handle_is_changed_by_a_call(world: DoubleWorld) -> None:
+    here(world, "def push(xs, h):\n    xs.append(len(h))\nxs = []")
+    there(world, "h = [1, 2]")
+    ns = world.notebook.user_ns
+    world.call(ns["push"], ns["xs"], ns["h"])
+    assert ns["xs"] == [2]
+
+
+def test_what_a_failing_call_did_is_told(world: DoubleWorld) -> None:
+    here(world, "xs = []\ndef push():\n    global made\n    xs.append(1)\n    made = 5\n    1 / 0")
+    ns = world.notebook.user_ns
+    with pytest.raises(ZeroDivisionError):
+        world.call(ns["push"])
+    assert ns["xs"] == [1]
+    assert ns["made"] == 5
+    there(world, "xs.append(made)\nn = len(xs)")
+    assert ns["n"] == 2
+
+
+def test_a_graph_does_not_travel(world: DoubleWorld) -> None:
+    here(world, "import torch\nw = torch.ones(2, requires_grad=True)\nloss = (w * 2).sum()")
+    with pytest.raises(CannotTravelError, match=r"`loss`.*detach\(\)"):
+        there(world, "n = loss.item()")
+    there(world, "other = (w * 3).sum()")
+    copy = world.notebook.user_ns["other"].component(0)
+    assert copy.item() == 6
+    assert not copy.requires_grad
+
+
+def test_cycles_are_released(world: DoubleWorld) -> None:
+    here(
+        world,
+        "kept = []\nkept.append(kept)\ndef make(n):\n    for _ in range(n):\n        x = []\n        x.append({'x': x})\n        yield x",
+    )
+    there(world, "n = len(kept)")
+    for _ in range(4):
+        here(world, "xs = list(make(400))")
+        there(world, "n = len(xs)")
+    here(world, "xs = None")
+    there(world, "n = len(kept)")
+    there(world, "n = len(kept)")
+    space = next(iter(world.namespaces[0].objects._spaces.values()))
+    assert len(space.twins) < 2000
+    there(world, "kept.append(kept[0] is kept)")
+    assert world.notebook.user_ns["kept"][1] is True
