@@ -548,6 +548,11 @@ SEQUENCES: dict[str, list[Cell]] = {
         distributed("n = len(c.v['l']) + len(c.x)"),
         ordinary("m = c.v['l'][0]"),
     ],
+    "given to a part of what lives there": [
+        distributed("c = [{}, 1]"),
+        ordinary("c[0].setdefault('l', []).append(59)"),
+        distributed("n = len(c[0]['l'])"),
+    ],
     "made there, held by both": [
         ordinary(
             "tags = []\nclass Box:\n    def __init__(self):\n        self.n = 0\n    def up(self):\n        self.n += 1"

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distnb.errors import DistributedValueError, StaleHandleError, UnassignedError
@@ -42,6 +43,7 @@ class RemoteState:
         lost: Replicas whose engine was restarted since.
         dated: The text in the summaries may be out of date; it is asked for again when it is shown.
         held: The notebook's objects that the engines' hold: what is done to them here is to reach those.
+        parent: The handle that it was asked of: what this one is given, that one holds, too.
     """
 
     space: NotebookSpace
@@ -53,15 +55,27 @@ class RemoteState:
     lost: set[int] = field(default_factory=set)
     dated: bool = False
     held: tuple[Any, ...] = ()
+    parent: weakref.ref[Any] | None = None
 
     def describe(self, facts: dict[int, Described]) -> tuple[Any, ...]:
         """Take in a new description. Returns what was held until now."""
         before = self.held
         self.facts.update(facts)
         holds = {identity for fact in self.facts.values() for identity in fact.holds if is_value_twin(identity)}
+        self._hold(holds)
+        if holds and self.parent is not None and (parent := self.parent()) is not None:
+            state_of_handle(parent).adopt(holds)
+        return before
+
+    def adopt(self, identities: set[ObjectId]) -> None:
+        """Something that was found in this object now holds these, and so it does."""
+        more = tuple(identities.difference(*(fact.holds for fact in self.facts.values())))
+        if more:
+            self.describe({replica: replace(fact, holds=fact.holds + more) for replica, fact in self.facts.items()})
+
+    def _hold(self, holds: set[ObjectId]) -> None:
         held = map(self.space.twins.get, holds) if holds else ()
         self.held = tuple(obj for obj in held if obj is not NOT_THERE)
-        return before
 
     @property
     def type_name(self) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distnb.session.arrivals import method_of
-from distnb.session.handles import RemoteState, state_of_handle
+from distnb.session.handles import HANDLES, RemoteState, state_of_handle
 from distnb.session.spaces import NotebookSpace
 from distnb.values import DistributedValues
 from distnb.wire.bindings import Effects, Leaf, Request, SpaceKey, Summary
@@ -63,7 +64,7 @@ class Operations:
             What the replicas returned: a plain value where they agree on it, else a handle.
         """
         effects = self._effects(handle, operation, args, kwargs or {}, path)
-        return self._namespace.take_in_call(state_of_handle(handle).space, effects)
+        return _derived(handle, self._namespace.take_in_call(state_of_handle(handle).space, effects))
 
     def attribute(self, handle: DistributedValues, path: Path) -> Any:
         """An attribute of the object: a plain value, a handle, or a method that is called by its path.
@@ -80,7 +81,7 @@ class Operations:
                 state.space, {replica: replace(one, result=None) for replica, one in effects.items()}, with_result=False
             )
             return method_of(handle, path, described)
-        return self._namespace.take_in_call(state.space, effects)
+        return _derived(handle, self._namespace.take_in_call(state.space, effects))
 
     def listed(self, handle: DistributedValues) -> list[Any]:
         """The items of a mirrored container, each a plain value or a handle."""
@@ -185,3 +186,11 @@ class Operations:
         delivery = self._namespace.deliver_call(space, None, touched=())
         self._transfer(space, "import", (0, ""), Request(delivery, answers=tuple(lost), blob=parcel))
         return set(restored)
+
+
+def _derived(handle: DistributedValues, result: Any) -> Any:
+    """The result of an operation on a handle; handles in it remember whose parts they are."""
+    for part in result if type(result) in (list, tuple) else (result,):
+        if isinstance(part, HANDLES) and part is not handle and state_of_handle(part).parent is None:
+            state_of_handle(part).parent = weakref.ref(handle)
+    return result
