@@ -594,4 +594,20 @@ SEQUENCES: dict[str, list[Cell]] = {
         distributed("a[0] = 3\nn = float(v.sum())"),
         distributed("v[1] = 4\nn = float(box[0].sum() + a.sum())"),
     ],
+    "a view there of what changes here": [
+        ordinary(f"{_IMPORTS}\nf = np.arange(4)"),
+        distributed("d = f.T"),
+        ordinary("f[:] = 71\nn = int(d[0])"),
+    ],
+    "an attribute that is as that of the base": [
+        ordinary("class Base:\n    kind = None\nclass Made(Base):\n    kind = None"),
+        distributed("Base.kind = 5\nn = Made.kind"),
+        ordinary("m = Made.kind"),
+    ],
+    "given to what holds itself": [
+        ordinary("import collections"),
+        distributed("c = collections.Counter('aab')\nc['c'] = c"),
+        ordinary("c.setdefault('l', []).append(37)"),
+        distributed("n = c['l'][0]\ndel c['c']"),
+    ],
 }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from distnb.session.arrivals import method_of
 from distnb.session.handles import HANDLES, RemoteState, state_of_handle
+from distnb.session.luggage import objects_in
 from distnb.session.spaces import NotebookSpace
 from distnb.values import DistributedValues
 from distnb.wire.bindings import Effects, Leaf, Request, SpaceKey, Summary
@@ -64,6 +65,11 @@ class Operations:
             What the replicas returned: a plain value where they agree on it, else a handle.
         """
         effects = self._effects(handle, operation, args, kwargs or {}, path)
+        state = state_of_handle(handle)
+        if any(fact.reads is None for fact in state.facts.values()):
+            # Nobody can tell what it holds; it may hold from now on what it was given.
+            given = (state.space.twins.id_of(value) for value in objects_in((tuple(args), dict(kwargs or {}))))
+            state.adopt({identity for identity in given if identity is not None})
         return _derived(handle, self._namespace.take_in_call(state_of_handle(handle).space, effects))
 
     def attribute(self, handle: DistributedValues, path: Path) -> Any:
@@ -150,7 +156,8 @@ class Operations:
         """Packed copies of several objects, as some replicas hold them."""
         if not replicas:
             return {}
-        delivery = self._namespace.deliver_call(space, None, touched=())
+        touched = [handle for target in targets if isinstance(handle := space.twins.get(target), HANDLES)]
+        delivery = self._namespace.deliver_call(space, None, touched=touched)
         return self._transfer(space, "fetch", targets[0], Request(delivery, (), tuple(replicas), targets))
 
     def _transfer(self, space: NotebookSpace, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:

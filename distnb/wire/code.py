@@ -7,6 +7,7 @@ one namespace instead, and the names that it reads travel as names of their own:
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import importlib
 import linecache
@@ -19,7 +20,7 @@ import cloudpickle
 
 from distnb.wire.immutables import is_importable
 
-__all__ = ["CodeNames", "fill_cell", "names_of_code", "reduce_code", "source_of"]
+__all__ = ["CodeNames", "fill_cell", "names_of_code", "reduce_code", "repeated_attributes", "source_of"]
 
 _DYNAMIC = frozenset({"eval", "exec", "globals", "locals", "vars"})
 _GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"})
@@ -154,6 +155,7 @@ def _reduce_class(pickler: Any, cls: type) -> Any:
     make, args, (attributes, slots), *rest = reduced
     # Pickling an instance leaves a cache in its class; it must not look like a change.
     attributes.pop("__slotnames__", None)
+    attributes.update(repeated_attributes(cls))
     if "__slots__" in attributes and len(args) == 6:
         # They can only be given when the class is made; cloudpickle sets them afterwards, to no effect.
         type_, name, bases, keywords, *others = args
@@ -161,6 +163,20 @@ def _reduce_class(pickler: Any, cls: type) -> Any:
         for member in [key for key, value in attributes.items() if type(value) is types.MemberDescriptorType]:
             del attributes[member]
     return (make, (*args[:-2], None, args[-1]), (attributes, slots), *rest)
+
+
+def repeated_attributes(cls: type) -> dict[str, Any]:
+    """A class's own attributes that are the very objects that it would inherit: cloudpickle leaves them out."""
+    if isinstance(cls, enum.EnumMeta):
+        return {}
+    inherited: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[1:]):
+        inherited.update(vars(base))
+    return {
+        name: value
+        for name, value in vars(cls).items()
+        if name in inherited and inherited[name] is value and not name.startswith("__")
+    }
 
 
 def _reduce_cell(cell: types.CellType) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 
 import cloudpickle
 
+from distnb.wire.code import repeated_attributes
 from distnb.wire.digests import is_array, is_tensor
 from distnb.wire.immutables import ATOMS, is_importable
 
@@ -127,6 +128,7 @@ def _class_parts(node: type) -> dict[str, Any]:
     if isinstance(node, EnumMeta):
         return {}
     state = cloudpickle.cloudpickle._class_getstate(node)[0]
+    state.update(repeated_attributes(node))
     # Caches of abstract classes change by themselves; documents and modules do not change in practice.
     for name in (
         "_abc_impl",
