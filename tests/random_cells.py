@@ -272,6 +272,8 @@ def _statement(draw: random.Random, guide: dict[str, Any], *, calls: bool) -> st
             continue
         if ".numpy()" in text and calls:
             continue  # of a handle it is a copy
+        if "for each in" in text and calls:
+            continue  # a handle is iterated as it is at the beginning
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             before = {name: guide[name] for name in NAMES if name in guide}
