@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StructureError
+from distnb.session import records
 from distnb.session.handles import HANDLES, RemoteMethod, RemoteState, change_kind, make_handle, state_of_handle
-from distnb.session.luggage import shape_of
 from distnb.session.spaces import MISSING, NotebookSpace
 from distnb.wire.bindings import Confirmation, Described, Effects, Leaf, pack_indexes
 from distnb.wire.codec import Parcel
 from distnb.wire.environment import apply_environment
 from distnb.wire.fingerprints import fingerprint
-from distnb.wire.frozen import REPLACED, note_frozen
+from distnb.wire.frozen import REPLACED
 from distnb.wire.graph import GraphUnpickler, Side
 from distnb.wire.immutables import same
 from distnb.wire.messages import ObjectId
@@ -148,7 +148,7 @@ class Arrival:
         skip = {id(code)}
         # All at once: an object that leaves one container, and enters another, must not die in between.
         updates = [unpickler.load() for _ in range(first.updates)]
-        current = self._current_records({identity for identity, _, _ in updates})
+        current = records.take_out(self._space, self._side, {identity for identity, _, _ in updates})
         self._apply(updates, different)
         del updates
         code = None
@@ -157,7 +157,7 @@ class Arrival:
         nodes = self._register(memo, skip)
         for identity in different:
             self._become_handle(identity)
-        self._record_changed(current)
+        records.put_back(self._space, self._side, current)
         return pack_indexes(nodes)
 
     def _apply(self, updates: list[Any], different: dict[ObjectId, None]) -> None:
@@ -223,44 +223,6 @@ class Arrival:
                 twins.add(sent_id(self._serial, index, by_engine=True), obj)
                 kept.append(index)
         return kept
-
-    def _current_records(self, changed: set[ObjectId]) -> list[ObjectId]:
-        """Of the values that hold something that changed there, those that the notebook has not changed, too.
-
-        The others are forgotten: they are sent again when they are read.
-        """
-        space = self._space
-        rules = self._operations.rules(space)
-        current = []
-        for key, record in list(space.records.items()):
-            if changed.isdisjoint(record.nodes):
-                continue
-            del space.records[key]
-            value = space.twins.get(key) if isinstance(key, tuple) else NOT_THERE
-            if value is NOT_THERE or isinstance(value, HANDLES):
-                continue
-            with contextlib.suppress(Exception):
-                if fingerprint(value, self._side, space.twins, rules).matches(record):
-                    current.append(key)
-        return current  # type: ignore[return-value]
-
-    def _record_changed(self, keys: list[ObjectId]) -> None:
-        """The engines have these values as the notebook now has them."""
-        space = self._space
-        rules = self._operations.rules(space)
-        for key in keys:
-            value = space.twins.get(key)
-            if value is NOT_THERE or isinstance(value, HANDLES):
-                continue
-            with contextlib.suppress(Exception):
-                found = fingerprint(value, self._side, space.twins, rules)
-                space.records[key] = replace(found, arrays={}, sources={})
-                note_frozen(found.nodes, self._side, space.twins, rules)
-                for identity in found.nodes:
-                    node = space.twins.get(identity)
-                    if id(node) in found.arrays:
-                        space.twins.contents[identity] = found.arrays[id(node)]
-                        space.shapes[identity] = shape_of(node)
 
     def _replace(self, identity: ObjectId, old: Any, new: Any) -> None:
         """An object that cannot change in place: a new one takes its place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from distnb.wire.immutables import is_plain, same
 from distnb.wire.messages import ObjectId
 from distnb.wire.twins import Twins
 
-__all__ = ["MISSING", "Argument", "NotebookSpace", "Plain", "distributed_types", "rules_of"]
+__all__ = ["MISSING", "Argument", "NotebookSpace", "Plain", "Seeing", "distributed_types"]
 
 MISSING: Any = object()
 
@@ -72,7 +73,7 @@ class NotebookSpace:
         if "torch" in sys.modules and len(self._rules) == len(distributed_types()):
             self._rules = {}  # made before torch was loaded
         if not self._rules:
-            self._rules = rules_of(self.by_reference)
+            self._rules = _rules_of(self.by_reference)
         return self._rules
 
     def __post_init__(self) -> None:
@@ -207,7 +208,22 @@ class Plain:
     value: Any
 
 
-def rules_of(stand_in: Callable[[Any], Any]) -> dict[type, Callable[[Any], Any]]:
+class Seeing(dict[type, Callable[[Any], Any]]):
+    """The rules of a pickler, noting which handles it met."""
+
+    def __init__(self, rules: dict[type, Callable[[Any], Any]], seen: list[Any]) -> None:
+        super().__init__(rules)
+        for kind, rule in rules.items():
+            self[kind] = functools.partial(_note_and_apply, seen, rule)
+
+
+def _note_and_apply(seen: list[Any], rule: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, (DistributedValues, Argument)):
+        seen.append(value)
+    return rule(value)
+
+
+def _rules_of(stand_in: Callable[[Any], Any]) -> dict[type, Callable[[Any], Any]]:
     """The rules of a pickler for the engines, by type.
 
     Args:

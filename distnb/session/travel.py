@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import io
 import sys
 import types
@@ -16,8 +15,7 @@ from distnb.session.handles import HANDLES, state_of_handle
 from distnb.session.luggage import Luggage, Root, is_simple_code, made_for_call, shape_of
 from distnb.session.modules import ModuleWatch
 from distnb.session.refusals import explain
-from distnb.session.spaces import MISSING, Argument, NotebookSpace
-from distnb.values import DistributedValues
+from distnb.session.spaces import MISSING, Argument, NotebookSpace, Seeing
 from distnb.wire.bindings import Delivery, pack_indexes
 from distnb.wire.codec import Parcel
 from distnb.wire.digests import is_array, is_tensor
@@ -123,7 +121,7 @@ class Packer:
         self._seen.add(id(value))
         handles: list[Any] = []
         try:
-            found = fingerprint(value, self._side, self._space.twins, _Seeing(self._rules, handles), keep_memo=True)
+            found = fingerprint(value, self._side, self._space.twins, Seeing(self._rules, handles), keep_memo=True)
         except Exception as error:
             raise explain(value, label or f"`{name}`", error) from error
         identity = self._space.twins.id_of(value)
@@ -398,21 +396,6 @@ class Packer:
             ):
                 found.append(identity)
         return found
-
-
-class _Seeing(dict[type, Callable[[Any], Any]]):
-    """The rules of a pickler, noting which handles it met."""
-
-    def __init__(self, rules: dict[type, Callable[[Any], Any]], seen: list[Any]) -> None:
-        super().__init__(rules)
-        for kind, rule in rules.items():
-            self[kind] = functools.partial(_note_and_apply, seen, rule)
-
-
-def _note_and_apply(seen: list[Any], rule: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, (DistributedValues, Argument)):
-        seen.append(value)
-    return rule(value)
 
 
 _SHELL_NAMES = frozenset({"In", "Out", "exit", "quit", "get_ipython", "_dh", "_oh", "_ih", "_i", "_ii", "_iii"})
