@@ -610,4 +610,25 @@ SEQUENCES: dict[str, list[Cell]] = {
         ordinary("c.setdefault('l', []).append(37)"),
         distributed("n = c['l'][0]\ndel c['c']"),
     ],
+    "a method that is an attribute": [
+        ordinary("def call(f, x):\n    f(x)\nxs = [1]"),
+        distributed("class Box:\n    pass\nh = Box()\nh.v = [].append\nh.w = xs"),
+        ordinary("fs = [h.v]"),
+        distributed("fs[0](5)\nn = len(h.v.__self__)\nfs = None"),
+    ],
+    "sent through another holder": [
+        ordinary("d = [1]\nh = (d, 8)\ne = [d]"),
+        distributed("n = len(d)"),
+        ordinary("d.insert(0, 50)"),
+        distributed("h = h[0]\nm = len(h)"),
+        ordinary("h.pop(0)"),
+        distributed("k = len(d) + len(e[0])"),
+    ],
+    "a dict given to what lives there": [
+        ordinary("x = {'k': 1}\nc = [x]"),
+        distributed("d = {}\nl = []"),
+        ordinary("d['x'] = x\nl.append(c[0])"),
+        distributed("same = d['x'] is c[0] is l[0]\nd['x']['m'] = 1"),
+        ordinary("n = len(x)"),
+    ],
 }

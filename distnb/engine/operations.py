@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distnb.engine.descriptions import is_mirrored, own_part, summarise
@@ -12,7 +12,7 @@ from distnb.engine.objects import Space
 from distnb.errors import NamespaceError, StaleHandleError
 from distnb.strategies.scope import spec_of
 from distnb.values import DistributedValues
-from distnb.wire.bindings import Described, Leaf, Request
+from distnb.wire.bindings import Described, Leaf, Request, follow
 from distnb.wire.codec import Parcel
 from distnb.wire.graph import GraphPickler, GraphUnpickler, pack_all
 from distnb.wire.messages import Apply, ObjectId
@@ -48,7 +48,7 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         namespace.open(delivery, replica)
         return None if spectator else _TRANSFERS[message.operation](namespace, space, request)
     args, kwargs = namespace.open_call(delivery, replica)
-    target = _follow(_object(space, message.target), request.path)
+    target = follow(_object(space, message.target), request.path)
     if message.operation == "list":
         items = list(target)
         return namespace.finish_with(lambda space, serial: namespace.describer.items(items, space, serial))
@@ -80,12 +80,6 @@ def _object(space: Space, identity: ObjectId) -> Any:
     if isinstance(found, DistributedValues) and len(found.values) == 1:
         return found.values[0]
     return found
-
-
-def _follow(obj: Any, path: Iterable[tuple[str, Any]]) -> Any:
-    for step, name in path:
-        obj = getattr(obj, name) if step == "a" else obj[name]
-    return obj
 
 
 # -- operations on one object --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from distnb.errors import DistributedValueError, StaleHandleError, UnassignedError
 from distnb.session.summaries import as_html, as_text
 from distnb.values import DistributedValues, Mirrored, PerReplica
-from distnb.wire.bindings import Described
+from distnb.wire.bindings import Described, follow
 from distnb.wire.messages import ObjectId
 from distnb.wire.twins import NOT_THERE, is_value_twin
 
@@ -324,6 +324,9 @@ class RemoteMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return state_of_handle(self._handle).operations.run(self._handle, "call", args, kwargs, self._path)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return follow, (self._handle, self._path)  # there it is the method itself
 
     def __repr__(self) -> str:
         return f"<method {self.__name__!r} of a {state_of_handle(self._handle).type_name} on the engines>"

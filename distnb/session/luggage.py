@@ -44,33 +44,38 @@ class Luggage:
     attributes: set[str] = field(default_factory=set)
     sources: dict[str, str] = field(default_factory=dict)
     watch: dict[ObjectId, None] = field(default_factory=dict)
+    made: set[int] = field(default_factory=set)
 
     def copy(self) -> Luggage:
         """What has been collected so far."""
         return Luggage(dict(self.bindings), list(self.roots), dict(self.handles))
 
 
-def made_for_call(arguments: Any) -> set[int]:
-    """The `id()` of containers in a call's arguments that are nobody's objects: see `objects_in`."""
+def made_for_call(arguments: Any, *, asked: bool = False) -> set[int]:
+    """The `id()` of containers in a call's arguments that are nobody's objects.
+
+    Args:
+        arguments: None, or `(args, kwargs)` of a strategy's method: among those of `run` are a tuple and a dict that
+            were made for the call.
+        asked: They are those of an operation on a handle: what is in them is the user's.
+    """
     if arguments is None:
         return set()
     positional, keywords = arguments
-    return {id(keywords), *(id(value) for value in positional if type(value) is dict)}
+    if not asked and len(positional) == 3 and type(positional[1]) is tuple and type(positional[2]) is dict:
+        return {id(keywords), id(positional[2])}
+    return {id(keywords)}
 
 
-def objects_in(arguments: Any) -> Iterator[Any]:
-    """The objects in the arguments of a call that the notebook may hold, too.
-
-    Args:
-        arguments: None, or `(args, kwargs)` of a strategy's method: among those of `run` are a tuple and a dict
-            that were made for the call.
-    """
+def objects_in(arguments: Any, *, asked: bool = False) -> Iterator[Any]:
+    """The objects in the arguments of a call that the notebook may hold, too; see `made_for_call`."""
     if arguments is None:
         return
+    made = made_for_call(arguments, asked=asked)
     positional, keywords = arguments
     pending: list[Any] = [*keywords.values()]
     for value in positional:
-        pending.extend(value.values() if type(value) is dict else (value,))
+        pending.extend(value.values() if id(value) in made else (value,))
     while pending:
         value = pending.pop()
         if type(value) is tuple:

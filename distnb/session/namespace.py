@@ -12,7 +12,7 @@ from distnb.errors import NamespaceError
 from distnb.session.arrivals import Arrival
 from distnb.session.handles import HANDLES, state_of_handle
 from distnb.session.local_copies import LocalCopies
-from distnb.session.luggage import objects_in
+from distnb.session.luggage import made_for_call, objects_in
 from distnb.session.modules import ModuleWatch
 from distnb.session.operations import Operations, Perform
 from distnb.session.plans import Plans
@@ -130,13 +130,15 @@ class NotebookNamespace:
                 space.reject(delivery.serial)
 
     def deliver_call(
-        self, space: NotebookSpace, arguments: Any, *, touched: Iterable[DistributedValues] = ()
+        self, space: NotebookSpace, arguments: Any, *, touched: Sequence[DistributedValues] = ()
     ) -> Delivery:
         """The delivery of a call, or of an operation on `touched` handles."""
         if self._lost_some(space):
             self._move(space, tuple(engine for engine in space.key[0] if engine not in self._dead))
         packer = self._packer(space, in_call=True)
-        objects = list(objects_in(arguments))
+        asked = bool(touched)
+        packer.luggage.made = made_for_call(arguments, asked=asked)
+        objects = list(objects_in(arguments, asked=asked))
         functions = [value for value in objects if isinstance(value, types.FunctionType)]
         plans = self._plans.setdefault(space.key, Plans())
         # A name whose object is gone here is to be unbound there, too: that is more than a plan looks at.

@@ -66,9 +66,11 @@ class Operations:
         """
         effects = self._effects(handle, operation, args, kwargs or {}, path)
         state = state_of_handle(handle)
-        if any(fact.reads is None for fact in state.facts.values()):
-            # Nobody can tell what it holds; it may hold from now on what it was given.
-            given = (state.space.twins.id_of(value) for value in objects_in((tuple(args), dict(kwargs or {}))))
+        if any(fact.digest is None for fact in state.facts.values()):
+            # It was not described anew: it may hold from now on what it was given.
+            given = (
+                state.space.twins.id_of(value) for value in objects_in((tuple(args), dict(kwargs or {})), asked=True)
+            )
             state.adopt({identity for identity in given if identity is not None})
         return _derived(handle, self._namespace.take_in_call(state_of_handle(handle).space, effects))
 

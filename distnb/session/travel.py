@@ -12,7 +12,7 @@ from typing import Any
 
 from distnb.errors import CannotTravelError, StaleHandleError
 from distnb.session.handles import HANDLES, state_of_handle
-from distnb.session.luggage import Luggage, Root, is_simple_code, made_for_call, shape_of
+from distnb.session.luggage import Luggage, Root, is_simple_code, shape_of
 from distnb.session.modules import ModuleWatch
 from distnb.session.refusals import explain
 from distnb.session.spaces import MISSING, Argument, NotebookSpace, Seeing
@@ -191,7 +191,7 @@ class Packer:
         pickler.neighbours = space.twins.neighbours
         pickler.dump(luggage.bindings)
         pickler.dump(arguments)
-        updates = 0
+        sent: set[ObjectId] = set()
         for identity in dirty:
             node = space.twins.get(identity)
             if node is NOT_THERE or (id(node) in contents and space.twins.contents.get(identity) == contents[id(node)]):
@@ -200,10 +200,10 @@ class Packer:
             if kind == FROZEN:
                 continue
             pickler.dump((identity, kind, state))
-            updates += 1
-        nodes = self._register(pickler, {id(luggage.bindings), *made_for_call(arguments)})
+            sent.add(identity)
+        nodes = self._register(pickler, {id(luggage.bindings), *luggage.made})
         blob = Parcel([file.getbuffer(), *pickler.buffers])
-        self._note(contents)
+        self._note(contents, sent)
         self._tell_of_large(blob.nbytes)
         modules = (
             self._modules.wanted(
@@ -217,7 +217,7 @@ class Packer:
         space.sources.update(sources)
         modules = {name: reloads for name, reloads in modules.items() if space.modules.get(name) != reloads}
         space.modules.update(modules)
-        return self.deliver(blob, updates, pack_indexes(nodes), tuple(delete), sources, modules)
+        return self.deliver(blob, len(sent), pack_indexes(nodes), tuple(delete), sources, modules)
 
     def deliver(
         self,
@@ -335,9 +335,14 @@ class Packer:
                     self._space.detached.add(sent_id(self._serial, index))
         return kept
 
-    def _note(self, contents: dict[int, bytes]) -> None:
+    def _note(self, contents: dict[int, bytes], sent: set[ObjectId]) -> None:
         """Remember what the engines have."""
         space = self._space
+        if sent:
+            # What else holds one of these is not there any more as it was when it was sent.
+            for key in [key for key, record in space.records.items() if not sent.isdisjoint(record.nodes)]:
+                if not any(root.key == key for root in self.luggage.roots):
+                    del space.records[key]
         for root in self.luggage.roots:
             identity = space.twins.id_of(root.value)
             if identity is not None:

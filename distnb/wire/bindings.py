@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from distnb.values import DistributedValues
 from distnb.wire.codec import Parcel
 from distnb.wire.environment import Environment
 from distnb.wire.messages import ObjectId
@@ -21,6 +22,7 @@ __all__ = [
     "Request",
     "SpaceKey",
     "Summary",
+    "follow",
     "pack_indexes",
     "unpack_indexes",
 ]
@@ -39,6 +41,15 @@ def unpack_indexes(data: bytes) -> array[int]:
     indexes = array("I")
     indexes.frombytes(data)
     return indexes
+
+
+def follow(obj: Any, path: Iterable[tuple[str, Any]]) -> Any:
+    """What is found from an object by attributes `("a", name)` and items `("i", key)`."""
+    if isinstance(obj, DistributedValues) and len(obj.values) == 1:
+        obj = obj.values[0]
+    for step, name in path:
+        obj = getattr(obj, name) if step == "a" else obj[name]
+    return obj
 
 
 @dataclass(frozen=True)
