@@ -24,6 +24,7 @@ _WHERE = {
     "OneDeviceStrategy": "distnb.strategies.one_device",
     "MirroredStrategy": "distnb.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "distnb.strategies.multi_worker",
+    "evaluate_checkpoints": "distnb.strategies.evaluating",
     "ReplicaContext": "distnb.strategies.context",
     "get_strategy": "distnb.strategies.context",
     "has_strategy": "distnb.strategies.context",
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from distnb.strategies.context import is_chief as is_chief
     from distnb.strategies.context import on_chief as on_chief
     from distnb.strategies.context import replica_id as replica_id
+    from distnb.strategies.evaluating import evaluate_checkpoints as evaluate_checkpoints
     from distnb.strategies.live import live as live
     from distnb.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from distnb.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy

@@ -225,3 +225,45 @@ def test_in_a_notebook_the_engines_are_the_replicas():
             failed = notebook.try_run(cell)
             assert failed.error_name == "OptionError"
             assert "strategies run on its engines, and TF_CONFIG says that it is worker 1" in failed.error_text
+
+
+def test_an_evaluator_follows_the_chief_and_is_no_replica():
+    program = (
+        TRAIN
+        + """
+from pathlib import Path
+strategy = distnb.MultiWorkerMirroredStrategy()
+saved = Path("saved")
+with strategy.scope():
+    model = torch.nn.Linear(4, 2)
+data = torch.arange(8.0).reshape(2, 4)
+if strategy.cluster_resolver.task_type == "evaluator":
+    def evaluate(path):
+        model.load_state_dict(torch.load(path))
+        return {"sum": strategy.run(lambda: model(data).sum())}
+    lines = distnb.evaluate_checkpoints(saved, evaluate, last="final.pt", pattern="*.pt", poll_s=0.05, timeout_s=60)
+    tell(sums=[line["results"]["sum"] for line in lines], size=strategy.num_replicas_in_sync, chief=distnb.is_chief())
+else:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    def step():
+        optimizer.zero_grad()
+        (model(data).sum() / strategy.num_replicas_in_sync).backward()
+        optimizer.step()
+    for name in ("1.pt", "2.pt", "final.pt"):
+        strategy.run(step)
+        if distnb.is_chief():
+            saved.mkdir(exist_ok=True)
+            torch.save(model.state_dict(), saved / "saving.tmp")
+            os.replace(saved / "saving.tmp", saved / name)
+    try:
+        distnb.evaluate_checkpoints(saved, print)
+    except RuntimeError as error:
+        tell(refused=str(error))
+    tell(sum=model(data).sum().item(), size=strategy.num_replicas_in_sync)
+"""
+    )
+    with Tasks(program, ["worker 0", "worker 1", "evaluator 0"]) as tasks:
+        chief, other, evaluator = (task.check().told for task in tasks.wait())
+    assert (chief["size"], other["size"], evaluator["size"], evaluator["chief"]) == (2, 2, 1, True)
+    assert evaluator["sums"][-1] == pytest.approx(chief["sum"], rel=1e-6)
+    assert "An evaluator is a process of its own" in other["refused"]
