@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -267,3 +269,17 @@ else:
     assert (chief["size"], other["size"], evaluator["size"], evaluator["chief"]) == (2, 2, 1, True)
     assert evaluator["sums"][-1] == pytest.approx(chief["sum"], rel=1e-6)
     assert "An evaluator is a process of its own" in other["refused"]
+
+
+def test_the_program_of_the_readme():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(import os\n.*?)```", readme, flags=re.DOTALL)
+    names = ["worker 0", "worker 1", "evaluator 0"]  # the last one trains alone
+    words = [sys.executable, "-c", f"import os; os.makedirs('alone'); os.chdir('alone')\n{program}"]
+    with Tasks(program, names, command={"evaluator 0": words}) as tasks:
+        chief, other, alone = (task.check() for task in tasks.wait())
+        assert (tasks.folder / "model.pt").exists()
+    loss = re.fullmatch(r"loss (.*) on 1 replicas\n", alone.stdout)
+    assert loss is not None
+    assert 0 < float(loss[1]) < 0.9  # it learns: ln 3 is where it begins
+    assert (chief.stdout, other.stdout) == (f"loss {loss[1]} on 2 replicas\n", "")
