@@ -190,9 +190,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def network_environment(interface: str) -> dict[str, str]:
-    """What keeps all communication of a worker on one interface. NCCL would take a name for a prefix."""
+    """What keeps all communication of a worker on one interface, where the user did not choose another."""
+    chosen = {name: os.environ.get(name) for name in ("TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return {
         "GLOO_SOCKET_IFNAME": interface,
-        "TP_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": f"={interface}",
+        "TP_SOCKET_IFNAME": chosen["TP_SOCKET_IFNAME"] or interface,
+        "NCCL_SOCKET_IFNAME": chosen["NCCL_SOCKET_IFNAME"] or f"={interface}",  # it takes a bare name for a prefix
     }

@@ -53,7 +53,7 @@ class RendezvousStore:
             self._socket.close()
             raise StartError(
                 f"The rendezvous store could not listen on {host}:{port}: {error}. "
-                "Choose another port, or 0 for any free one."
+                "Does this program run already? Else choose another port."
             ) from error
         self._socket.listen(_BACKLOG)
         self.host: str = host

@@ -55,8 +55,8 @@ class CellRunner:
     def distribute(self, line: str, cell: str) -> None:
         """`%%distribute WORD_OR_STRATEGY [-n REPLICAS] [--devices …] [--gradients sum|mean] [--oversubscribe]`.
 
-        Runs the cell on every replica of a strategy: `default`, `one_device`, `mirrored`, or a strategy object by
-        its name. In the cell, `strategy` is the strategy.
+        Runs the cell on every replica of a strategy: `default`, `one_device`, `mirrored`, `multi_worker`, or a
+        strategy object by its name. In the cell, `strategy` is the strategy.
         """
         with presented():
             request = read_request(line, self._shell.user_ns)

@@ -128,6 +128,22 @@ tell(size=strategy.num_replicas_in_sync)
     assert first.told["numbers 0"] == pytest.approx(second.told["numbers 3"], rel=1e-6)
 
 
+def test_the_tasks_of_a_slurm_step():
+    program = """
+from distnb.cluster_resolver import SlurmClusterResolver
+config = json.loads(os.environ.pop("TF_CONFIG"))
+port = int(config["cluster"]["worker"][0].partition(":")[2])
+step = {"STEP_NODELIST": "localhost", "STEP_TASKS_PER_NODE": "2", "PROCID": str(config["task"]["index"]), "NODEID": "0"}
+os.environ.update({f"SLURM_{name}": value for name, value in step.items()})
+strategy = distnb.MultiWorkerMirroredStrategy(SlurmClusterResolver({"chief": 1, "worker": 1}, port_base=port))
+total = strategy.reduce("sum", strategy.run(lambda: torch.tensor(distnb.replica_id() + 1.0)), axis=None).item()
+tell(total=total, task=[strategy.cluster_resolver.task_type, strategy.cluster_resolver.task_id])
+"""
+    with Tasks(program, ["worker 0", "worker 1"]) as tasks:
+        told = [task.check().told for task in tasks.wait()]
+    assert told == [{"total": 3.0, "task": ["chief", 0]}, {"total": 3.0, "task": ["worker", 0]}]
+
+
 STEPS = """
 strategy = distnb.MultiWorkerMirroredStrategy()
 def step():

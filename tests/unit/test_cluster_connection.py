@@ -11,8 +11,9 @@ import pytest
 
 from distnb.cluster.connection import Connection, make_keys, make_run_directory, remove_run_directory
 from distnb.cluster.orphans import record_group, recorded_groups, start_time
+from distnb.cluster.placement import network_environment
 from distnb.cluster.store import RendezvousStore
-from distnb.cluster.surroundings import compute_environment, engine_environment, script_environment, threads_for
+from distnb.cluster.surroundings import Seat, compute_environment, engine_environment, script_environment, threads_for
 from distnb.errors import StartError
 from distnb.topology import Device
 
@@ -115,12 +116,24 @@ def test_secrets_are_not_in_an_engine_s_environment(tmp_path: Path) -> None:
 def test_the_gpus_that_were_named_are_those_of_the_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     devices = (Device("cuda", 2), Device("cuda", 5))
-    environment = script_environment(1, devices[1], devices, "127.0.0.1", 7)
+    environment = script_environment(1, devices[1], devices, Seat("127.0.0.1", 7))
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["DISTNB_DEVICE"]) == ("2,5", "cuda:1")
     assert [environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")] == ["1", "2", "1", "7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,4,3,1,0")
-    assert script_environment(0, devices[0], devices, "", 7)["CUDA_VISIBLE_DEVICES"] == "4,0"
-    assert script_environment(0, Device("cpu"), (Device("cpu"),), "", 7)["CUDA_VISIBLE_DEVICES"] == ""
+    assert script_environment(0, devices[0], devices, Seat("", 7))["CUDA_VISIBLE_DEVICES"] == "4,0"
+    assert script_environment(0, Device("cpu"), (Device("cpu"),), Seat("", 7))["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_replicas_of_a_worker_are_numbered_behind_those_of_the_workers_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices = (Device("cpu", 0), Device("cpu", 1))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    seat = Seat("10.0.0.1", 2222, worker=2, workers=3, network=network_environment("eth1"))
+    environment = script_environment(1, devices[1], devices, seat)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    assert [environment[name] for name in names] == ["5", "6", "1", "2", "2", "10.0.0.1", "2222"]
+    assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("eth1", "ib0")
 
 
 def test_a_recorded_group_counts_only_while_its_leader_is_the_same_process(tmp_path: Path) -> None:
