@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import linecache
+import operator
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,17 +19,20 @@ from distnb.engine.travel import pack_effects
 from distnb.options import StrategySpec
 from distnb.strategies.scope import adopt_restored
 from distnb.values import Mirrored, PerReplica
-from distnb.wire.bindings import Delivery, Described, Effects, Mark, SpaceKey, unpack_indexes
+from distnb.wire.bindings import Delivery, Described, Effects, Mark, Repeat, SpaceKey, unpack_indexes
 from distnb.wire.environment import Environment, apply_environment, capture_environment
 from distnb.wire.fingerprints import Fingerprint, fingerprint
 from distnb.wire.frozen import note_frozen
 from distnb.wire.graph import GraphUnpickler, Side
 from distnb.wire.messages import Apply, ObjectId
 from distnb.wire.nodes import apply_state
+from distnb.wire.outlines import fill, outline
 from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
 
 __all__ = ["EngineNamespace"]
 
+# As an outline, it is of a function that is gone.
+_NOT_KEPT = weakref.ref(type("Gone", (), {})())
 _HIDDEN = re.compile(r"_+|_i+|_\d+|_i\d+|_[od]h|In|Out|exit|quit|open|get_ipython|__\w+__")
 
 
@@ -59,7 +64,7 @@ class EngineNamespace:
         self._arguments: Any = None
         self._call: Mark | None = None
         # Fallback for `open` and `begin` being two calls: which delivery the next `begin` belongs to.
-        self._delivery: Delivery | None = None
+        self._delivery: Delivery | Repeat | None = None
 
     def replica_in(self, key: SpaceKey) -> int:
         """Which replica of a group of engines this one is."""
@@ -67,11 +72,15 @@ class EngineNamespace:
 
     # -- before a program ------------------------------------------------------------------------------------------
 
-    def open(self, delivery: Delivery, replica: int) -> None:
+    def open(self, delivery: Delivery | Repeat, replica: int) -> None:
         """Bind what a delivery brings. To be called before `begin`, in the order in which deliveries were made."""
         self._call = None
         space = self.objects.space(delivery.space)
         space.replica = replica
+        if isinstance(delivery, Repeat):
+            self._arguments = fill(space.kept.get(delivery.place, _NOT_KEPT))
+            self._delivery = delivery
+            return
         self._settle(space, delivery)
         for name in delivery.delete:
             self.user_ns.pop(name, None)
@@ -82,6 +91,8 @@ class EngineNamespace:
         for name, text in delivery.sources.items():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         self._arguments = self._unpack(delivery, space) if delivery.blob is not None else None
+        if delivery.keep is not None:
+            space.kept[delivery.keep] = outline(self._arguments)
         if environment is not None:
             apply_environment(Environment(generators=environment.generators))
             self._environment = None
@@ -212,6 +223,8 @@ class EngineNamespace:
             result: For a call, describes its result.
         """
         space, serial = self.objects.space(mark.delivery.space), mark.delivery.serial
+        if self._is_untouched(mark):
+            return self._finish_untouched(mark, space, result)
         assigned = self._assigned(mark.before)
         names, code = self._describe_names(assigned, space, serial)
         changed = self._changed(mark, space)
@@ -244,6 +257,29 @@ class EngineNamespace:
             None if environment.empty else environment,
             described,
         )
+
+    def _is_untouched(self, mark: Mark) -> bool:
+        """Whether the program read no objects that it may have changed, and assigned and deleted no name."""
+        before, now = mark.before, self.user_ns
+        return (
+            not mark.delivery.watch
+            and not mark.delivery.handles
+            and len(before) == len(now)
+            and all(map(operator.is_, before, now))
+            and all(map(operator.is_, before.values(), now.values()))
+        )
+
+    def _finish_untouched(self, mark: Mark, space: Space, result: Callable[[Space, int], Any] | None) -> Effects:
+        serial = mark.delivery.serial
+        described = result(space, serial) if result is not None else None
+        self.describer.ended()
+        if space.registered:
+            space.pending[serial] = Pending({}, {}, space.registered)
+            space.registered = set()
+        after = capture_environment()
+        environment = after.since(mark.environment)
+        self._environment = after
+        return Effects(serial, environment=None if environment.empty else environment, result=described)
 
     def close_call(self, program: int, result: Any) -> Effects:
         """Describe the result of a call that `open_call` began, and what else it did."""

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from distnb.wire.environment import apply_environment
 from distnb.wire.fingerprints import fingerprint
 from distnb.wire.frozen import REPLACED
 from distnb.wire.graph import GraphUnpickler, Side
-from distnb.wire.immutables import same
+from distnb.wire.immutables import SCALARS, same
 from distnb.wire.messages import ObjectId
 from distnb.wire.nodes import apply_state, is_node
 from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
@@ -396,6 +396,19 @@ def _leaves(tree: Any) -> list[Leaf]:
     if tree is None or isinstance(tree, Leaf):
         return [] if tree is None else [tree]
     return [leaf for leaf in structure.flatten(tree)[0] if isinstance(leaf, Leaf)]
+
+
+def agreed_scalar(effects: Iterable[Effects]) -> Any:
+    """The scalar that all replicas returned, if that is all that they have to tell; else MISSING."""
+    found: Any = MISSING
+    for one in effects:
+        if not one.only_plain_result:
+            return MISSING
+        value = one.result.described.value
+        if type(value) not in SCALARS or (found is not MISSING and not same(found, value)):
+            return MISSING
+        found = value
+    return found
 
 
 def _are_equal(facts: Mapping[int, Described]) -> bool:

@@ -9,19 +9,20 @@ from contextlib import contextmanager
 from typing import Any
 
 from distnb.errors import NamespaceError
-from distnb.session.arrivals import Arrival
+from distnb.session.arrivals import Arrival, agreed_scalar
 from distnb.session.handles import HANDLES, state_of_handle
 from distnb.session.local_copies import LocalCopies
 from distnb.session.luggage import made_for_call, objects_in
 from distnb.session.modules import ModuleWatch
 from distnb.session.operations import Operations, Perform
-from distnb.session.plans import Plans
+from distnb.session.plans import Plan, Plans
 from distnb.session.reads import names_read
-from distnb.session.spaces import Argument, NotebookSpace, Plain
+from distnb.session.spaces import MISSING, Argument, NotebookSpace, Plain
 from distnb.session.travel import Packer
 from distnb.topology import Team
 from distnb.values import DistributedValues, Mirrored, structure
-from distnb.wire.bindings import Delivery, Effects, SpaceKey
+from distnb.wire.bindings import Delivery, Effects, Repeat, SpaceKey
+from distnb.wire.environment import capture_environment
 from distnb.wire.graph import Side
 
 __all__ = ["NotebookNamespace"]
@@ -90,7 +91,7 @@ class NotebookNamespace:
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def outgoing_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], team: Team) -> Delivery:
+    def outgoing_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], team: Team) -> Delivery | Repeat:
         """What a call of a strategy's method needs.
 
         Args:
@@ -103,17 +104,46 @@ class NotebookNamespace:
         space = self._space(team.engines)
         self._give_up(space)
         arguments: tuple[Any, Any] = (tuple(args), dict(kwargs))
-        if any(type(value) is not types.FunctionType for value in objects_in(arguments)) and structure.has_distributed(
-            arguments
-        ):
+        objects = list(objects_in(arguments))
+        functions = [value for value in objects if isinstance(value, types.FunctionType)]
+        plan = self._plan(space, functions)
+        if len(objects) == len(functions):
+            if plan is not None and self._is_repeated(space, plan, arguments):
+                assert plan.place is not None
+                return Repeat(space.key, next(self._serials), plan.place)
+        elif structure.has_distributed(arguments):
             arguments = structure.replace_distributed(arguments, _as_argument)
-        return self.deliver_call(space, arguments)
+            objects = list(objects_in(arguments))
+        return self._deliver_call(space, arguments, objects, functions, plan)
+
+    def _plans_of(self, space: NotebookSpace) -> Plans:
+        plans = self._plans.get(space.key)
+        if plans is None:
+            plans = self._plans[space.key] = Plans()
+        return plans
+
+    def _plan(self, space: NotebookSpace, functions: Sequence[Any]) -> Plan | None:
+        if self._lost_some(space):
+            self._move(space, tuple(engine for engine in space.key[0] if engine not in self._dead))
+        # A name whose object is gone here is to be unbound there, too: that is more than a plan looks at.
+        if space.bound_is_released():
+            return None
+        return self._plans_of(space).find(functions, self._version, space, self.side)
+
+    def _is_repeated(self, space: NotebookSpace, plan: Plan, arguments: Any) -> bool:
+        """Whether a call is one that the engines know, and they have nothing else to hear of."""
+        return (
+            plan.repeats(arguments)
+            and not space.ended
+            and not space.has_news
+            and capture_environment().since(space.environment).empty
+        )
 
     def result(self, team: Team, program: int, replies: Mapping[int, Effects]) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
         return self.take_in_call(self._space(team.engines), dict(replies))
 
-    def failed(self, delivery: Delivery, replies: Mapping[int, Effects] | None = None) -> None:
+    def failed(self, delivery: Delivery | Repeat, replies: Mapping[int, Effects] | None = None) -> None:
         """A call failed, or could not be sent. What it did until then is taken in, as that of a cell is.
 
         Args:
@@ -124,6 +154,9 @@ class NotebookNamespace:
         for space in list(self._spaces.values()):
             if space.key != delivery.space:
                 continue
+            self._plans.pop(space.key, None)  # not even what the engines were asked to keep is sure to have reached all
+            if isinstance(delivery, Repeat):
+                space.environment = None
             if replies:
                 self.take_in_call(space, dict(replies), with_result=False)
             else:
@@ -132,17 +165,22 @@ class NotebookNamespace:
     def deliver_call(
         self, space: NotebookSpace, arguments: Any, *, touched: Sequence[DistributedValues] = ()
     ) -> Delivery:
-        """The delivery of a call, or of an operation on `touched` handles."""
-        if self._lost_some(space):
-            self._move(space, tuple(engine for engine in space.key[0] if engine not in self._dead))
-        packer = self._packer(space, in_call=True)
-        asked = bool(touched)
-        packer.luggage.made = made_for_call(arguments, asked=asked)
-        objects = list(objects_in(arguments, asked=asked))
+        """The delivery of an operation, on `touched` handles."""
+        objects = list(objects_in(arguments, asked=bool(touched)))
         functions = [value for value in objects if isinstance(value, types.FunctionType)]
-        plans = self._plans.setdefault(space.key, Plans())
-        # A name whose object is gone here is to be unbound there, too: that is more than a plan looks at.
-        plan = None if space.bound_is_released() else plans.find(functions, self._version, space, self.side)
+        return self._deliver_call(space, arguments, objects, functions, self._plan(space, functions), touched)
+
+    def _deliver_call(
+        self,
+        space: NotebookSpace,
+        arguments: Any,
+        objects: Sequence[Any],
+        functions: Sequence[types.FunctionType],
+        plan: Plan | None,
+        touched: Sequence[DistributedValues] = (),
+    ) -> Delivery:
+        packer = self._packer(space, in_call=True)
+        packer.luggage.made = made_for_call(arguments, asked=bool(touched))
         names: set[str] = set()
         if plan is None:
             for function in functions:
@@ -166,16 +204,21 @@ class NotebookNamespace:
             names |= packer.take_handle(handle)
         packer.collect(sorted(names))
         delivery = self._send(packer, space, arguments, stale=plan is None or bool(names))
+        plans = self._plans_of(space)
         if plan is None and functions and not names:
             plan = plans.make(functions, self._version, space, by_functions, packer)
-        if plan is not None and len(objects) == len(functions) and not delivery.updates:
-            plan.keep_packed(arguments, delivery)
+        if plan is not None and len(objects) == len(functions) and not touched:
+            delivery = self._sent(plans.keep(plan, arguments, delivery), space)
         return delivery
 
     def take_in_call(self, space: NotebookSpace, effects: dict[int, Effects], *, with_result: bool = True) -> Any:
         """Take in what a program did, and give its result."""
         serial = next(iter(effects.values())).serial
         delivery = space.outstanding.get(serial)
+        if delivery is None and with_result and len(effects) == space.size:
+            agreed = agreed_scalar(effects.values())
+            if agreed is not MISSING:
+                return agreed
         watch = delivery.watch if delivery is not None else ()
         arrival = Arrival(space, self.user_ns, self.side, self.operations, effects, watch, self._announce)
         result = None
@@ -185,6 +228,8 @@ class NotebookNamespace:
                 result = arrival.result()
         except BaseException:
             space.reject(serial)
+            if delivery is None:
+                space.rejected.append(serial)
             raise
         arrival.confirm()
         if any(one.names or one.deleted for one in effects.values()):

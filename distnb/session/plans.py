@@ -6,7 +6,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distnb.session.handles import HANDLES, state_of_handle
@@ -17,8 +17,8 @@ from distnb.wire.bindings import Delivery
 from distnb.wire.codec import Parcel
 from distnb.wire.fingerprints import fingerprint
 from distnb.wire.graph import Side
-from distnb.wire.immutables import same
 from distnb.wire.messages import ObjectId
+from distnb.wire.outlines import fits, outline
 from distnb.wire.twins import NOT_THERE
 
 __all__ = ["Plan", "Plans"]
@@ -40,6 +40,7 @@ class Plan:
         watch: Objects to be compared after the call.
         modules: Modules that they read, each with its spec: a reload makes a new one.
         arguments, blob: The latest arguments of nothing but functions and plain values, and how they were packed.
+        place: Where the engines keep those arguments, if a call with them can be repeated without a word.
     """
 
     version: int
@@ -52,37 +53,15 @@ class Plan:
     modules: tuple[tuple[types.ModuleType, Any], ...]
     arguments: Any = None
     blob: Parcel | None = None
-
-    def keep_packed(self, arguments: Any, delivery: Delivery) -> None:
-        """Remember how these arguments, functions and plain values, were packed, if nothing in them got an id."""
-        if not delivery.nodes:
-            self.arguments, self.blob = _outline(arguments), delivery.blob
+    place: int | None = None
 
     def packed(self, arguments: Any) -> Parcel | None:
         """The same arguments, packed earlier; None if they are others."""
-        return self.blob if _fits(self.arguments, arguments) else None
+        return self.blob if fits(self.arguments, arguments) else None
 
-
-def _outline(arguments: Any) -> Any:
-    """Arguments without hold on the functions among them: what those close over must be free to end."""
-    if type(arguments) is tuple:
-        return tuple([_outline(value) for value in arguments])
-    if type(arguments) is dict:
-        return {key: _outline(value) for key, value in arguments.items()}
-    return weakref.ref(arguments) if type(arguments) is types.FunctionType else arguments
-
-
-def _fits(outline: Any, value: Any) -> bool:
-    kind = type(outline)
-    if kind is weakref.ref:
-        return outline() is value
-    if kind is not type(value):
-        return False
-    if kind is tuple:
-        return len(outline) == len(value) and all(map(_fits, outline, value))
-    if kind is dict:
-        return outline.keys() == value.keys() and all(_fits(part, value[key]) for key, part in outline.items())
-    return same(outline, value)
+    def repeats(self, arguments: Any) -> bool:
+        """Whether a call with these arguments is the kept one again."""
+        return self.place is not None and fits(self.arguments, arguments)
 
 
 class Plans:
@@ -90,6 +69,25 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: OrderedDict[tuple[int, ...], Plan] = OrderedDict()
+        self._places: OrderedDict[int, Plan | None] = OrderedDict.fromkeys(range(_KEPT))
+
+    def keep(self, plan: Plan, arguments: Any, delivery: Delivery) -> Delivery:
+        """Remember how a plan's arguments, functions and plain values, were packed, if nothing in them got an id.
+
+        Returns:
+            The delivery, which asks the engines to keep them, too, if the call can be repeated.
+        """
+        if delivery.nodes or delivery.updates:
+            return delivery
+        plan.arguments, plan.blob = outline(arguments), delivery.blob
+        if delivery.watch or delivery.handles:
+            return delivery
+        if plan.place is None:
+            plan.place, before = self._places.popitem(last=False)
+            if before is not None:
+                before.place = None
+            self._places[plan.place] = plan
+        return replace(delivery, keep=plan.place)
 
     def find(self, functions: Sequence[Any], version: int, space: NotebookSpace, side: Side) -> Plan | None:
         """The plan for a call with these functions, if all that they read is on the engines as it is here."""

@@ -21,7 +21,7 @@ from distnb.session.namespace import NotebookNamespace
 from distnb.session.pending import Pending, resolve
 from distnb.session.supervisor import Supervisor
 from distnb.topology import Device, Team
-from distnb.wire.bindings import Delivery
+from distnb.wire.bindings import Delivery, Repeat
 from distnb.wire.channel import Switchboard
 from distnb.wire.messages import Apply, CallFunction, Hello, ObjectId, RunCell, Status
 
@@ -346,7 +346,7 @@ class Session:
                 resolve(self._unsettled.pop(0))
             return pending
 
-    def _finish_call(self, outcome: Outcome, team: Team, delivery: Delivery) -> Any:
+    def _finish_call(self, outcome: Outcome, team: Team, delivery: Delivery | Repeat) -> Any:
         with self._dispatch.turn:
             self._dispatch.wait(outcome)
             if outcome.ok:

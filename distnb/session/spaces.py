@@ -108,6 +108,11 @@ class NotebookSpace:
             return state.space is self and state.identity == marker
         return value is not MISSING and marker is not None and self.twins.id_of(value) == marker
 
+    @property
+    def has_news(self) -> bool:
+        """Whether the engines are to hear of something with the next delivery, whatever it brings."""
+        return bool(self.confirmed or self.rejected or self.renamed or self.twins.released)
+
     def bound_is_released(self) -> bool:
         """Whether an object that a name is bound to on the engines has died here."""
         released = set(self.twins.released)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from distnb.values import DistributedValues
 from distnb.wire.codec import Parcel
@@ -19,6 +19,7 @@ __all__ = [
     "Effects",
     "Leaf",
     "Mark",
+    "Repeat",
     "Request",
     "SpaceKey",
     "Summary",
@@ -87,6 +88,7 @@ class Delivery:
         environment: The parts that changed.
         sources: Texts of cells, by file name, for tracebacks.
         modules: Submodules to be imported, and how often a local module was reloaded, by name.
+        keep: Of a call whose arguments are functions and plain values: the place where they are kept for a `Repeat`.
     """
 
     space: SpaceKey
@@ -104,6 +106,24 @@ class Delivery:
     environment: Environment | None = None
     sources: dict[str, str] = field(default_factory=dict)
     modules: dict[str, int] = field(default_factory=dict)
+    keep: int | None = None
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """The delivery of a call that brings nothing: it is an earlier one again, and nothing that it reads has changed.
+
+    Attributes:
+        space, serial: As of a `Delivery`.
+        place: Where that call's arguments are kept.
+    """
+
+    space: SpaceKey
+    serial: int
+    place: int
+
+    watch: ClassVar[tuple[ObjectId, ...]] = ()
+    handles: ClassVar[tuple[ObjectId, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -238,5 +258,5 @@ class Mark:
     """Where the engine's namespace stood when a program began."""
 
     before: dict[str, Any]
-    delivery: Delivery
+    delivery: Delivery | Repeat
     environment: Environment

@@ -95,9 +95,14 @@ def is_importable(value: Any) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two plain values are equal in type and value, all the way down (so 1 is not True, and NaN is NaN)."""
+    """Whether two plain values are equal in type and value, all the way down.
+
+    So 1 is not True, 0.0 is not -0.0, and NaN is NaN.
+    """
     if type(one) is not type(other):
         return False
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other) or (one != one and other != other)
+    if bool(one == other):
+        return repr(one) == repr(other) if type(one) is complex or (one == 0 and type(one) is not int) else True
+    return bool(one != one and other != other)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
-from distnb.wire.bindings import Confirmation, Delivery, Described, Effects, Leaf
+from distnb.wire.bindings import Confirmation, Delivery, Described, Effects, Leaf, Repeat
 from distnb.wire.codec import Parcel
 from distnb.wire.immutables import SCALARS
 from distnb.wire.messages import CallFunction, Reply
@@ -19,6 +19,7 @@ from distnb.wire.messages import CallFunction, Reply
 __all__ = ["CallReader", "CallWriter", "ReplyReader", "ReplyWriter"]
 
 _KEPT = 64
+_REPEAT_LENGTH = 4
 
 
 class CallWriter:
@@ -29,7 +30,7 @@ class CallWriter:
 
     def write(self, message: Any) -> Any:
         """A message, or its short form."""
-        if type(message) is not CallFunction or not _is_usual(message.delivery):
+        if type(message) is not CallFunction:
             return message
         delivery = message.delivery
         # By identity: these two are kept, so no other objects can have their addresses.
@@ -43,6 +44,10 @@ class CallWriter:
             self._slots[key] = slot, (message.team, message.strategy)
             return message
         self._slots.move_to_end(key)
+        if type(delivery) is Repeat:
+            return found[0], message.program, delivery.serial, delivery.place
+        if not _is_usual(delivery):
+            return message
         blob = delivery.blob
         short = blob.inline() if blob is not None else None
         confirmed = [(one.serial, one.nodes, one.names) for one in delivery.confirmed]
@@ -59,6 +64,7 @@ def _is_usual(delivery: Delivery) -> bool:
         or delivery.environment is not None
         or delivery.sources
         or delivery.modules
+        or delivery.keep is not None
     )
 
 
@@ -72,12 +78,17 @@ class CallReader:
         """The message that the notebook meant."""
         if type(message) is not tuple:
             if type(message) is CallFunction and message.slot is not None:
-                # Not its arguments: they may be large.
-                self._kept[message.slot] = replace(message, delivery=replace(message.delivery, blob=None))
+                delivery = message.delivery
+                if type(delivery) is Delivery:
+                    delivery = replace(delivery, blob=None)  # arguments may be large
+                self._kept[message.slot] = replace(message, delivery=delivery)
             return message
-        slot, program, serial, blob, nodes, confirmed, release = message
-        kept = self._kept[slot]
+        kept = self._kept[message[0]]
         old = kept.delivery
+        if len(message) == _REPEAT_LENGTH:
+            _, program, serial, place = message
+            return CallFunction(program, kept.team, kept.strategy, kept.method, Repeat(old.space, serial, place))
+        _, program, serial, blob, nodes, confirmed, release = message
         delivery = Delivery(
             old.space,
             serial,

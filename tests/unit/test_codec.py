@@ -12,9 +12,11 @@ import torch
 from distnb.errors import MessageError
 from distnb.options import StrategySpec
 from distnb.topology import Device, Team
+from distnb.wire.bindings import Delivery, Repeat
 from distnb.wire.codec import Parcel, decode, encode, pack, unpack
 from distnb.wire.graph import GraphPickler, GraphUnpickler, Side, pack_all
 from distnb.wire.messages import CallFunction, Reply
+from distnb.wire.shorthand import CallReader, CallWriter
 
 
 def travel(value: Any) -> Any:
@@ -93,3 +95,29 @@ def test_modules_and_notebook_functions() -> None:
 def test_bytes_that_are_no_message_are_refused_with_a_word() -> None:
     with pytest.raises(MessageError, match="no message of distnb"):
         decode([b"GET / HTTP/1.1"])
+
+
+def test_a_repeated_call_is_a_short_message_that_says_it_all() -> None:
+    team = Team((0, 1), (Device("cpu"),) * 2, 1, "127.0.0.1", 1)
+    spec, space = StrategySpec("mirrored"), ((0, 1), 1)
+    writer, reader = CallWriter(), CallReader()
+
+    def sent(message: CallFunction) -> CallFunction:
+        frames = encode(writer.write(message))
+        lengths.append(len(frames[0]))
+        return reader.read(decode(frames))
+
+    lengths: list[int] = []
+    first = CallFunction(1, team, spec, "run", Delivery(space, 1, Parcel([b"x" * 100]), keep=3))
+    assert sent(first).delivery.keep == 3
+    for number in (2, 3):
+        got = sent(CallFunction(number, team, spec, "run", Repeat(space, number, 3)))
+        assert (got.program, got.team, got.strategy, got.method) == (number, team, spec, "run")
+        assert got.delivery == Repeat(space, number, 3)
+    assert max(lengths[1:]) < 40
+    # A call of another kind, whose first message is a repeated one: the other side's reader began anew.
+    writer, reader = CallWriter(), CallReader()
+    for number in (4, 5):
+        assert sent(CallFunction(number, team, spec, "reduce", Repeat(space, number, 0))).delivery.serial == number
+    got = sent(CallFunction(6, team, spec, "reduce", Delivery(space, 6, Parcel([b"abc"]), delete=("x",))))
+    assert got.delivery.delete == ("x",)
