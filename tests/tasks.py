@@ -138,7 +138,13 @@ class Tasks:
 
     def wait_for(self, name: str, text: str, timeout_s: float = 60.0) -> None:
         """Until a task has printed something."""
-        wait_until(lambda: text in self.output(name), timeout_s, f"{name} has not printed {text!r}")
+
+        def printed() -> bool:
+            if self.processes[name].poll() is not None and text not in self.output(name):
+                raise AssertionError(f"{name} ended without printing {text!r}: {self.end_of(name).stderr}")
+            return text in self.output(name)
+
+        wait_until(printed, timeout_s, f"{name} has not printed {text!r}")
 
     def kill(self, name: str) -> None:
         """SIGKILL."""

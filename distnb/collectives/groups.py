@@ -23,6 +23,7 @@ from distnb.collectives import exits, membership, rendezvous, world
 from distnb.collectives.group import Group, Pending
 from distnb.collectives.membership import Member
 from distnb.collectives.rendezvous import StoreClient
+from distnb.collectives.sockets import give_up_on_silence
 from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted
 from distnb.topology import Device, Team, parse_device
 
@@ -156,6 +157,8 @@ def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None)
     devices = tuple(parse_device(other.device) for other in cards)
     apart = not sockets_only and len({(other.host, other.device) for other in cards}) == size
     address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
+    if len({other.host for other in cards}) > 1:
+        give_up_on_silence(port)
     team = Team(tuple(range(size)), devices, 0, address, port)
     group = _join((_SCRIPT, *team.engines), team, rank, device, StoreClient(lambda: prefixed), timeout_s, apart)
     if found is not None:

@@ -19,6 +19,7 @@ from distnb.collectives.forming import Forming, Parts
 from distnb.collectives.operations import GuardedProcessGroup
 from distnb.collectives.process_group import GroupCore
 from distnb.collectives.rendezvous import StoreClient
+from distnb.collectives.sockets import LOST_AFTER_S
 from distnb.collectives.world import World
 from distnb.errors import CollectiveError, ProgramAborted
 from distnb.topology import Device, Team
@@ -26,6 +27,10 @@ from distnb.topology import Device, Team
 __all__ = ["Attempt", "Member", "tend_all"]
 
 _PERIOD_S = 0.1
+_SILENT = (
+    f"The connection to another replica was lost: its machine has confirmed nothing for {LOST_AFTER_S:g} s. Is it "
+    "down, or the network between?"
+)
 
 
 class Attempt:
@@ -238,4 +243,6 @@ def _tend(members: Mapping[Any, Member]) -> None:
         for member in list(members.values()):
             for group in member.groups():
                 with suppress(Exception):  # this thread must live; what is wrong is raised where somebody waits
+                    if group.transport is not None and group.transport.connections.silent():
+                        group.fail(CollectiveError(_SILENT))
                     group.tend()

@@ -45,8 +45,8 @@ class ReplicatedBoard(Board):
 
     def exchange(self) -> None:
         """Publish and read. A store that no longer answers is none of the collectives' business."""
-        if not self._lock.acquire(blocking=False):
-            return  # another thread is at it
+        if self.lost or not self._lock.acquire(blocking=False):
+            return  # or another thread is at it
         try:
             packet = self._pack()
             if packet != self._published:
@@ -56,9 +56,8 @@ class ReplicatedBoard(Board):
             there = [rank for rank in others if self._seen[rank] or self._store.check([f"board/{rank}"])]
             for rank in there:
                 self._unpack(rank, self._store.get(f"board/{rank}"))
-            self.lost = False
         except RuntimeError:
-            self.lost = True
+            self.lost = True  # for good: torch's store does not connect again, and logs each attempt at length
         finally:
             self._lock.release()
 

@@ -11,10 +11,20 @@ import os
 import re
 import socket
 import stat
+import struct
 from collections.abc import Iterable
 
-__all__ = ["Connections", "pollers"]
+__all__ = ["LOST_AFTER_S", "Connections", "give_up_on_silence", "pollers"]
 
+LOST_AFTER_S = 10.0
+"""How long a machine may leave what was sent to it unconfirmed. Its kernel confirms, however busy its programs are."""
+
+_PROBE_S = 2
+_SILENT_LOOKS = 5
+_INFO_NBYTES = 60
+_PROBES, _UNCONFIRMED, _SINCE_CONFIRMED_MS = 3, 24, 56  # offsets in Linux' struct tcp_info
+
+_WORD = struct.Struct("=I")
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 
@@ -58,6 +68,24 @@ def _state(descriptor: int) -> str:
         return "other"
 
 
+def give_up_on_silence(port: int) -> None:
+    """Have this process's connections to a server that always reads fail when its machine is gone.
+
+    Args:
+        port: The server's. torch's store has no other way to end a question that nobody answers.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as opened:
+                if opened.type == socket.SOCK_STREAM and opened.getpeername()[1] == port:
+                    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * LOST_AFTER_S))
+                    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+                    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+        except (OSError, IndexError):
+            pass  # no socket, or not connected, or not of this kind
+
+
 class Connections:
     """Duplicates of the connected sockets of one Gloo device.
 
@@ -71,6 +99,8 @@ class Connections:
     def __init__(self, descriptors: Iterable[int] = ()) -> None:
         self._originals = {number: os.fstat(number).st_ino for number in descriptors}
         self._sockets = [socket.socket(fileno=os.dup(number)) for number in self._originals]
+        self._probed = False
+        self._silent_looks = 0
 
     @classmethod
     def of_device(cls, pollers_before: set[int]) -> Connections:
@@ -85,6 +115,39 @@ class Connections:
             if "pipe" in kinds and kinds.count("listening") == 1:
                 found += [number for number, state in states.items() if state == "connected"]
         return cls(found)
+
+    def expect_silence(self) -> None:
+        """The peers are on other machines: have the kernel find out when one of them is gone, also where nobody sends.
+
+        No TCP_USER_TIMEOUT: it would end the connection to a peer that is alive and too busy to read.
+        """
+        self._probed = True
+        for opened in self._sockets:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, int(LOST_AFTER_S / _PROBE_S) - 1)
+
+    def silent(self) -> bool:
+        """Whether some peer's machine has not confirmed for long what was sent to it. Ask it several times a second.
+
+        Only after `expect_silence`: without the kernel's probes nothing is confirmed while nobody sends.
+        """
+        # After this machine itself stood still, what arrived meanwhile may not have been looked at.
+        self._silent_looks = self._silent_looks + 1 if self._probed and self._unconfirmed() else 0
+        return self._silent_looks > _SILENT_LOOKS
+
+    def _unconfirmed(self) -> bool:
+        for opened in self._sockets:
+            try:
+                info = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_NBYTES)
+            except OSError:
+                continue
+            unconfirmed, since_ms = (_WORD.unpack_from(info, at)[0] for at in (_UNCONFIRMED, _SINCE_CONFIRMED_MS))
+            # One that is alive and too busy to read answers each probe.
+            if since_ms > 1000 * LOST_AFTER_S and (unconfirmed or info[_PROBES] > 1):
+                return True
+        return False
 
     def __len__(self) -> int:
         return len(self._sockets)

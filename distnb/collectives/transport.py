@@ -180,6 +180,8 @@ def _make(
         before = pollers()
         gloo = _gloo(PrefixStore("gloo", store), rank, size, local)
         connections = Connections.of_device(before)
+    if not local:
+        connections.expect_silence()
     backends: dict[str, Any] = {"cpu": gloo}
     if nccl is not None:
         backends["cuda"] = _nccl(PrefixStore("nccl", store), rank, size, nccl)

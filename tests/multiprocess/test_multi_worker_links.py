@@ -1,0 +1,125 @@
+"""Workers on machines of their own: network namespaces, joined by a cable that can be cut."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from distnb.collectives.sockets import LOST_AFTER_S
+from tests.conftest import needs
+from tests.tasks import Tasks
+
+pytestmark = [
+    pytest.mark.timeout(150),
+    pytest.mark.skipif(os.geteuid() != 0, reason="making network namespaces needs root"),
+]
+
+
+@dataclass
+class Machines:
+    """Two namespaces, at 10.77.0.1 and 10.77.0.2."""
+
+    ip: str
+    names: tuple[str, str]
+
+    def do(self, *words: str) -> None:
+        subprocess.run([self.ip, *words], check=True, capture_output=True, timeout=20)
+
+    def command(self, machine: int) -> list[str]:
+        return [self.ip, "netns", "exec", self.names[machine], sys.executable, "SCRIPT"]
+
+    def cut(self) -> None:
+        self.do("-n", self.names[0], "link", "set", "cable", "down")
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    made = Machines(needs("ip"), (f"dnb{os.getpid()}a", f"dnb{os.getpid()}b"))
+    try:
+        made.do("netns", "add", made.names[0])
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces here: {error.stderr.decode()}")
+    try:
+        made.do("netns", "add", made.names[1])
+        first, second = made.names
+        made.do("link", "add", "cable", "netns", first, "type", "veth", "peer", "name", "cable", "netns", second)
+        for number, name in enumerate(made.names):
+            made.do("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "cable")
+            for link in ("lo", "cable"):
+                made.do("-n", name, "link", "set", link, "up")
+        yield made
+    finally:
+        for name in made.names:
+            subprocess.run([made.ip, "netns", "del", name], check=False, capture_output=True, timeout=20)
+
+
+@pytest.mark.parametrize("numbers", [3, 5_000_000])
+def test_a_cable_that_is_cut_ends_both_in_seconds(machines: Machines, numbers: int):
+    program = f"""
+from distnb.collectives import rendezvous
+rendezvous.host = lambda: f"machine {{os.getpid()}}"  # no memory is shared
+strategy = distnb.MultiWorkerMirroredStrategy()
+def step():
+    return distnb.get_replica_context().all_reduce("sum", torch.ones({numbers}))
+assert strategy.local_results(strategy.run(step))[0].sum().item() == 2 * {numbers}
+import psutil
+tell(listening=sorted({{c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}}))
+while True:
+    strategy.run(step)
+"""
+    names = ["worker 0", "worker 1"]
+    commands = {name: machines.command(number) for number, name in enumerate(names)}
+
+    def told(name: str, cluster: object) -> dict[str, list[str]]:
+        return {"worker": ["10.77.0.1:2222", "10.77.0.2:2222"]}
+
+    with Tasks(program, names, told=told, command=commands) as tasks:
+        for name in names:
+            tasks.wait_for(name, "listening")
+        machines.cut()
+        began = time.monotonic()
+        ended = [tasks.end_of(name, timeout_s=40) for name in names]
+        seconds = time.monotonic() - began
+    assert seconds < 25
+    for number, task in enumerate(ended):
+        assert task.told["listening"] == [f"10.77.0.{number + 1}"]
+        assert "CollectiveError: The connection to another replica was lost" in task.stderr
+
+
+def test_a_worker_that_stands_still_is_waited_for(machines: Machines):
+    program = """
+from distnb.collectives import rendezvous
+rendezvous.host = lambda: f"machine {os.getpid()}"
+strategy = distnb.MultiWorkerMirroredStrategy()
+def step():
+    return distnb.get_replica_context().all_reduce("sum", torch.ones(5_000_000))
+strategy.run(step)
+print("ready", flush=True)
+while not os.path.exists("go"):  # more is under way than the sockets hold
+    strategy.run(step)
+    if os.path.exists("last") and distnb.is_chief():
+        open("go", "w").close()
+os._exit(0)
+"""
+    names = ["worker 0", "worker 1"]
+    commands = {name: machines.command(number) for number, name in enumerate(names)}
+
+    def told(name: str, cluster: object) -> dict[str, list[str]]:
+        return {"worker": ["10.77.0.1:2222", "10.77.0.2:2222"]}
+
+    with Tasks(program, names, told=told, command=commands) as tasks:
+        for name in names:
+            tasks.wait_for(name, "ready")
+        tasks.processes["worker 1"].send_signal(signal.SIGSTOP)
+        time.sleep(1.5 * LOST_AFTER_S)  # longer than silence is borne
+        tasks.processes["worker 1"].send_signal(signal.SIGCONT)
+        (tasks.folder / "last").touch()
+        chief = tasks.end_of("worker 0", timeout_s=40)
+    assert chief.returncode == 0, chief.stderr
