@@ -426,10 +426,19 @@ def _replace_in_containers(old: Any, new: Any, user_ns: dict[str, Any]) -> None:
         if holder is user_ns:
             continue
         if type(holder) is dict and holder is not sys.modules["__main__"].__dict__:
+            # Python remembers what it found in a class: its attributes must be set as such.
+            cls = next((each for each in gc.get_referrers(holder) if _is_namespace_of(holder, each)), None)
             for key in [key for key, value in holder.items() if value is old]:
-                holder[key] = new
+                if cls is None:
+                    holder[key] = new
+                else:
+                    setattr(cls, key, new)
         elif type(holder) is list:
             holder[:] = [new if value is old else value for value in holder]
+
+
+def _is_namespace_of(holder: dict[Any, Any], owner: Any) -> bool:
+    return isinstance(owner, type) and any(part is holder for part in gc.get_referents(owner))
 
 
 def method_of(handle: Any, path: tuple[tuple[str, Any], ...], described: Mapping[int, Described]) -> RemoteMethod:

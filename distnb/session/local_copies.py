@@ -154,4 +154,7 @@ def _parts(obj: Any) -> list[Any]:
         return [*(obj.__closure__ or ()), *(obj.__defaults__ or ())]
     if type(obj) in (str, bytes, int, float, bool, type(None)) or isinstance(obj, HANDLES):
         return []
+    if isinstance(obj, type):
+        # Not its dict: Python remembers what it found in a class, and would not see that it is another object.
+        return [*vars(obj).values(), *obj.__bases__]
     return [part for part in gc.get_referents(obj) if gc.is_tracked(part) and not isinstance(part, types.ModuleType)]

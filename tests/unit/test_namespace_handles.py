@@ -502,3 +502,22 @@ def test_cycles_are_released(world: DoubleWorld) -> None:
     assert len(space.twins) < 2000
     there(world, "kept.append(kept[0] is kept)")
     assert world.notebook.user_ns["kept"][1] is True
+
+
+def test_a_handle_in_a_class_stays_there_in_a_default_cell(world: DoubleWorld) -> None:
+    here(world, "class Box:\n    kind = None")
+    there(world, "h = [1]\nm = h.copy")
+    here(world, "Box.kind = m")
+    ns = world.notebook.user_ns
+    handle = ns["Box"].kind
+    with world.namespace.localise("n = Box.kind"):
+        here(world, "n = Box.kind")
+    assert ns["Box"].kind is vars(ns["Box"])["kind"] is handle
+
+
+def test_what_was_changed_differently_in_a_class(world: DoubleWorld) -> None:
+    here(world, "class Box:\n    kind = []\nfirst = Box.kind")
+    there(world, "Box.kind.append(rid())")
+    ns = world.notebook.user_ns
+    assert isinstance(ns["first"], RemotePerReplica)
+    assert ns["Box"].kind is vars(ns["Box"])["kind"] is ns["first"]
