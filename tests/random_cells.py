@@ -472,7 +472,12 @@ def _prepare_double(world: DoubleWorld, refusals: Refusals) -> None:
 
     def call(*args: Any) -> Any:
         refusals.calls.append(_marked(args))
-        return world.call(*args)
+        try:
+            return world.call(*args)
+        except Exception as error:
+            if is_refusal(error):
+                refusals.calls.pop()  # the statement is left out of the other run
+            raise
 
     world.notebook.user_ns["_call"] = call
     world.notebook.user_ns["_look"] = look
