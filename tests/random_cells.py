@@ -514,7 +514,8 @@ def _copied(marked: Any, tree: Any) -> Any:
         return tree
     if isinstance(tree, dict):
         copied = tree.copy()
-        copied.update({key: _copied(marked[key], child) for key, child in tree.items()})
+        for key, child in tree.items():  # a Counter's update would add
+            copied[key] = _copied(marked[key], child)
         return copied
     if dataclasses.is_dataclass(tree):
         made = object.__new__(type(tree))
