@@ -105,8 +105,9 @@ class Packer:
 
     def _take(self, name: str, value: Any) -> Iterable[str]:
         if isinstance(value, HANDLES):
+            reads = self._take_handle(value, name)
             self.luggage.bindings[name] = value
-            return self._take_handle(value, name)
+            return reads
         if is_plain(value):
             self.luggage.bindings[name] = value
             return ()
@@ -123,6 +124,7 @@ class Packer:
         try:
             found = fingerprint(value, self._side, self._space.twins, Seeing(self._rules, handles), keep_memo=True)
         except Exception as error:
+            self._seen.discard(id(value))  # under another name it is to be refused again
             raise explain(value, label or f"`{name}`", error) from error
         identity = self._space.twins.id_of(value)
         key: ObjectId | str = identity if identity is not None else f"name:{name}"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from distnb.errors import CannotTravelError, DistributedValueError, StaleHandleError, UnassignedError
-from distnb.session.handles import HANDLES, RemoteMirrored, RemotePerReplica
+from distnb.session.handles import HANDLES, RemoteMirrored, RemotePerReplica, state_of_handle
 from distnb.topology import Device, Team
 from distnb.values import Mirrored, PerReplica
 from tests.worlds import DoubleWorld, distributed, ordinary, run_all
@@ -521,3 +521,14 @@ def test_what_was_changed_differently_in_a_class(world: DoubleWorld) -> None:
     ns = world.notebook.user_ns
     assert isinstance(ns["first"], RemotePerReplica)
     assert ns["Box"].kind is vars(ns["Box"])["kind"] is ns["first"]
+
+
+def test_a_cell_that_may_read_any_name_leaves_out_what_is_gone(world: DoubleWorld) -> None:
+    there(world, "import torch\na = torch.zeros(3) + rid()\ndef f():\n    return a")
+    here(world, "box = [a]\nalias = box\nn = 5")
+    state_of_handle(world.notebook.user_ns["a"]).lost = {1}
+    there(world, "known = 'nothing' in globals()\nm = globals()['n']")
+    assert (world.notebook.user_ns["known"], world.notebook.user_ns["m"]) == (False, 5)
+    for source in ("a", "box", "alias[0]", "f()"):
+        with pytest.raises(StaleHandleError, match="`a`"):
+            there(world, f"x = {source}")
