@@ -66,6 +66,7 @@ class _Stays(dict[type, Callable[[Any], Any] | None]):
         super().__init__()
         self._register = register
         self._twins = twins
+        self.contents: set[int] = set()  # `id()` of tensors that are the content of one of the notebook's
         self._strict = strict
 
     def get(self, kind: Any, default: Any = None) -> Any:
@@ -96,6 +97,8 @@ class _Stays(dict[type, Callable[[Any], Any] | None]):
         return None
 
     def _if_large(self, obj: Any) -> ObjectId | None:
+        if id(obj) in self.contents:
+            return None
         by_value = is_tensor(obj) and obj.nbytes <= _SMALL_NBYTES and not is_mirrored(obj)
         if not by_value or (getattr(obj, "requires_grad", False) and not obj.is_leaf):
             return self._register(obj)  # a copy would be cut off from the graph
@@ -159,7 +162,8 @@ def _pack(
         return identity
 
     file = io.BytesIO()
-    pickler = GraphPickler(file, side, twins.ids, _Stays(register, twins, strict=strict))
+    rules = _Stays(register, twins, strict=strict)
+    pickler = GraphPickler(file, side, twins.ids, rules)
     pickler.neighbours = twins.neighbours
     pickler.dump(code)
     digests: dict[ObjectId, bytes] = {}
@@ -171,6 +175,8 @@ def _pack(
         if content is not None and twins.contents.get(identity) == content:
             continue
         kind, state = state_of(node)
+        # What the notebook's own tensors hold goes to it, however large.
+        rules.contents = {id(part) for part in state if is_tensor(part)} if kind == "tensor" else set()
         if identity in outdated:
             pickler.dump((identity, REPLACED, node))
         elif kind != FROZEN:

@@ -532,3 +532,11 @@ def test_a_cell_that_may_read_any_name_leaves_out_what_is_gone(world: DoubleWorl
     for source in ("a", "box", "alias[0]", "f()"):
         with pytest.raises(StaleHandleError, match="`a`"):
             there(world, f"x = {source}")
+
+
+def test_large_tensors_of_the_notebook_are_changed_in_place(world: DoubleWorld) -> None:
+    here(world, "import torch\nbig = torch.arange(2.0**17)\nalias = big")
+    there(world, "big += 1")
+    ns = world.notebook.user_ns
+    assert ns["alias"] is ns["big"]
+    assert torch.equal(ns["big"], torch.arange(2.0**17) + 1)
