@@ -8,7 +8,6 @@ import linecache
 import operator
 import re
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from distnb.engine import operations
 from distnb.engine.descriptions import Describer
 from distnb.engine.objects import Objects, Pending, Space
 from distnb.engine.travel import pack_effects
+from distnb.errors import NamespaceError
 from distnb.options import StrategySpec
 from distnb.strategies.scope import adopt_restored
 from distnb.values import Mirrored, PerReplica
@@ -31,8 +31,6 @@ from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
 
 __all__ = ["EngineNamespace"]
 
-# As an outline, it is of a function that is gone.
-_NOT_KEPT = weakref.ref(type("Gone", (), {})())
 _HIDDEN = re.compile(r"_+|_i+|_\d+|_i\d+|_[od]h|In|Out|exit|quit|open|get_ipython|__\w+__")
 
 
@@ -78,7 +76,13 @@ class EngineNamespace:
         space = self.objects.space(delivery.space)
         space.replica = replica
         if isinstance(delivery, Repeat):
-            self._arguments = fill(space.kept.get(delivery.place, _NOT_KEPT))
+            of, kept = space.kept.get(delivery.place, (0, None))
+            if of != delivery.of:
+                raise NamespaceError(
+                    "The call that this one repeats was ended before it began on this replica, so that its function "
+                    "and arguments are not here. Call it again."
+                )
+            self._arguments = fill(kept)
             self._delivery = delivery
             return
         self._settle(space, delivery)
@@ -92,7 +96,7 @@ class EngineNamespace:
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         self._arguments = self._unpack(delivery, space) if delivery.blob is not None else None
         if delivery.keep is not None:
-            space.kept[delivery.keep] = outline(self._arguments)
+            space.kept[delivery.keep] = delivery.serial, outline(self._arguments)
         if environment is not None:
             apply_environment(Environment(generators=environment.generators))
             self._environment = None

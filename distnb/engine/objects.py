@@ -38,7 +38,7 @@ class Space:
         twins: Every object that has an id.
         fingerprints: Of the notebook's objects, as both sides last agreed on them.
         registered: Paths under which objects got ids in the running program.
-        kept: Outlines of arguments, for calls that are repeated.
+        kept: By place, outlines of arguments for calls that are repeated, with the serial of their delivery.
     """
 
     key: SpaceKey
@@ -47,7 +47,7 @@ class Space:
     fingerprints: dict[ObjectId, Fingerprint] = field(default_factory=dict)
     pending: dict[int, Pending] = field(default_factory=dict)
     registered: set[str] = field(default_factory=set)
-    kept: dict[int, Any] = field(default_factory=dict)
+    kept: dict[int, tuple[int, Any]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:

@@ -110,7 +110,7 @@ class NotebookNamespace:
         if len(objects) == len(functions):
             if plan is not None and self._is_repeated(space, plan, arguments):
                 assert plan.place is not None
-                return Repeat(space.key, next(self._serials), plan.place)
+                return Repeat(space.key, next(self._serials), plan.place, plan.kept)
         elif structure.has_distributed(arguments):
             arguments = structure.replace_distributed(arguments, _as_argument)
             objects = list(objects_in(arguments))

@@ -41,6 +41,7 @@ class Plan:
         modules: Modules that they read, each with its spec: a reload makes a new one.
         arguments, blob: The latest arguments of nothing but functions and plain values, and how they were packed.
         place: Where the engines keep those arguments, if a call with them can be repeated without a word.
+        kept: The serial of the delivery that they came with.
     """
 
     version: int
@@ -54,6 +55,7 @@ class Plan:
     arguments: Any = None
     blob: Parcel | None = None
     place: int | None = None
+    kept: int = 0
 
     def packed(self, arguments: Any) -> Parcel | None:
         """The same arguments, packed earlier; None if they are others."""
@@ -87,6 +89,7 @@ class Plans:
             if before is not None:
                 before.place = None
             self._places[plan.place] = plan
+        plan.kept = delivery.serial
         return replace(delivery, keep=plan.place)
 
     def find(self, functions: Sequence[Any], version: int, space: NotebookSpace, side: Side) -> Plan | None:

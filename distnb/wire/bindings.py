@@ -116,11 +116,13 @@ class Repeat:
     Attributes:
         space, serial: As of a `Delivery`.
         place: Where that call's arguments are kept.
+        of: That call's serial. A replica that was stopped before it opened that delivery still has another's there.
     """
 
     space: SpaceKey
     serial: int
     place: int
+    of: int
 
     watch: ClassVar[tuple[ObjectId, ...]] = ()
     handles: ClassVar[tuple[ObjectId, ...]] = ()

@@ -19,7 +19,7 @@ from distnb.wire.messages import CallFunction, Reply
 __all__ = ["CallReader", "CallWriter", "ReplyReader", "ReplyWriter"]
 
 _KEPT = 64
-_REPEAT_LENGTH = 4
+_REPEAT_LENGTH = 5
 
 
 class CallWriter:
@@ -45,7 +45,7 @@ class CallWriter:
             return message
         self._slots.move_to_end(key)
         if type(delivery) is Repeat:
-            return found[0], message.program, delivery.serial, delivery.place
+            return found[0], message.program, delivery.serial, delivery.place, delivery.of
         if not _is_usual(delivery):
             return message
         blob = delivery.blob
@@ -86,8 +86,8 @@ class CallReader:
         kept = self._kept[message[0]]
         old = kept.delivery
         if len(message) == _REPEAT_LENGTH:
-            _, program, serial, place = message
-            return CallFunction(program, kept.team, kept.strategy, kept.method, Repeat(old.space, serial, place))
+            _, program, *repeat = message
+            return CallFunction(program, kept.team, kept.strategy, kept.method, Repeat(old.space, *repeat))
         _, program, serial, blob, nodes, confirmed, release = message
         delivery = Delivery(
             old.space,

@@ -111,13 +111,13 @@ def test_a_repeated_call_is_a_short_message_that_says_it_all() -> None:
     first = CallFunction(1, team, spec, "run", Delivery(space, 1, Parcel([b"x" * 100]), keep=3))
     assert sent(first).delivery.keep == 3
     for number in (2, 3):
-        got = sent(CallFunction(number, team, spec, "run", Repeat(space, number, 3)))
+        got = sent(CallFunction(number, team, spec, "run", Repeat(space, number, 3, 1)))
         assert (got.program, got.team, got.strategy, got.method) == (number, team, spec, "run")
-        assert got.delivery == Repeat(space, number, 3)
+        assert got.delivery == Repeat(space, number, 3, 1)
     assert max(lengths[1:]) < 40
     # A call of another kind, whose first message is a repeated one: the other side's reader began anew.
     writer, reader = CallWriter(), CallReader()
     for number in (4, 5):
-        assert sent(CallFunction(number, team, spec, "reduce", Repeat(space, number, 0))).delivery.serial == number
+        assert sent(CallFunction(number, team, spec, "reduce", Repeat(space, number, 0, 1))).delivery.serial == number
     got = sent(CallFunction(6, team, spec, "reduce", Delivery(space, 6, Parcel([b"abc"]), delete=("x",))))
     assert got.delivery.delete == ("x",)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from distnb.errors import NamespaceError
 from distnb.wire.bindings import Delivery, Repeat
 from tests.worlds import DoubleWorld
 
@@ -156,3 +157,23 @@ def test_what_functions_close_over_is_let_go(world: DoubleWorld) -> None:
     assert kept() is None
     define(world, "y = 1")
     world.call(world.notebook.user_ns.setdefault("g", lambda: 1))
+
+
+def test_a_replica_that_missed_the_call_that_is_repeated_says_so(world: DoubleWorld) -> None:
+    define(world, "def a():\n    return 1\ndef b():\n    return 2")
+    ns = world.notebook.user_ns
+    assert [world.call(ns["a"]) for _ in range(3)] == [1, 1, 1]
+    world.namespace.failed(world.namespace.outgoing_call((ns["a"], (), {}), {}, world.team))
+    assert world.call(ns["b"]) == 2
+    # `b` takes the place of `a`, but replica 1 is stopped before it opens that delivery.
+    first = world.namespace.outgoing_call((ns["b"], (), {}), {}, world.team)
+    assert isinstance(first, Delivery)
+    assert first.keep == 0
+    again = world.namespace.outgoing_call((ns["b"], (), {}), {}, world.team)
+    assert isinstance(again, Repeat)
+    world.namespaces[0].open_call(world._send(first), 0)
+    world.namespaces[0].close_call(0, 2)
+    (function, _, _), _ = world.namespaces[0].open_call(world._send(again), 0)
+    assert function() == 2
+    with pytest.raises(NamespaceError, match="Call it again"):
+        world.namespaces[1].open_call(world._send(again), 1)
