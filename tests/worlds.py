@@ -164,13 +164,11 @@ class DoubleWorld:
             with process.active():
                 namespace.open(self._send(delivery), replica)
                 mark = namespace.begin(cell.text)
-                failed = False
                 try:
                     process.run(cell.text, self._number)
                 except Exception as error:
-                    failed = True
                     errors.append(error)
-                effects[replica] = self._send(namespace.finish(mark, self._number, failed))
+                effects[replica] = self._send(namespace.finish(mark))
         self.namespace.incoming(cell.text, team, effects)
         if errors:
             raise errors[0]
@@ -190,7 +188,7 @@ class DoubleWorld:
         if errors:
             self.namespace.failed(delivery, effects)
             raise errors[0]
-        return self.namespace.result(self.team, 0, effects)
+        return self.namespace.result(self.team, effects)
 
     def _call_on(self, replica: int, delivery: Any) -> Any:
         namespace, size = self.namespaces[replica], len(self.namespaces)
@@ -200,7 +198,7 @@ class DoubleWorld:
             lambda leaf: leaf if structure.is_immutable(leaf) else PerReplica.own(replica, leaf, size),
             function(*own_args, **own_kwargs),
         )
-        return namespace.close_call(0, result)
+        return namespace.close_call(result)
 
     def perform(self, engines: Sequence[int], operation: str, target: Any, payload: Any = None) -> dict[int, Any]:
         self._programs += 1

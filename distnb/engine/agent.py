@@ -212,7 +212,7 @@ class Agent:
                 # They do not hear of the interrupt, and a DataLoader waits five seconds for each in mid-item.
                 children.end(set(multiprocessing.active_children()) - there)
         groups.program_ended(failed is not None)
-        effects = self._namespace.finish(mark, program, failed is not None) if mark is not None else None
+        effects = self._namespace.finish(mark) if mark is not None else None
         try:
             return Reply(program, "ok", value=effects) if failed is None else self._failed(program, failed, effects)
         finally:
@@ -228,7 +228,7 @@ class Agent:
                 else:
                     function, *rest = select(args, replica)
                     result = function(*rest)
-            return self._namespace.close_call(message.program, result)
+            return self._namespace.close_call(result)
 
         try:
             return self._run_together(message.program, message.team, replica, body)

@@ -215,15 +215,11 @@ class EngineNamespace:
 
         return take_back
 
-    def finish(
-        self, mark: Mark, program: int, failed: bool, result: Callable[[Space, int], Any] | None = None
-    ) -> Effects:
+    def finish(self, mark: Mark, result: Callable[[Space, int], Any] | None = None) -> Effects:
         """Describe what a program did, whether it failed or not.
 
         Args:
             mark: What `begin` gave.
-            program: Its number.
-            failed: It raised; what it assigned until then is described all the same.
             result: For a call, describes its result.
         """
         space, serial = self.objects.space(mark.delivery.space), mark.delivery.serial
@@ -285,20 +281,20 @@ class EngineNamespace:
         self._environment = after
         return Effects(serial, environment=None if environment.empty else environment, result=described)
 
-    def close_call(self, program: int, result: Any) -> Effects:
+    def close_call(self, result: Any) -> Effects:
         """Describe the result of a call that `open_call` began, and what else it did."""
         return self.finish_with(lambda space, serial: self.describer.tree(result, space, serial))
 
     def give_up_call(self) -> Effects | None:
         """Describe what a call did that raised; None if it raised before `open_call` was through."""
         mark, self._call = self._call, None
-        return self.finish(mark, 0, True) if mark is not None else None
+        return self.finish(mark) if mark is not None else None
 
     def finish_with(self, result: Callable[[Space, int], Any]) -> Effects:
         """End what `open_call` began, with a result that is described by a function."""
         mark, self._call = self._call, None
         assert mark is not None
-        return self.finish(mark, 0, False, result)
+        return self.finish(mark, result)
 
     def apply(self, message: Apply) -> Any:
         """Carry out an operation that a handle asked for."""

@@ -139,7 +139,7 @@ class NotebookNamespace:
             and capture_environment().since(space.environment).empty
         )
 
-    def result(self, team: Team, program: int, replies: Mapping[int, Effects]) -> Any:
+    def result(self, team: Team, replies: Mapping[int, Effects]) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
         return self.take_in_call(self._space(team.engines), dict(replies))
 

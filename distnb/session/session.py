@@ -351,7 +351,7 @@ class Session:
             self._dispatch.wait(outcome)
             if outcome.ok:
                 values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
-                return self.namespace.result(team, outcome.program, values)
+                return self.namespace.result(team, values)
             told = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items() if reply.value}
             self.namespace.failed(delivery, told)
             self._renew_group(team)

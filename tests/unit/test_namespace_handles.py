@@ -434,7 +434,7 @@ def test_names_of_an_unfinished_scope_are_taken_back(world: DoubleWorld) -> None
         with pytest.raises(ZeroDivisionError):
             world.engines[replica].run(scope, 2)
         take_back()
-        effects[replica] = world._send(namespace.finish(mark, 1, True))
+        effects[replica] = world._send(namespace.finish(mark))
     world.namespace.incoming(before + scope, world.team, effects)
     ns = world.notebook.user_ns
     assert (ns["x"], ns["y"], ns["log"]) == (1, 5, [1])

@@ -172,7 +172,7 @@ def test_a_replica_that_missed_the_call_that_is_repeated_says_so(world: DoubleWo
     again = world.namespace.outgoing_call((ns["b"], (), {}), {}, world.team)
     assert isinstance(again, Repeat)
     world.namespaces[0].open_call(world._send(first), 0)
-    world.namespaces[0].close_call(0, 2)
+    world.namespaces[0].close_call(2)
     (function, _, _), _ = world.namespaces[0].open_call(world._send(again), 0)
     assert function() == 2
     with pytest.raises(NamespaceError, match="Call it again"):
