@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from distnb.errors import OptionError
 
@@ -19,23 +19,31 @@ __all__ = [
 ]
 
 
-class ReduceOp(enum.Enum):
+class _Named(enum.Enum):
+    """Members that users may also give as strings, in any case."""
+
+    @classmethod
+    def parse(cls, name: Self | str) -> Self:
+        """The member that a user named.
+
+        Raises:
+            OptionError: There is none of that name; it lists those that are. (It is a ValueError.)
+        """
+        if isinstance(name, cls):
+            return name
+        if isinstance(name, str) and name.upper() in cls.__members__:
+            return cls[name.upper()]
+        raise OptionError(
+            f"{name!r} is no {cls.__name__}. There are {', '.join(repr(each.name) for each in cls)}, as strings or as "
+            f"members of distnb.{cls.__name__}."
+        )
+
+
+class ReduceOp(_Named):
     """How values of several replicas become one. Strings are accepted in any case."""
 
     SUM = "SUM"
     MEAN = "MEAN"
-
-    @classmethod
-    def parse(cls, op: ReduceOp | str) -> ReduceOp:
-        """The op that a user named. Raises OptionError (a ValueError) that lists the ops."""
-        if isinstance(op, cls):
-            return op
-        if isinstance(op, str) and op.upper() in cls.__members__:
-            return cls[op.upper()]
-        raise OptionError(
-            f"{op!r} is no reduce op. The ops are "
-            f"{', '.join(repr(m.name) for m in cls)}, as strings or as distnb.ReduceOp members."
-        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class InputOptions:
             raise OptionError(f"collate={self.collate!r} is unknown. Give 'auto', 'slice' or 'global'.")
 
 
-class CommunicationImplementation(enum.Enum):
+class CommunicationImplementation(_Named):
     """How replicas communicate. Strings are accepted in any case."""
 
     AUTO = "AUTO"
@@ -85,18 +93,6 @@ class CommunicationImplementation(enum.Enum):
     """Gloo's ring over sockets, also for GPUs, whose tensors go through host memory."""
     NCCL = "NCCL"
     """NCCL, or an error where it cannot be."""
-
-    @classmethod
-    def parse(cls, name: CommunicationImplementation | str) -> CommunicationImplementation:
-        """The implementation that a user named. Raises OptionError (a ValueError) that lists them."""
-        if isinstance(name, cls):
-            return name
-        if isinstance(name, str) and name.upper() in cls.__members__:
-            return cls[name.upper()]
-        raise OptionError(
-            f"{name!r} is no implementation of communication. There are {', '.join(repr(m.name) for m in cls)}, as "
-            "strings or as distnb.CommunicationImplementation members."
-        )
 
 
 @dataclass(frozen=True)

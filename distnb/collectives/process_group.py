@@ -384,12 +384,13 @@ class GroupCore(GroupIdentity):
         overdue = self._time_limit.overdue()
         if overdue is not None:
             self.fail(self._out_of_time(*overdue))
-        numbers = list(self._open)
+        numbers, epoch = list(self._open), self.epoch
         if numbers and self.failure is None:
             try:
-                self.examine(self.epoch, min(numbers), waiting=False)
-            except Exception:  # noqa: BLE001  (it is the group's failure now, and raised where somebody waits)
-                pass
+                self.examine(epoch, min(numbers), waiting=False)
+            except Exception as error:  # noqa: BLE001  (raised where somebody waits)
+                if epoch == self.epoch:
+                    self.fail(error)
 
 
 def _under_way(opened: dict[int, Any], watched: set[Any]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from distnb.errors import StructureError
 from distnb.session import records
 from distnb.session.handles import HANDLES, RemoteMethod, RemoteState, change_kind, make_handle, state_of_handle
+from distnb.session.replacing import replace_everywhere
 from distnb.session.spaces import MISSING, NotebookSpace
 from distnb.wire.bindings import Confirmation, Described, Effects, Leaf, pack_indexes
 from distnb.wire.codec import Parcel
@@ -28,7 +28,7 @@ from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
 if TYPE_CHECKING:
     from distnb.session.operations import Operations
 
-__all__ = ["Arrival"]
+__all__ = ["Arrival", "agreed_scalar", "method_of"]
 
 
 class Arrival:
@@ -229,9 +229,7 @@ class Arrival:
         self._space.twins.drop((identity,))
         self._space.twins.released.append(identity)
         self._successors[identity] = new
-        for name in [name for name, value in self._user_ns.items() if value is old]:
-            self._user_ns[name] = new
-        _replace_in_containers(old, new, self._user_ns)
+        replace_everywhere(old, new, self._user_ns)
 
     def _become_handle(self, identity: ObjectId) -> None:
         """An object that the replicas changed differently: a handle takes its place wherever it is seen."""
@@ -242,7 +240,7 @@ class Arrival:
         new = (self._serial, f"#{identity[0]}{identity[1]}")
         holds: tuple[ObjectId, ...] = ()
         with contextlib.suppress(Exception):  # what a part of it became may be nothing that can be pickled
-            found = fingerprint(node, self._side, space.twins, self._operations.rules(space))
+            found = fingerprint(node, self._side, space.twins, space.rules)
             holds = tuple(held for held in found.nodes if held != identity)
         facts = {replica: Described("object", identity=new, reads=None, holds=holds) for replica in self._effects}
         handle = self._handle(new, facts, mirrored=False)
@@ -251,16 +249,10 @@ class Arrival:
         space.twins.drop((identity,))
         space.renamed[identity] = new
         space.records.pop(identity, None)
-        names = [
-            name
-            for name, value in self._user_ns.items()
-            if value is node and isinstance(name, str) and not name.startswith("_")
-        ]
+        names = replace_everywhere(node, handle, self._user_ns)
         for name in names:
-            self._user_ns[name] = handle
             space.mark_bound(name, handle)
         state_of_handle(handle).name = names[0] if names else ""
-        _replace_in_containers(node, handle, self._user_ns)
         what = f"`{names[0]}`" if names else f"A {type(node).__qualname__} in the notebook"
         self._announce(
             f"distnb: {what} was changed differently by the replicas. It is now a PerReplica handle of what each of "
@@ -419,26 +411,6 @@ def _are_equal(facts: Mapping[int, Described]) -> bool:
     if all(one.mirrored for one in described):
         return True
     return described[0].digest is not None and len({one.digest for one in described}) == 1
-
-
-def _replace_in_containers(old: Any, new: Any, user_ns: dict[str, Any]) -> None:
-    for holder in gc.get_referrers(old):
-        if holder is user_ns:
-            continue
-        if type(holder) is dict and holder is not sys.modules["__main__"].__dict__:
-            # Python remembers what it found in a class: its attributes must be set as such.
-            cls = next((each for each in gc.get_referrers(holder) if _is_namespace_of(holder, each)), None)
-            for key in [key for key, value in holder.items() if value is old]:
-                if cls is None:
-                    holder[key] = new
-                else:
-                    setattr(cls, key, new)
-        elif type(holder) is list:
-            holder[:] = [new if value is old else value for value in holder]
-
-
-def _is_namespace_of(holder: dict[Any, Any], owner: Any) -> bool:
-    return isinstance(owner, type) and any(part is holder for part in gc.get_referents(owner))
 
 
 def method_of(handle: Any, path: tuple[tuple[str, Any], ...], described: Mapping[int, Described]) -> RemoteMethod:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,10 +44,6 @@ class Operations:
     def __init__(self, namespace: NotebookNamespace, perform: Perform) -> None:
         self._namespace = namespace
         self._perform = perform
-
-    def rules(self, space: NotebookSpace) -> dict[type, Callable[[Any], Any]]:
-        """How handles stand in what is pickled for a space."""
-        return space.rules
 
     # -- forwarding ------------------------------------------------------------------------------------------------
 
