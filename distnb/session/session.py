@@ -11,7 +11,7 @@ from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.devices import plan_devices
 from distnb.cluster.launch import Cluster
 from distnb.cluster.store import RendezvousStore
-from distnb.errors import ClusterError, NoClusterError, OptionError, StartError
+from distnb.errors import NoClusterError, OptionError, StartError
 from distnb.options import StrategySpec
 from distnb.session.asking import ask_stacks, await_flush
 from distnb.session.dispatch import Dispatch, Outcome
@@ -20,6 +20,7 @@ from distnb.session.failures import raise_failure
 from distnb.session.namespace import NotebookNamespace
 from distnb.session.pending import Pending, resolve
 from distnb.session.supervisor import Supervisor
+from distnb.session.teams import choose_engines
 from distnb.topology import Device, Team
 from distnb.wire.bindings import Delivery, Repeat
 from distnb.wire.channel import Switchboard
@@ -236,20 +237,8 @@ class Session:
         if known is not None and known.generation == self._generation and self._cluster is not None:
             return known  # every engine that comes or goes makes a new generation
         processes = self._require_cluster().engines
-        alive = [engine for engine in sorted(processes) if engine not in self._ended]
-        if not alive:
-            raise ClusterError("Every engine of the cluster has ended. %distnb restart starts them anew.")
-        if spec.devices:
-            chosen = self._on_devices(spec.devices, alive)
-        else:
-            wanted = spec.num_replicas or len(alive)
-            if wanted > len(alive):
-                raise OptionError(
-                    f"The strategy asks for {wanted} replicas and the cluster has {len(alive)} engine(s) "
-                    f"({', '.join(str(processes[engine].device) for engine in alive)}). Start a larger one: "
-                    f"%distnb stop, then %distnb start -n {wanted}."
-                )
-            chosen = alive[:wanted]
+        alive = {engine: processes[engine].device for engine in sorted(processes) if engine not in self._ended}
+        chosen = choose_engines(spec, alive)
         team = self._teams[spec] = self._team_of(chosen)
         return team
 
@@ -257,22 +246,6 @@ class Session:
         processes = self._require_cluster().engines
         devices = tuple(processes[engine].device for engine in engines)
         return Team(tuple(engines), devices, self._generation, self._store.host, self._store.port)
-
-    def _on_devices(self, devices: tuple[str, ...], alive: list[int]) -> list[int]:
-        processes = self._require_cluster().engines
-        free = list(alive)
-        chosen = []
-        for device in devices:
-            match = next((engine for engine in free if str(processes[engine].device) == device), None)
-            if match is None:
-                there = ", ".join(str(processes[engine].device) for engine in alive)
-                raise OptionError(
-                    f"No engine of the cluster has {device}; its engines have {there}. "
-                    "Name those, or start a cluster on other devices."
-                )
-            free.remove(match)
-            chosen.append(match)
-        return chosen
 
     def run_cell(
         self, source: str, spec: StrategySpec, *, filename: str, label: str = "", in_scope: bool = False

@@ -171,7 +171,7 @@ def test_the_default_context() -> None:
     assert context.all_reduce("MEAN", 3) == 3
     assert context.all_gather(tensor, -1) is tensor
     assert context.merge_call(lambda strategy, x: x + 1, (1,)) == 2
-    with pytest.raises(ValueError, match="no reduce op"):
+    with pytest.raises(ValueError, match="no ReduceOp"):
         context.all_reduce("max", 1)
     with pytest.raises(ValueError, match="scalar"):
         context.all_gather(torch.tensor(1), 0)
