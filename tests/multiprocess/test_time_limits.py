@@ -122,7 +122,9 @@ result = "all"
 
 
 def test_a_group_that_the_program_initialised_keeps_its_limit():
-    body = PROLOGUE.replace("group = groups", "dist.init_process_group(timeout=timedelta(seconds=0.4))\ngroup = groups")
+    # torch's own way to form a group has to be done within this limit, too, also on a slow machine.
+    begin = "dist.init_process_group(timeout=timedelta(seconds=8))\ngroup = groups"
+    body = PROLOGUE.replace("group = groups", begin)
     first, second = run_ranks(body + "result = late(sum_of)", 2)
     second.check()
     assert MISSES in first.check().result
