@@ -67,6 +67,11 @@ def listening_ports() -> set[tuple[str, int]]:
     return {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}
 
 
+def run_directories() -> set[Path]:
+    """The private directories of clusters that run."""
+    return set(Path(os.environ["TMPDIR"]).glob("distnb-*"))
+
+
 def describe(process: psutil.Process) -> str:
     """One line for a message."""
     try:

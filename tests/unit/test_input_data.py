@@ -299,7 +299,7 @@ def test_a_real_interrupt_while_a_worker_is_stuck(prefetch: int | None) -> None:
     threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 3.5
     with pytest.raises(ProgramError, match="ended with the program"):
         next(iterator)
     assert eventually(lambda: not reading_threads() and not multiprocessing.active_children(), 40)
