@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import pytest
 
 from tests import processes
@@ -87,14 +88,19 @@ class _Before:
         self.ports = processes.listening_ports()
         self.files = _files()
 
+    def new(self, *, ignore_offspring: bool) -> list[psutil.Process]:
+        """Processes that were not there."""
+        new = [p for pid, p in processes.children_of_this_run().items() if pid not in self.pids]
+        if not ignore_offspring:
+            return new
+        of_others = self.pids | processes.OF_MODULE
+        return [p for p in new if not ({p.pid} | processes.ancestors(p)) & of_others]
+
     def left(self, *, ignore_offspring: bool) -> list[str]:
         """What is new, in words."""
-        new = [p for pid, p in processes.children_of_this_run().items() if pid not in self.pids]
-        if ignore_offspring:
-            new = [p for p in new if not processes.ancestors(p) & self.pids]
-        left = [f"process {processes.describe(p)}" for p in new]
+        left = [f"process {processes.describe(p)}" for p in self.new(ignore_offspring=ignore_offspring)]
         left += [f"listening port {host}:{port}" for host, port in processes.listening_ports() - self.ports]
-        if not (ignore_offspring and self.pids):
+        if not (ignore_offspring and (self.pids or processes.OF_MODULE)):
             left += [f"file {path}" for path in sorted(_files() - self.files)]
         return left
 
@@ -103,9 +109,8 @@ class _Before:
         deadline = time.monotonic() + _GONE_WITHIN_S
         while left := self.left(ignore_offspring=ignore_offspring):
             if time.monotonic() > deadline:
-                for pid, process in processes.children_of_this_run().items():
-                    if pid not in self.pids and not (ignore_offspring and processes.ancestors(process) & self.pids):
-                        process.kill()  # not to spoil the next test
+                for process in self.new(ignore_offspring=ignore_offspring):
+                    process.kill()  # not to spoil the next test
                 pytest.fail(f"{whose} left behind:\n  " + "\n  ".join(left))
             gc.collect()  # sockets close when the last reference goes, and tracebacks hold some
             time.sleep(0.02)
@@ -125,6 +130,7 @@ def _files() -> set[str]:
 def _module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     before = _Before()
     yield
+    processes.OF_MODULE.clear()
     before.check(request.node.nodeid, ignore_offspring=False)
 
 

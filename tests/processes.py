@@ -20,6 +20,9 @@ import psutil
 MARK_NAME = "DISTNB_TEST_RUN"
 MARK = os.environ.setdefault(MARK_NAME, uuid.uuid4().hex)
 
+OF_MODULE: set[int] = set()
+"""Processes that a test started for the rest of its module: they are looked for when that ends."""
+
 _LIVE_AS_LONG_AS_PYTEST = ("multiprocessing.resource_tracker", "torch_shm_manager", "multiprocessing.forkserver")
 
 

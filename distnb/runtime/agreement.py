@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,20 +28,19 @@ __all__ = ["Agreement"]
 
 
 class Agreement:
-    """The structures that the functions of one program have been seen to return, on every replica."""
+    """The structures that the functions of one program have been seen to return, on every replica.
+
+    Attributes:
+        is_left_to_caller: See `left_to_caller`.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[Any, set[Any]] = {}
-        self._left_to_caller = False
+        self.is_left_to_caller = False
 
-    @contextmanager
-    def left_to_caller(self) -> Iterator[None]:
+    def left_to_caller(self) -> AbstractContextManager[None]:
         """Compare nothing meanwhile: whoever calls gets every replica's result, and compares them itself."""
-        before, self._left_to_caller = self._left_to_caller, True
-        try:
-            yield
-        finally:
-            self._left_to_caller = before
+        return _LeftToCaller(self)
 
     def forget(self) -> None:
         """A new program begins. What an earlier one agreed on may have been interrupted half-way."""
@@ -54,7 +53,7 @@ class Agreement:
             StructureError: Replicas returned different structures.
             DistributedValueError: The function returned a distributed value.
         """
-        if self._left_to_caller and type(result) in SCALARS:
+        if self.is_left_to_caller and type(result) in SCALARS:
             return result
         seen = self._seen.setdefault(_code_of(fn), set())
         if type(result) is torch.Tensor and "tensor" in seen:
@@ -64,7 +63,7 @@ class Agreement:
         leaves, shape = flatten(result)
         kinds = tuple([_kind(leaf) for leaf in leaves])
         spec: Spec = shape.spec
-        if self._left_to_caller:
+        if self.is_left_to_caller:
             equal: Sequence[bool] = [kind != "tensor" for kind in kinds]
             return self._wrap(group, shape, leaves, equal)
         signature: Any = (spec, kinds)
@@ -83,6 +82,21 @@ class Agreement:
         return unflatten(
             shape, [leaf if same else PerReplica.own(group.rank, leaf, group.size) for leaf, same in pairs]
         )
+
+
+class _LeftToCaller(AbstractContextManager[None]):
+    # A class, since it is around every call from the notebook: a generator would cost three times as much.
+
+    __slots__ = ("_agreement", "_before")
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+
+    def __enter__(self) -> None:
+        self._before, self._agreement.is_left_to_caller = self._agreement.is_left_to_caller, True
+
+    def __exit__(self, *error: object) -> None:
+        self._agreement.is_left_to_caller = self._before
 
 
 def _code_of(fn: Any) -> Any:

@@ -27,7 +27,7 @@ def check_call(fn: Any, args: Any, kwargs: Any, options: Any) -> None:
             f"strategy.run needs args as a tuple or list and got a {type(args).__name__}. Write args=(x,) for one "
             "argument."
         )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
+    if kwargs is not None and type(kwargs) is not dict and not isinstance(kwargs, Mapping):
         raise DistributedValueError(f"strategy.run needs kwargs as a dict and got a {type(kwargs).__name__}.")
     if options is not None and not isinstance(options, RunOptions):
         raise OptionError(f"options={options!r}: strategy.run takes a distnb.RunOptions.")

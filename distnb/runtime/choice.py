@@ -55,7 +55,8 @@ def runtime_for(strategy: Owner) -> Runtime:
     spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it
     process = spmd.current() if spmd is not None else None
     if process is not None:
-        _check_team(strategy, process.team.devices, process.uses_nccl)
+        if spec.kind == _MULTI_WORKER or spec.devices or spec.num_replicas:
+            _check_team(strategy, process.team.devices, process.uses_nccl)
         return process.runtime_of(strategy)  # type: ignore[no-any-return]
     if _remote is not None:
         return _remote(strategy)
@@ -87,23 +88,19 @@ def _script() -> str:
     return name if name.endswith(".py") else "script.py"
 
 
-_checked: dict[tuple[Owner, tuple[object, ...]], bool] = {}
+_checked: set[tuple[Owner, tuple[object, ...]]] = set()
 
 
 def _check_team(strategy: Owner, devices: tuple[object, ...], nccl: bool) -> None:
-    spec = strategy.spec
-    if spec.kind == _MULTI_WORKER and (strategy, devices) not in _checked:
-        from distnb.runtime import multi_worker
-
-        multi_worker.check_communication(spec, tuple(map(str, devices)), nccl)
-        _checked[strategy, devices] = True
-    if not spec.devices and not spec.num_replicas:
-        return
     key = (strategy, devices)
     if key in _checked:
         return
-    there = tuple(map(str, devices))
-    wanted = len(spec.devices) or spec.num_replicas
+    spec, there = strategy.spec, tuple(map(str, devices))
+    if spec.kind == _MULTI_WORKER:
+        from distnb.runtime import multi_worker
+
+        multi_worker.check_communication(spec, there, nccl)
+    wanted = len(spec.devices) or spec.num_replicas or len(there)
     if wanted != len(there) or (spec.devices and spec.devices != there):
         asked = ", ".join(spec.devices) or f"{wanted} replicas"
         raise OptionError(
@@ -111,4 +108,4 @@ def _check_team(strategy: Owner, devices: tuple[object, ...], nccl: bool) -> Non
             "Make it without devices to take those that the program has, or start the program on the devices that it "
             "names."
         )
-    _checked[key] = True
+    _checked.add(key)

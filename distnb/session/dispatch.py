@@ -43,16 +43,34 @@ class Outcome:
     quiet: bool = True
     interrupted: bool = False
 
+    def __post_init__(self) -> None:
+        self._missing = set(self.engines)
+        self._failed = False
+
+    def take(self, engine: int, reply: Reply) -> None:
+        """A reply came, be it from an engine that was given up on."""
+        self.replies[engine] = reply
+        self.died.pop(engine, None)
+        self._missing.discard(engine)
+        self._failed = self._failed or reply.status != "ok"
+
+    def lose(self, engine: int, exit_status: str | None) -> None:
+        """An engine's reply will not come: it died so, or did not follow the order to end."""
+        if exit_status is None:
+            self.stuck.add(engine)
+        else:
+            self.died[engine] = exit_status
+        self._missing.discard(engine)
+
     @property
     def complete(self) -> bool:
         """Whether every engine replied or is known not to."""
-        missing = [engine for engine in self.engines if engine not in self.replies]
-        return not missing or all(engine in self.died or engine in self.stuck for engine in missing)
+        return not self._missing
 
     @property
     def ok(self) -> bool:
         """Whether every replica ended well."""
-        return not self.died and not self.stuck and all(reply.status == "ok" for reply in self.replies.values())
+        return not (self._failed or self.died or self.stuck)
 
 
 class Dispatch:
@@ -149,8 +167,7 @@ class Dispatch:
             if outcome is not None:
                 if outcome.quiet and reply.status == "ok":
                     self._supervisor.replied(engine, reply.program)
-                outcome.replies[engine] = reply
-                outcome.died.pop(engine, None)
+                outcome.take(engine, reply)
             if awaited is not None and outcome is awaited and awaited.complete:
                 return  # to find the socket empty costs as much as to read a reply
 
@@ -172,9 +189,9 @@ class Dispatch:
                 if loss.engine not in outcome.engines or loss.engine in outcome.replies:
                     continue
                 if isinstance(loss, Died):
-                    outcome.died[loss.engine] = loss.exit_status
+                    outcome.lose(loss.engine, loss.exit_status)
                 elif isinstance(loss, GiveUpOn) and loss.program == outcome.program:
-                    outcome.stuck.add(loss.engine)
+                    outcome.lose(loss.engine, None)
 
     def require_ready(self, engines: Collection[int]) -> None:
         """Raise if one of these engines cannot take a program.
@@ -182,15 +199,18 @@ class Dispatch:
         Raises:
             EngineDied, ReplicaStuck: It has ended, or is busy with a program that was.
         """
+        stuck = self._supervisor.stuck
+        if not self._dead and not stuck:
+            return
         dead = sorted(engine for engine in engines if engine in self._dead)
         if dead:
             raise EngineDied(
                 f"Engine {dead[0]} has ended ({self._dead[dead[0]]}), and this program needs it. Start a replacement "
                 "with %distnb restart --missing; mirrored variables are restored to it from a survivor."
             )
-        if not self._supervisor.stuck.keys().isdisjoint(engines):
+        if not stuck.keys().isdisjoint(engines):
             self._take_replies()  # nobody waited for its reply any more, and it may have come since
-        stuck = self._supervisor.stuck
+            stuck = self._supervisor.stuck
         busy = sorted(engine for engine in engines if engine in stuck)
         if busy:
             raise ReplicaStuck(

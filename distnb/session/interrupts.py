@@ -29,7 +29,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         self.count = 0
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == threading.main_thread().ident:
             self._before = getsignal(_SIGINT)
             if callable(self._before):
                 set_handler(_SIGINT, self._note)

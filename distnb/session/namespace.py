@@ -104,14 +104,14 @@ class NotebookNamespace:
         space = self._space(team.engines)
         self._give_up(space)
         arguments: tuple[Any, Any] = (tuple(args), dict(kwargs))
+        plans = self._usable_plans(space)
+        repeated = plans.repeated(arguments, self._version, space, self.side) if plans is not None else None
+        if repeated is not None and repeated.place is not None and self._has_nothing_to_tell(space):
+            return Repeat(space.key, next(self._serials), repeated.place, repeated.kept)
         objects = list(objects_in(arguments))
         functions = [value for value in objects if isinstance(value, types.FunctionType)]
-        plan = self._plan(space, functions)
-        if len(objects) == len(functions):
-            if plan is not None and self._is_repeated(space, plan, arguments):
-                assert plan.place is not None
-                return Repeat(space.key, next(self._serials), plan.place, plan.kept)
-        elif structure.has_distributed(arguments):
+        plan = plans.find(functions, self._version, space, self.side) if plans is not None else None
+        if len(objects) > len(functions) and structure.has_distributed(arguments):
             arguments = structure.replace_distributed(arguments, _as_argument)
             objects = list(objects_in(arguments))
         return self._deliver_call(space, arguments, objects, functions, plan)
@@ -122,22 +122,17 @@ class NotebookNamespace:
             plans = self._plans[space.key] = Plans()
         return plans
 
-    def _plan(self, space: NotebookSpace, functions: Sequence[Any]) -> Plan | None:
+    def _usable_plans(self, space: NotebookSpace) -> Plans | None:
         if self._lost_some(space):
             self._move(space, tuple(engine for engine in space.key[0] if engine not in self._dead))
         # A name whose object is gone here is to be unbound there, too: that is more than a plan looks at.
         if space.bound_is_released():
             return None
-        return self._plans_of(space).find(functions, self._version, space, self.side)
+        return self._plans_of(space)
 
-    def _is_repeated(self, space: NotebookSpace, plan: Plan, arguments: Any) -> bool:
-        """Whether a call is one that the engines know, and they have nothing else to hear of."""
-        return (
-            plan.repeats(arguments)
-            and not space.ended
-            and not space.has_news
-            and capture_environment().since(space.environment).empty
-        )
+    def _has_nothing_to_tell(self, space: NotebookSpace) -> bool:
+        """Whether the engines have nothing to hear of besides a call."""
+        return not space.ended and not space.has_news and capture_environment().since(space.environment).empty
 
     def result(self, team: Team, replies: Mapping[int, Effects]) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
@@ -168,7 +163,9 @@ class NotebookNamespace:
         """The delivery of an operation, on `touched` handles."""
         objects = list(objects_in(arguments, asked=bool(touched)))
         functions = [value for value in objects if isinstance(value, types.FunctionType)]
-        return self._deliver_call(space, arguments, objects, functions, self._plan(space, functions), touched)
+        plans = self._usable_plans(space)
+        plan = plans.find(functions, self._version, space, self.side) if plans is not None else None
+        return self._deliver_call(space, arguments, objects, functions, plan, touched)
 
     def _deliver_call(
         self,

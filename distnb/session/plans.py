@@ -72,6 +72,7 @@ class Plans:
     def __init__(self) -> None:
         self._plans: OrderedDict[tuple[int, ...], Plan] = OrderedDict()
         self._places: OrderedDict[int, Plan | None] = OrderedDict.fromkeys(range(_KEPT))
+        self._repeatable: dict[int, Plan] = {}  # by the `id()` of a call's first argument, nearly always its function
 
     def keep(self, plan: Plan, arguments: Any, delivery: Delivery) -> Delivery:
         """Remember how a plan's arguments, functions and plain values, were packed, if nothing in them got an id.
@@ -88,24 +89,37 @@ class Plans:
             plan.place, before = self._places.popitem(last=False)
             if before is not None:
                 before.place = None
+                self._repeatable = {first: each for first, each in self._repeatable.items() if each is not before}
             self._places[plan.place] = plan
         plan.kept = delivery.serial
+        self._repeatable[id(arguments[0][0])] = plan
         return replace(delivery, keep=plan.place)
+
+    def repeated(self, arguments: Any, version: int, space: NotebookSpace, side: Side) -> Plan | None:
+        """The plan that a call with these arguments repeats, if all that it reads is on the engines as it is here."""
+        first = arguments[0]
+        plan = self._repeatable.get(id(first[0])) if first else None
+        if plan is None or not plan.repeats(arguments) or not self._is_current(plan, version, space, side):
+            return None
+        return plan
 
     def find(self, functions: Sequence[Any], version: int, space: NotebookSpace, side: Side) -> Plan | None:
         """The plan for a call with these functions, if all that they read is on the engines as it is here."""
         plan = self._plans.get(tuple(map(id, functions)))
-        if plan is None or plan.version != version or any(ref() is None for ref in plan.functions):
-            return None
-        try:
-            current = all(space.is_current(name, side.user_ns) for name in plan.names)
-        except KeyError:
-            return None
-        return plan if current and self._is_same(plan, space, side) else None
+        return plan if plan is not None and self._is_current(plan, version, space, side) else None
 
-    def _is_same(self, plan: Plan, space: NotebookSpace, side: Side) -> bool:
-        if any(module.__spec__ is not spec for module, spec in plan.modules):
+    def _is_current(self, plan: Plan, version: int, space: NotebookSpace, side: Side) -> bool:
+        if plan.version != version:
             return False
+        for function in plan.functions:
+            if function() is None:
+                return False
+        for name in plan.names:
+            if name not in space.bound or not space.is_current(name, side.user_ns):
+                return False
+        for module, spec in plan.modules:
+            if module.__spec__ is not spec:
+                return False
         for identity, parts in plan.code.items():
             if _parts_of(space.twins.get(identity)) != parts:
                 return False

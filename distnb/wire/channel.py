@@ -20,7 +20,7 @@ from distnb.wire.freight import Harbour, Passage
 __all__ = ["Link", "Switchboard", "receive_from", "send_to"]
 
 # As plain numbers: combining members of an enumeration costs as much as sending.
-_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+_POLLIN, _SNDMORE = int(zmq.POLLIN), int(zmq.SNDMORE)
 
 
 class _OneClientKey:
@@ -123,11 +123,8 @@ def send_to(
 
 def receive_from(socket: zmq.Socket[bytes], harbour: Harbour | None = None) -> Iterator[tuple[int, Any]]:
     """All messages that have arrived, each with the id of its engine. Never blocks."""
-    while True:
-        try:
-            engine = int(socket.recv(_NOBLOCK))
-        except zmq.Again:
-            return
+    while _has_message(socket):
+        engine = int(socket.recv())
         frames = _receive(socket)
         if freight.is_manifest(frames[0]):
             frames = freight.unload(frames, harbour.passages((engine,)).get(engine) if harbour is not None else None)
@@ -140,9 +137,14 @@ def _send(socket: zmq.Socket[bytes], frames: list[Frame]) -> None:
     socket.send(frames[-1])
 
 
-def _receive(socket: zmq.Socket[bytes], flags: int = 0) -> list[Frame]:
+def _has_message(socket: zmq.Socket[bytes], timeout_ms: int = 0) -> bool:
+    # Trying to receive would do, but the exception that says "nothing" costs as much as a message.
+    return bool(zmq.zmq_poll([(socket, _POLLIN)], timeout_ms))
+
+
+def _receive(socket: zmq.Socket[bytes]) -> list[Frame]:
     """The rest of a message: its header, and its buffers without a copy."""
-    frame = socket.recv(flags, copy=False)
+    frame = socket.recv(copy=False)
     frames: list[Frame] = [frame.bytes]
     while frame.more:
         frame = socket.recv(copy=False)
@@ -189,16 +191,18 @@ class Link:
             frames, _ = freight.ship(frames, {0: self._passage})
         _send(self.socket, frames)
 
-    def receive(self) -> Any:
+    def receive(self, timeout_ms: int = 0) -> Any:
         """The next message, or None when there is none yet.
+
+        Args:
+            timeout_ms: How long to wait for one.
 
         Raises:
             MessageError: It cannot be read.
         """
-        try:
-            frames = _receive(self.socket, _NOBLOCK)
-        except zmq.Again:
+        if not _has_message(self.socket, timeout_ms):
             return None
+        frames = _receive(self.socket)
         return decode(freight.unload(frames, self._passage) if freight.is_manifest(frames[0]) else frames)
 
     def close(self) -> None:

@@ -90,7 +90,7 @@ def ship(frames: Sequence[Frame], passages: Mapping[int, Passage]) -> tuple[list
 
 def is_large(frames: Iterable[Frame]) -> bool:
     """Whether a message has frames for which `ship` is worth its while."""
-    return any(memoryview(frame).nbytes >= FREIGHT_NBYTES for frame in frames)
+    return max(map(len, frames)) >= FREIGHT_NBYTES
 
 
 def is_manifest(frame: Frame) -> bool:

@@ -34,7 +34,7 @@ def fits(kept: Any, value: Any) -> bool:
     if kind is tuple:
         return len(kept) == len(value) and all(map(fits, kept, value))
     if kind is dict:
-        return kept.keys() == value.keys() and all(fits(part, value[key]) for key, part in kept.items())
+        return kept.keys() == value.keys() and (not kept or all(fits(part, value[key]) for key, part in kept.items()))
     return same(kept, value)
 
 
@@ -46,9 +46,9 @@ def fill(kept: Any) -> Any:
     """
     kind = type(kept)
     if kind is tuple:
-        return tuple([fill(value) for value in kept])
+        return tuple(map(fill, kept))
     if kind is dict:
-        return {key: fill(value) for key, value in kept.items()}
+        return {key: fill(value) for key, value in kept.items()} if kept else {}
     if kind is not weakref.ref:
         return kept
     found = kept()
