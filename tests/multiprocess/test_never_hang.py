@@ -221,8 +221,8 @@ MISMATCHES = {
         ("all_reduce", "broadcast"),
     ),
     "different shapes": (
-        "dist.all_reduce(torch.ones(4 + distnb.replica_id()))",
-        ("float32[4]", "different collectives"),
+        "dist.all_reduce(torch.ones(4 if distnb.replica_id() == 0 else 5))",
+        ("float32[4]", "float32[5]", "different collectives"),
     ),
     "different dtypes": (
         "dist.all_reduce(torch.ones(4, dtype=torch.float32 if distnb.replica_id() == 0 else torch.int32))",
