@@ -9,9 +9,12 @@ from typing import Any, Literal, Self
 from distnb.errors import OptionError
 
 __all__ = [
+    "AutoShardPolicy",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "InputContext",
     "InputOptions",
+    "InputReplicationMode",
     "ReduceOp",
     "RunOptions",
     "StrategySpec",
@@ -58,30 +61,163 @@ class RunOptions:
     wait: bool = True
 
 
-@dataclass(frozen=True)
+class AutoShardPolicy(_Named):
+    """What each worker (machine) of several reads of a dataset. Strings are accepted in any case.
+
+    With one worker all of them are the same. Under OFF, FILE and HINT every worker reads global batches of its own, and
+    a step has as many examples as under DATA: each batch is cut into one slice for each replica of all workers, and
+    the worker's replicas take these slices in turn. Workers that have read everything get empty batches until the last
+    one has.
+    """
+
+    OFF = "OFF"
+    """Everything: each worker reads the whole dataset, in an order of its own where it is shuffled."""
+    AUTO = "AUTO"
+    """DATA."""
+    FILE = "FILE"
+    """Every n-th file. The dataset has the attribute `files`, a sequence, and the method `with_files(files)`, which
+    gives a dataset like itself that reads these files only."""
+    DATA = "DATA"
+    """The replicas' slices of the same global batches: the numbers are those of one replica."""
+    HINT = "HINT"
+    """What the dataset's own method `shard(num_workers, worker_index)` gives."""
+
+
+class InputReplicationMode(_Named):
+    """How many input pipelines `distribute_datasets_from_function` makes. Strings are accepted in any case."""
+
+    PER_WORKER = "PER_WORKER"
+    """One for each worker, whose replicas take its batches in turn."""
+    PER_REPLICA = "PER_REPLICA"
+    """One for each replica."""
+
+
+@dataclass(frozen=True, init=False)
 class InputOptions:
     """How a distributed dataset is fed.
 
+    tf.distribute's names (`experimental_fetch_to_device`, …, and `per_replica_buffer_size`) are accepted, too.
+
     Attributes:
+        fetch_to_device: Bring batches to the replica's device; with False they stay in host memory.
+        replication_mode: See `InputReplicationMode`; a name will do.
         prefetch: Batches read ahead per replica; None means as many as there are replicas, 0 none.
         collate: What a DataLoader's own `collate_fn` sees on each replica: "slice", the examples of the replica's
             slice; "global", those of the whole global batch, from which the slice is then cut; "auto" tries out on a
             few examples whether that makes a difference.
+        auto_shard_policy: See `AutoShardPolicy`; a name will do.
+
+    Raises:
+        OptionError: An option that is unknown, malformed, or that cannot be honoured.
     """
 
-    prefetch: int | None = None
-    collate: Literal["auto", "slice", "global"] = "auto"
+    fetch_to_device: bool
+    replication_mode: InputReplicationMode
+    prefetch: int | None
+    collate: Literal["auto", "slice", "global"]
+    auto_shard_policy: AutoShardPolicy
 
-    def __post_init__(self) -> None:
-        if self.prefetch is not None and (
-            isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0
-        ):
-            raise OptionError(
-                f"prefetch={self.prefetch!r}: give a whole number of batches, 0 or more, or None "
-                "for as many as there are replicas."
+    def __init__(
+        self,
+        fetch_to_device: bool = True,
+        replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
+        place_dataset_on_device: bool = False,
+        per_replica_buffer_size: int | None = None,
+        *,
+        prefetch: int | None = None,
+        collate: Literal["auto", "slice", "global"] = "auto",
+        auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.AUTO,
+        **experimental: Any,
+    ) -> None:
+        if experimental:
+            self.__init__(  # type: ignore[misc]
+                **_without_prefixes(
+                    experimental,
+                    fetch_to_device=fetch_to_device,
+                    replication_mode=replication_mode,
+                    place_dataset_on_device=place_dataset_on_device,
+                    per_replica_buffer_size=per_replica_buffer_size,
+                ),
+                prefetch=prefetch,
+                collate=collate,
+                auto_shard_policy=auto_shard_policy,
             )
-        if self.collate not in ("auto", "slice", "global"):
-            raise OptionError(f"collate={self.collate!r} is unknown. Give 'auto', 'slice' or 'global'.")
+            return
+        if not isinstance(fetch_to_device, bool):
+            raise OptionError(f"fetch_to_device={fetch_to_device!r}: give True or False.")
+        if place_dataset_on_device:
+            raise OptionError(
+                f"place_dataset_on_device={place_dataset_on_device!r} cannot be honoured: datasets run on the host, and "
+                "their batches are brought to the replica's device ahead of time (fetch_to_device=True). Leave it out; "
+                "a dataset that shall compute on a device can make its tensors there (device=…)."
+            )
+        if per_replica_buffer_size is not None and prefetch is not None:
+            raise OptionError(
+                f"per_replica_buffer_size={per_replica_buffer_size!r} and prefetch={prefetch!r} are two names of one "
+                "option. Give one of them."
+            )
+        depth = prefetch if per_replica_buffer_size is None else per_replica_buffer_size
+        if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
+            raise OptionError(
+                f"prefetch={depth!r}: give a whole number of batches, 0 or more, or None for as many as there are "
+                "replicas."
+            )
+        if collate not in ("auto", "slice", "global"):
+            raise OptionError(f"collate={collate!r} is unknown. Give 'auto', 'slice' or 'global'.")
+        for name, value in {
+            "fetch_to_device": fetch_to_device,
+            "replication_mode": InputReplicationMode.parse(replication_mode),
+            "prefetch": depth,
+            "collate": collate,
+            "auto_shard_policy": AutoShardPolicy.parse(auto_shard_policy),
+        }.items():
+            object.__setattr__(self, name, value)
+
+
+def _without_prefixes(experimental: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """tf.distribute's four options by their names here."""
+    named = {"experimental_" + name: name for name in given}
+    for name, value in experimental.items():
+        if name not in named:
+            raise OptionError(
+                f"InputOptions has no option {name!r}. There are {', '.join(given)}, prefetch, collate and "
+                "auto_shard_policy."
+            )
+        given[named[name]] = value
+    return given
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """What `distribute_datasets_from_function` tells the function about the input pipeline that it makes.
+
+    Attributes:
+        num_input_pipelines: How many there are: one for each worker.
+        input_pipeline_id: Which of them this is.
+        num_replicas_in_sync: Replicas of all workers together.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The examples of a global batch that each replica gets.
+
+        Raises:
+            OptionError: The batch cannot be divided evenly. (It is a ValueError.)
+
+        Example:
+            >>> InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(64)
+            32
+        """
+        if global_batch_size % self.num_replicas_in_sync:
+            raise OptionError(
+                f"The `global_batch_size` {global_batch_size!r} is not divisible by `num_replicas_in_sync` "
+                f"{self.num_replicas_in_sync!r}. Choose a multiple, or let distribute_dataset cut global batches, "
+                "which need not be one."
+            )
+        return global_batch_size // self.num_replicas_in_sync
 
 
 class CommunicationImplementation(_Named):

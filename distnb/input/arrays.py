@@ -37,15 +37,18 @@ class ArraySource(Source):
         self._batch_size = batch_size
         self._place = place
 
-    def start(self) -> Iterator[Load]:
+    def start(self, skip: int = 0, state: Any = None) -> Iterator[Load]:
         place, examples = self._place, self._examples
-        for first in range(0, examples, self._batch_size):
+        for first in range(skip * self._batch_size, examples, self._batch_size):
             size = min(self._batch_size, examples - first)
             start, stop = slice_bounds(size, place.num_replicas, place.replica_id)
             yield Load(self._data, examples, (first + start, first + stop), size, borrowed=True)
 
     def length(self) -> int:
         return -(-self._examples // self._batch_size)
+
+    def peek(self) -> Any:
+        return map_leaves(self._data, self._examples, lambda leaf: leaf[: self._batch_size])
 
 
 class _Column(Sequence[Any]):

@@ -10,19 +10,58 @@ from typing import Any, NamedTuple
 
 from distnb.topology import Device
 
-__all__ = ["Load", "Place", "Shared", "Source"]
+__all__ = ["Load", "Place", "Shared", "Source", "Turns"]
 
 Shared = Callable[[], AbstractContextManager[Any]]
 """Makes the random stream that all replicas share the current one for a while."""
 
 
 @dataclass(frozen=True)
+class Turns:
+    """How a replica takes from an input pipeline whose elements its readers take in turn.
+
+    Attributes:
+        pipelines: How many pipelines there are.
+        pipeline: Which of them this replica reads.
+        takers: Replicas that read it.
+        turn: This replica's place among them.
+        pieces: Into how many elements each batch of the pipeline is cut; 1 where a batch is an element.
+    """
+
+    pipelines: int
+    pipeline: int
+    takers: int
+    turn: int
+    pieces: int
+
+
+@dataclass(frozen=True)
 class Place:
-    """Which replica reads, of how many, onto which device."""
+    """Which replica reads, of how many, and where it wants its batches.
+
+    Attributes:
+        num_replicas: Replicas in sync.
+        replica_id: Which of them reads.
+        device: Where it computes.
+        target: Where its batches go: the device, or the host.
+        turns: How it takes from a pipeline; None where it gets its slice of each batch.
+    """
 
     num_replicas: int
     replica_id: int
     device: Device
+    target: Device
+    turns: Turns | None = None
+
+    @property
+    def several_pipelines(self) -> bool:
+        """Whether other replicas read other data."""
+        return self.turns is not None and self.turns.pipelines > 1
+
+    @property
+    def elements_per_step(self) -> int:
+        """What all readers of the pipeline take of it together for one step."""
+        return self.turns.takers if self.turns else 1
 
 
 class Load(NamedTuple):
@@ -61,13 +100,29 @@ class Source(ABC):
     exclusive: bool = False
 
     @abstractmethod
-    def start(self) -> Iterator[Load]:
+    def start(self, skip: int = 0, state: Any = None) -> Iterator[Load]:
         """Begin to read, on the caller's thread.
 
         Random numbers are drawn as an ordinary DataLoader draws them, from the shared stream. An iterator with a
         `close` method is closed when reading ends early; one with `free` is freed when it is stuck.
+
+        Args:
+            skip: Batches (elements, where replicas take turns) to leave out, drawing what reading them would draw.
+            state: What `state` gave in their place; then nothing is left out.
         """
 
     @abstractmethod
     def length(self) -> int:
-        """Number of global batches. Raises TypeError when it is not known."""
+        """Number of batches. Raises TypeError when it is not known."""
+
+    @abstractmethod
+    def peek(self) -> Any:
+        """The structure of a first batch, or of part of one. Nothing is consumed; random numbers may be drawn."""
+
+    def state(self) -> Any:
+        """What the data itself remembers of the latest iteration, if it does; else None."""
+        return None
+
+    def generators(self) -> list[Any]:
+        """The user's own random generators that reading draws from."""
+        return []

@@ -20,6 +20,7 @@ from distnb.errors import StructureError
 from distnb.input.base import Place
 from distnb.input.draws import ReplicaDraws, on_host
 from distnb.input.layout import count_examples, map_leaves
+from distnb.input.loaders import changed
 from distnb.input.split import cut
 from distnb.options import InputOptions
 
@@ -85,10 +86,9 @@ class CollateRule:
                     return _UNKNOWN
                 return trial(examples)
             # In a worker, as ever: a file that the dataset opens lazily must not be opened here and then forked.
-            one = copy.copy(loader)
-            one.__dict__.update(
-                batch_sampler=[indices], collate_fn=trial, num_workers=1, persistent_workers=False,
-                pin_memory=False, generator=torch.Generator(), _iterator=None,
+            one = changed(
+                loader, batch_sampler=[indices], collate_fn=trial, num_workers=1, persistent_workers=False,
+                pin_memory=False, generator=torch.Generator(),
             )  # fmt: skip
             try:
                 return str(next(iter(one)))

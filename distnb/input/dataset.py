@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distnb.errors import ProgramError, StructureError
 from distnb.input import iterations
-from distnb.input.base import Place, Shared, Source
-from distnb.input.draws import on_host
-from distnb.input.placement import placement_for
+from distnb.input.base import Load, Place, Source
+from distnb.input.drawing import Drawing
+from distnb.input.draws import ReplicaDraws, on_host
+from distnb.input.placement import Placement, placement_for
+from distnb.input.progress import Progress, checked_state, state_of
 from distnb.input.reading import AheadReader, DirectReader, Maker, Reader, ThreadReader, join_all
+from distnb.input.spec import spec_of
+from distnb.input.together import Together
 from distnb.options import InputOptions
 
 __all__ = ["Agree", "DistributedDataset", "DistributedIterator"]
@@ -35,36 +39,124 @@ class DistributedDataset(Iterable[Any]):
     the caller's thread. `InputOptions(prefetch=0)` never reads ahead.
 
     Random numbers: samplers draw from the stream that all replicas share, as in a run on one process. What examples
-    draw when they are loaded (augmentation) comes from a stream of the replica's own, as it would in `run`.
+    draw when they are loaded (augmentation) comes from a stream of the replica's own, as it would in `run`. Where
+    workers read pipelines of their own, each has a stream of its own, which begins with a number of the shared one.
+
+    Going on in the middle of an epoch: `state_dict` and `load_state_dict`.
     """
 
     def __init__(
-        self, source: Source, place: Place, options: InputOptions, shared: Shared, agree: Agree | None
+        self, source: Source, place: Place, options: InputOptions, drawing: Drawing, agree: Agree | None
     ) -> None:
         self._source = source
         self._place = place
         self._options = options
-        self._shared = shared
+        self._drawing = drawing
         self._agree = agree if place.num_replicas > 1 else None
         self._end_previous: Callable[[], None] | None = None
+        self._progress: Progress | None = None
+        self._resume: dict[str, Any] | None = None
+        self._spec: Any = None
 
     def __iter__(self) -> DistributedIterator:
         if self._end_previous is not None:
             self._end_previous()  # persistent workers serve one iteration at a time
-        with self._shared(), on_host(self._place.device):
-            loads = self._source.start()
-        placement = placement_for(self._place.device)
+        resume, self._resume = self._resume, None
+        progress = Progress(self._next_epoch() if resume is None else resume["epoch"])
+        loads = self._start(progress, resume)
+        self._progress = progress
+        placement = placement_for(self._place.target)
         reader = self._reader(Maker(loads, self._place, placement))
+        progress.direct = isinstance(reader, DirectReader)
         if self._source.exclusive:
             self._end_previous = reader.ending()
-        return DistributedIterator(reader, placement.hand_over, self._agree)
+        if not self._place.several_pipelines or self._agree is None:
+            return DistributedIterator(reader, placement, self._agree, None, progress)
+        return DistributedIterator(reader, placement, None, Together(self._place, placement, self._agree), progress)
+
+    def _next_epoch(self) -> int:
+        last = self._progress
+        return 0 if last is None else last.epoch + (last.ended or last.steps > 0)
+
+    def _start(self, progress: Progress, resume: dict[str, Any] | None) -> Iterator[Load]:
+        """Begin to read; where an earlier iteration is gone on with, as that one began, and then as it stood."""
+        generators = self._source.generators()
+        skip = resume["position"] if resume else 0
+        if resume is not None:
+            self._drawing.restore(resume["began"] if skip else resume["random"])
+            for generator, state in zip(generators, resume["generators"], strict=False):
+                generator.set_state(state)
+        progress.began = self._drawing.capture()
+        progress.generators = tuple(generator.get_state() for generator in generators)
+        progress.steps = skip // self._place.elements_per_step
+        self._drawing.begin()
+        with self._drawing(), on_host(self._place.device):
+            loads = self._source.start(skip, resume["loader"] if resume else None)
+        if resume is not None and skip:
+            self._drawing.restore(resume["random"])
+        return loads
 
     def __len__(self) -> int:
         """Number of global batches. Raises TypeError when it is not known."""
         try:
-            return self._source.length()
+            if self._place.several_pipelines:
+                raise TypeError("it depends on what the longest of several input pipelines gives.")
+            return -(-self._source.length() // self._place.elements_per_step)
         except (TypeError, NotImplementedError) as error:
             raise TypeError(f"The number of batches of this dataset is not known beforehand: {error}") from None
+
+    @property
+    def epoch(self) -> int:
+        """The number of the iteration that is under way or, after its end, of the next one; the first is 0."""
+        if self._resume is not None:
+            return int(self._resume["epoch"])
+        progress = self._progress
+        return 0 if progress is None else progress.epoch + progress.ended
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of a batch with a `TensorSpec` for each leaf; with several replicas, a PerReplica of them.
+
+        It is learned from a first batch, which is loaded for that purpose where the data is not in memory; nothing is
+        consumed. The axis of examples has size None, the others are as in that batch.
+
+        Raises:
+            ProgramError: The data can be read once only, or is empty.
+        """
+        if self._spec is None:
+            try:
+                with ReplicaDraws(0, all_of_them=True), on_host(self._place.device):
+                    batch = self._source.peek()
+            except StopIteration:
+                raise ProgramError("This dataset is empty, so what its batches look like is not known.") from None
+            self._spec = spec_of(batch, self._place.num_replicas)
+        return self._spec
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far reading has come: which epoch, which batch of it, and the random states of its shuffling.
+
+        It is for the latest iteration and the batches that it gave, whatever is read ahead; plain values and tensors,
+        the same on all replicas (but where workers read data of their own, each has its own). `torch.save` takes it.
+        """
+        if self._resume is not None:
+            return dict(self._resume)
+        progress = self._progress or Progress(0)
+        loader = self._source.state() if progress.direct and not self._place.several_pipelines else None
+        return state_of(progress, self._place, self._drawing.capture(), loader)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Have the next iteration go on where `state_dict` was taken: with exactly the remaining batches.
+
+        The dataset must be made of the same data; the number of replicas may be another one. The global random
+        generators are set when that iteration begins, so that the epochs after it are shuffled alike, too. Map-style
+        data is not loaded for what is left out; of iterable data the batches are read and dropped, unless the loader
+        has a `state_dict` of its own (torchdata's StatefulDataLoader). What examples draw when they are loaded on
+        several replicas (augmentation) begins anew.
+
+        Raises:
+            OptionError: It is no such state, or one of other input pipelines.
+        """
+        self._resume = checked_state(state_dict, self._place)
 
     def __repr__(self) -> str:
         try:
@@ -76,7 +168,7 @@ class DistributedDataset(Iterable[Any]):
     def _reader(self, maker: Maker) -> Reader:
         source, depth = self._source, self._options.prefetch
         if depth is None:
-            gains = source.threadable or (source.in_memory and self._place.device.type == "cuda")
+            gains = source.threadable or (source.in_memory and self._place.target.type == "cuda")
             depth = self._place.num_replicas if gains else 0
         if depth == 0:
             return DirectReader(maker)
@@ -88,10 +180,14 @@ class DistributedDataset(Iterable[Any]):
 class DistributedIterator(Iterator[Any]):
     """One iteration over a distributed dataset. Dropping it ends what reads ahead; `close` does so at once."""
 
-    def __init__(self, reader: Reader, hand_over: Callable[[Any], Any], agree: Agree | None) -> None:
+    def __init__(
+        self, reader: Reader, placement: Placement, agree: Agree | None, together: Together | None, progress: Progress
+    ) -> None:
         self._reader = reader
-        self._hand_over = hand_over
+        self._placement = placement
         self._agree = agree
+        self._together = together
+        self._progress = progress
         self._batches = 0
         self._digest = 0
         self._open = True
@@ -109,21 +205,32 @@ class DistributedIterator(Iterator[Any]):
             raise StopIteration
         self.read_in = iterations.serial
         try:
+            batch = self._next() if self._together is None else self._together.next(self._reader.read)
+        except StopIteration:
+            self._open = False
+            self._progress.ended = True
+            raise
+        except Exception:
+            self._progress.steps += 1  # reading may go on behind a bad batch, as with a DataLoader
+            raise
+        except BaseException:
+            self.cut_short()
+            raise
+        self._progress.steps += 1
+        return batch
+
+    def _next(self) -> Any:
+        try:
             batch = self._reader.read()
         except StopIteration:
             self._open = False
             self._compare("end", self._batches, self._digest)
             raise
-        except Exception:
-            raise  # reading may go on behind a bad batch, as with a DataLoader
-        except BaseException:
-            self.cut_short()
-            raise
         self._digest = batch.digest
         self._batches += 1
         if self._batches == 1:
             self._compare("first", batch.size, batch.digest)
-        return self._hand_over(batch.made)
+        return self._placement.hand_over(batch.made)
 
     def close(self) -> None:
         """End this iteration: later calls of `next` find nothing."""

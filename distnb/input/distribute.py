@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterDataPipe, MapDataPipe
-
-from distnb.errors import OptionError, ProgramError, StructureError
-from distnb.input.arrays import ArraySource
-from distnb.input.base import Place, Shared, Source
-from distnb.input.collating import CollateRule
+from distnb.errors import OptionError, ProgramError
+from distnb.input.base import Place, Shared, Turns
 from distnb.input.dataset import Agree, DistributedDataset
-from distnb.input.layout import count_examples
-from distnb.input.samples import SampleSource
-from distnb.input.whole import LoaderSource, PythonSource, is_plain
-from distnb.input.workers import WorkerSource
-from distnb.options import InputOptions
+from distnb.input.drawing import Drawing
+from distnb.input.draws import on_host
+from distnb.input.sharding import OWN_PARTS, part_of
+from distnb.input.sources import source_of
+from distnb.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from distnb.topology import Device
 
-__all__ = ["distribute"]
+__all__ = ["distribute", "distribute_from_function"]
 
 
 def distribute(
@@ -34,6 +28,7 @@ def distribute(
     options: InputOptions | None = None,
     shared_randomness: Shared,
     agree: Agree | None = None,
+    workers: Sequence[int] | None = None,
 ) -> DistributedDataset:
     """Distribute a dataset of global batches. Runs on each replica.
 
@@ -52,7 +47,10 @@ def distribute(
         options: How the dataset is fed.
         shared_randomness: Makes the random stream that all replicas share the current one; shuffles draw from it.
         agree: Gathers one small value of each replica on all, in replica order. It is called after the first batch
-            and at the end of each iteration, to find replicas that read different data.
+            and at the end of each iteration, to find replicas that read different data; for each batch where they are
+            to read different data.
+        workers: The worker (machine) of each replica, numbered from 0; None for one worker. With several, the
+            `auto_shard_policy` of the options says what each of them reads.
 
     Returns:
         The distributed dataset.
@@ -71,98 +69,99 @@ def distribute(
         [(tensor([2]),), (tensor([4]),)]
     """
     options = options or InputOptions()
-    place = Place(num_replicas, replica_id, device)
-    source = _source_of(dataset, batch_size, place, options, shared_randomness)
-    return DistributedDataset(source, place, options, shared_randomness, agree)
+    _check_undistributed(dataset)
+    if options.replication_mode is InputReplicationMode.PER_REPLICA:
+        raise OptionError(
+            "replication_mode='PER_REPLICA' makes an input pipeline for each replica, and distribute_dataset was given "
+            "one dataset. Use distribute_datasets_from_function, whose function makes them."
+        )
+    turns = None
+    if options.auto_shard_policy in OWN_PARTS:
+        own = _turns(workers or [0] * num_replicas, replica_id, num_replicas)
+        dataset = part_of(dataset, options.auto_shard_policy, own.pipeline, own.pipelines)
+        turns = own if own.pipelines > 1 else None
+    place = Place(num_replicas, replica_id, device, _target(device, options), turns)
+    return _made(dataset, batch_size, place, options, Drawing(shared_randomness, place), agree)
 
 
-def _source_of(dataset: Any, batch_size: int | None, place: Place, options: InputOptions, shared: Shared) -> Source:
-    """What reads this kind of dataset best."""
+def distribute_from_function(
+    make: Callable[[InputContext], Any],
+    *,
+    num_replicas: int,
+    replica_id: int,
+    device: Device,
+    options: InputOptions | None = None,
+    shared_randomness: Shared,
+    agree: Agree | None = None,
+    workers: Sequence[int] | None = None,
+) -> DistributedDataset:
+    """Distribute the input pipelines that a function makes. Runs on each replica.
+
+    Each replica is a process, so each makes its worker's pipeline for itself: the same one, since random numbers are
+    drawn from a stream that the worker's replicas share. Of every n successive batches of it, the worker's n replicas
+    take one each, in order. Map-style data is loaded only by the replica that takes it; other pipelines are read from
+    end to end by every replica of the worker.
+
+    Args:
+        make: Called with an `InputContext`; gives an iterable of batches (a DataLoader, a generator's function, a list)
+            that are already as large as a replica's shall be.
+        num_replicas, replica_id, device, options, shared_randomness, agree, workers: See `distribute`.
+
+    Returns:
+        The distributed dataset, whose global batches are what all replicas take in one step.
+
+    Raises:
+        OptionError: An option that is for datasets which distnb cuts.
+        ProgramError: The function gives nothing that can be read.
+    """
+    options = options or InputOptions()
+    _check_for_function(options)
+    alone = options.replication_mode is InputReplicationMode.PER_REPLICA
+    turns = _turns(range(num_replicas) if alone else workers or [0] * num_replicas, replica_id, 1)
+    place = Place(num_replicas, replica_id, device, _target(device, options), turns if num_replicas > 1 else None)
+    drawing = Drawing(shared_randomness, place)
+    drawing.begin()
+    with drawing(), on_host(device):
+        dataset = make(InputContext(turns.pipelines, turns.pipeline, num_replicas))
+    _check_undistributed(dataset)
+    if dataset is None:
+        raise ProgramError(
+            "The function that was given to distribute_datasets_from_function returned None. It must return its "
+            "dataset: an iterable of batches, such as a DataLoader."
+        )
+    return _made(dataset, None, place, options, drawing, agree)
+
+
+def _made(
+    dataset: Any, batch_size: int | None, place: Place, options: InputOptions, drawing: Drawing, agree: Agree | None
+) -> DistributedDataset:
+    source = source_of(dataset, batch_size, place, options, drawing)
+    return DistributedDataset(source, place, options, drawing, agree)
+
+
+def _check_undistributed(dataset: Any) -> None:
     if isinstance(dataset, DistributedDataset):
         raise ProgramError("This dataset is distributed already. Distribute the dataset it was made from.")
-    if batch_size is not None:
-        dataset = _batched(dataset, _checked(batch_size), place)
-    elif _needs_batch_size(dataset):
+
+
+def _check_for_function(options: InputOptions) -> None:
+    if options.collate == "global":
         raise OptionError(
-            f"A {type(dataset).__name__} is not batched yet. Give distribute_dataset the size of the global batch "
-            "(batch_size=…), or wrap it in a DataLoader (one with batch_size=None, if its elements are batches)."
+            "collate='global' is for global batches that are cut; the batches of distribute_datasets_from_function are "
+            "made as its function makes them. Leave it out."
         )
-    if isinstance(dataset, Source):
-        return dataset
-    if isinstance(dataset, DataLoader):
-        return _of_loader(dataset, place, options, shared)
-    if isinstance(dataset, Iterable) or callable(dataset):
-        return PythonSource(dataset, place, shared)
-    raise ProgramError(
-        f"A {type(dataset).__name__} cannot be distributed: it is neither a DataLoader, a Dataset, nor an iterable "
-        "of batches."
-    )
-
-
-def _checked(batch_size: int) -> int:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
-        raise OptionError(f"batch_size={batch_size!r}: give the size of the global batch, a whole number, 1 or more.")
-    return int(batch_size)
-
-
-def _needs_batch_size(dataset: Any) -> bool:
-    if isinstance(dataset, DataLoader):
-        return False
-    # A list may be one of batches; a tuple or dict of arrays is data.
-    return isinstance(dataset, (Dataset, torch.Tensor, np.ndarray, Mapping, tuple, str, bytes))
-
-
-def _batched(dataset: Any, batch_size: int, place: Place) -> DataLoader[Any] | Source:
-    """Data that is not batched yet, with a batch size."""
-    if isinstance(dataset, DataLoader):
+    if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.OFF):
         raise OptionError(
-            "batch_size was given for a DataLoader, which makes batches itself. Leave it out, or give the DataLoader "
-            "that batch size."
+            f"auto_shard_policy={options.auto_shard_policy.name!r} cannot be honoured: the function that is given to "
+            "distribute_datasets_from_function decides what each worker reads, by its context's input_pipeline_id."
         )
-    if isinstance(dataset, Dataset):
-        return DataLoader(dataset, batch_size=batch_size)
-    if isinstance(dataset, (torch.Tensor, np.ndarray, Mapping, tuple)) or _is_list_of_fields(dataset):
-        return ArraySource(dataset, batch_size, place)
-    if hasattr(dataset, "iloc"):
-        raise OptionError(f"A {type(dataset).__name__} with a batch size: pass its values, such as frame.to_numpy().")
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, (str, bytes)):
-        return DataLoader(dataset, batch_size=batch_size)  # a list of examples, or what acts as a Dataset
-    raise OptionError(
-        f"batch_size was given for a {type(dataset).__name__}, which is no Dataset and no structure of arrays. An "
-        "iterable must yield global batches itself: leave batch_size out."
-    )
 
 
-def _is_list_of_fields(dataset: Any) -> bool:
-    """Whether a list holds arrays of one length (fields), and not examples."""
-    if not isinstance(dataset, list) or not any(isinstance(field, (torch.Tensor, np.ndarray)) for field in dataset):
-        return False
-    try:
-        return count_examples(dataset) != len(dataset)
-    except StructureError:
-        return False
+def _turns(pipelines: Sequence[int], replica_id: int, pieces: int) -> Turns:
+    own = pipelines[replica_id]
+    takers = [replica for replica, pipeline in enumerate(pipelines) if pipeline == own]
+    return Turns(max(pipelines) + 1, own, len(takers), takers.index(replica_id), pieces)
 
 
-def _of_loader(loader: DataLoader[Any], place: Place, options: InputOptions, shared: Shared) -> Source:
-    if place.num_replicas == 1:
-        return LoaderSource(loader, place, shared)
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    for candidate in (sampler, loader.batch_sampler):
-        if isinstance(candidate, DistributedSampler) and candidate.num_replicas > 1:
-            raise ProgramError(
-                "The DataLoader has a DistributedSampler, so its batches are one replica's part already; distributing "
-                "them would cut them twice. Either give the DataLoader an ordinary sampler (shuffle=True) and the "
-                "global batch size, or iterate over it directly, without distribute_dataset."
-            )
-    if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
-        raise ProgramError(
-            "The DataLoader reads a data pipe, which cuts itself by rank inside the loader; distributing its batches "
-            "would cut them twice. Wrap what it yields in an IterableDataset of your own."
-        )
-    if loader.timeout and not loader.num_workers:
-        raise OptionError(f"timeout={loader.timeout!r} needs workers: give the DataLoader num_workers=1 or more.")
-    if loader._dataset_kind != 0 or loader.batch_sampler is None or not is_plain(loader):
-        return LoaderSource(loader, place, shared)
-    rule = CollateRule(loader, place, options)
-    kind = WorkerSource if loader.num_workers else SampleSource
-    return kind(loader, place, rule, shared)
+def _target(device: Device, options: InputOptions) -> Device:
+    return device if options.fetch_to_device else Device("cpu")

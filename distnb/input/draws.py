@@ -89,9 +89,11 @@ class ReplicaDraws:
 
     Args:
         seed: Where the stream begins.
+        all_of_them: Go on switching NumPy's and `random`'s generators, too, if a few batches did not draw from them.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, all_of_them: bool = False) -> None:
+        self._all_of_them = all_of_them
         self._own = torch.Generator().manual_seed(seed).get_state()
         # The whole state, with the cached normal that swapping bit generators would leave behind.
         read_numpy = partial(np.random.get_state, legacy=False)
@@ -112,7 +114,7 @@ class ReplicaDraws:
         torch.default_generator.set_state(self._shared)
         for generator in self._dear:
             generator.leave()
-        if not all(generator.used for generator in self._dear):
+        if not self._all_of_them and not all(generator.used for generator in self._dear):
             self._dear = [generator for generator in self._dear if generator.used]
 
 

@@ -18,7 +18,7 @@ from distnb.input.placement import Placement
 from distnb.input.split import cut, slice_bounds
 from distnb.values.distributed import PerReplica
 
-__all__ = ["AheadReader", "Batch", "DirectReader", "Maker", "Reader", "ThreadReader", "join_all"]
+__all__ = ["AheadReader", "Batch", "DirectReader", "Maker", "Reader", "ThreadReader", "join_all", "may_be_empty"]
 
 _STUCK_AFTER_S = 1.0
 _PERSISTENT_STUCK_AFTER_S = 10.0  # workers that may be slow now, and are wanted later
@@ -54,7 +54,7 @@ class Maker:
         self._loads = loads
         self._place = place
         self._placement = placement
-        self._as_is = place.num_replicas == 1 and place.device.type == "cpu"
+        self._as_is = place.num_replicas == 1 and place.target.type == "cpu"
 
     def __call__(self, ahead: bool) -> Batch:
         """The next batch. Raises StopIteration at the end."""
@@ -82,7 +82,7 @@ class Maker:
         borrowed = load.borrowed
 
         def leaf(node: Any) -> Any:
-            if load.separate and start == stop and not _may_be_empty(node):
+            if load.separate and start == stop and not may_be_empty(node):
                 raise StructureError(
                     f"A global batch of {size} example(s) leaves replica {replica_id} of {replicas} without any, and "
                     f"the batch's {type(node).__name__} cannot be empty. Make the global batch larger, drop the last "
@@ -116,7 +116,8 @@ class Maker:
             free()
 
 
-def _may_be_empty(node: Any) -> bool:
+def may_be_empty(node: Any) -> bool:
+    """Whether a leaf can be cut down to no example at all."""
     return hasattr(node, "shape") or (isinstance(node, Sequence) and not hasattr(node, "to"))
 
 

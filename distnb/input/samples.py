@@ -20,7 +20,7 @@ __all__ = ["SampleSource"]
 class SampleSource(SlicedSource):
     """The examples of a DataLoader without workers."""
 
-    def start(self) -> Iterator[Load]:
+    def start(self, skip: int = 0, state: Any = None) -> Iterator[Load]:
         loader = self._loader
         whole = self._rule.needs_whole_batches()
         batches = iter(loader.batch_sampler)  # type: ignore[arg-type]
@@ -29,9 +29,11 @@ class SampleSource(SlicedSource):
         if whole:
             loading: Callable[[], AbstractContextManager[Any]] = self._shared  # everyone draws the same
         else:
-            draws = ReplicaDraws(fold(base_seed, self._place.replica_id))
+            # Where an iteration goes on, what is drawn there is no repetition of what was drawn at its beginning.
+            draws = ReplicaDraws(fold(base_seed + skip, self._place.replica_id))
             loading = lambda: draws  # noqa: E731
-        feed = Feed(batches, self._place, whole)
+        feed = Feed(batches, self._place, whole, skip)
+        feed.skip()
         return _Samples(loader, feed, self._shared, loading, self._place)
 
 

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from distnb.input.base import Place, Shared, Source
 from distnb.input.collating import CollateRule
+from distnb.input.loaders import generators_of, peek_at
 
 __all__ = ["SlicedSource"]
 
@@ -30,3 +31,9 @@ class SlicedSource(Source):
 
     def length(self) -> int:
         return len(self._loader)
+
+    def peek(self) -> Any:
+        return peek_at(self._loader)
+
+    def generators(self) -> list[Any]:
+        return list(generators_of(self._loader))

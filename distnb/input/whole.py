@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,9 +10,10 @@ from torch.utils.data import DataLoader
 from distnb.errors import ProgramError
 from distnb.input.base import Load, Place, Shared, Source
 from distnb.input.draws import draws_at_start_only, on_host
+from distnb.input.loaders import changed, generators_of, is_plain, peek_at, skipping
 from distnb.input.workers import end_workers, free_workers, has_lost_workers
 
-__all__ = ["LoaderSource", "PythonSource", "is_plain"]
+__all__ = ["LoaderSource", "PythonSource"]
 
 
 class LoaderSource(Source):
@@ -27,9 +27,8 @@ class LoaderSource(Source):
 
     def __init__(self, loader: DataLoader[Any], place: Place, shared: Shared) -> None:
         if place.num_replicas > 1 and not getattr(loader, "in_order", True):
-            loader = copy.copy(loader)
             # Replicas cut the same batch only if it comes at the same place for all.
-            loader.__dict__.update(in_order=True, _iterator=None)
+            loader = changed(loader, in_order=True)
         self._loader = loader
         self._place = place
         self._shared = shared
@@ -37,15 +36,31 @@ class LoaderSource(Source):
         ours = is_plain(loader)
         self.threadable = ours and loader.num_workers > 0 and (iterable or draws_at_start_only(loader.batch_sampler))
         self.exclusive = ours and bool(loader.persistent_workers)
+        self._ours = ours
 
-    def start(self) -> Iterator[Load]:
+    def start(self, skip: int = 0, state: Any = None) -> Iterator[Load]:
         if self.exclusive and has_lost_workers(self._loader):
             self._forget()
+        if state is not None:
+            self._loader.load_state_dict(state)  # type: ignore[attr-defined]
+            skip = 0
+        shorter = skipping(self._loader, skip) if skip and self._ours else None
+        iterator = iter(self._loader if shorter is None else shorter)
         workers = _Workers(self.exclusive, self._forget)
-        return _WholeBatches(iter(self._loader), None if self.threadable else self._shared, self._place, workers)
+        loads = _WholeBatches(iterator, None if self.threadable else self._shared, self._place, workers)
+        return _beyond(loads, skip if shorter is None else 0)
 
     def length(self) -> int:
         return len(self._loader)
+
+    def peek(self) -> Any:
+        return peek_at(self._loader)
+
+    def state(self) -> Any:
+        return _state_of(self._loader)
+
+    def generators(self) -> list[Any]:
+        return list(generators_of(self._loader))
 
     def _forget(self) -> None:
         self._loader.__dict__["_iterator"] = None  # persistent workers that were killed
@@ -66,10 +81,16 @@ class PythonSource(Source):
         self._shared = shared
         self._started = False
 
-    def start(self) -> Iterator[Load]:
+    def start(self, skip: int = 0, state: Any = None) -> Iterator[Load]:
+        if state is not None:
+            self._batches.load_state_dict(state)  # type: ignore[union-attr]
+            skip = 0
+        return _beyond(_WholeBatches(self._iterator(), self._shared, self._place, None), skip)
+
+    def _iterator(self) -> Iterator[Any]:
         batches = self._batches
         if not isinstance(batches, Iterable):
-            return _WholeBatches(iter(batches()), self._shared, self._place, None)
+            return iter(batches())
         iterator = iter(batches)
         if iterator is batches:
             if self._started:
@@ -80,10 +101,22 @@ class PythonSource(Source):
                     "instead of distribute_dataset(make_batches()))."
                 )
             self._started = True
-        return _WholeBatches(iterator, self._shared, self._place, None)
+        return iterator
 
     def length(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
+
+    def peek(self) -> Any:
+        if isinstance(self._batches, Iterator):
+            raise ProgramError(
+                f"This dataset was made from a {type(self._batches).__name__}, which can be read once only: looking at "
+                "its first batch would take it away. Distribute something that can be read again: a list, a "
+                "DataLoader, or the function that makes the generator."
+            )
+        return next(self._iterator())
+
+    def state(self) -> Any:
+        return _state_of(self._batches)
 
 
 class _Workers(NamedTuple):
@@ -128,7 +161,18 @@ class _WholeBatches(Iterator[Load]):
             free_workers(self._iterator)
 
 
-def is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether iterating the loader is what torch wrote, whatever its class."""
-    kind = type(loader)
-    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+def _beyond(loads: _WholeBatches, skip: int) -> _WholeBatches:
+    """The iterator after some batches, which are read and dropped."""
+    for _ in range(skip):
+        try:
+            next(loads)
+        except StopIteration:
+            break
+    return loads
+
+
+def _state_of(data: Any) -> Any:
+    """What a loader that remembers its position says of it (torchdata's StatefulDataLoader does); else None."""
+    if hasattr(data, "state_dict") and hasattr(data, "load_state_dict"):
+        return data.state_dict()
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from distnb.input.base import Load, Place, Shared
 from distnb.input.collating import CollateRule
 from distnb.input.draws import WorkerSeeds, draws_at_start_only, on_host
 from distnb.input.feed import FeedingSampler, Request
+from distnb.input.loaders import changed
 from distnb.input.sliced import SlicedSource
 
 __all__ = ["WorkerSource", "end_workers", "free_workers", "has_lost_workers"]
@@ -37,12 +37,13 @@ class WorkerSource(SlicedSource):
         self.threadable = draws_at_start_only(loader.batch_sampler)
         self.exclusive = bool(loader.persistent_workers)
 
-    def start(self) -> Iterator[Load]:
+    def start(self, skip: int = 0, state: Any = None) -> Iterator[Load]:
         whole = self._rule.needs_whole_batches()
         # Persistent workers live in the copy, so it is kept; else attributes that the user changed since are seen.
         if self._copy is None or not self.exclusive or has_lost_workers(self._copy[0]):
             self._copy = self._make_copy(whole)
         copied, sampler = self._copy
+        sampler.skip = skip
         iterator = iter(copied)
         shared = None if self.threadable else self._shared
         return _WorkerBatches(iterator, sampler.pending, shared, self._place, self.exclusive, self._forget)
@@ -52,14 +53,11 @@ class WorkerSource(SlicedSource):
 
     def _make_copy(self, whole: bool) -> tuple[DataLoader[Any], FeedingSampler]:
         sampler = FeedingSampler(self._loader.batch_sampler, self._place, whole)  # type: ignore[arg-type]
-        copied = copy.copy(self._loader)
-        changed: dict[str, Any] = {"batch_sampler": sampler, "_iterator": None}
         # Without order there is no telling which global batch a slice belongs to.
-        changed["in_order"] = True
+        attributes: dict[str, Any] = {"batch_sampler": sampler, "in_order": True}
         if self._place.replica_id and not whole:
-            changed["worker_init_fn"] = WorkerSeeds(self._place.replica_id, self._loader.worker_init_fn)
-        copied.__dict__.update(changed)  # its setters refuse what is fixed by its constructor
-        return copied, sampler
+            attributes["worker_init_fn"] = WorkerSeeds(self._place.replica_id, self._loader.worker_init_fn)
+        return changed(self._loader, **attributes), sampler
 
 
 class _WorkerBatches(Iterator[Load]):

@@ -1,0 +1,173 @@
+"""Replicas that read pipelines of their own stay in step, and end together.
+
+Each pipeline alone knows how large its next batch is, and whether there is one. So the replicas tell each other, in one
+small exchange per batch: the global batch is what all pipelines give for one step, a pipeline that has ended gives
+empty batches until the last one has, and one that cannot be read is told to all.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from distnb.errors import ProgramError, StructureError
+from distnb.input.base import Place
+from distnb.input.layout import map_parts
+from distnb.input.placement import Placement
+from distnb.input.reading import Batch, may_be_empty
+from distnb.input.split import cut
+from distnb.values.distributed import PerReplica
+
+__all__ = ["Together"]
+
+Agree = Callable[[Any], Sequence[Any]]
+
+
+class _Told(NamedTuple):
+    """What a replica tells of its next batch.
+
+    Attributes:
+        pipeline: Which one it reads.
+        moment: "batch", "end", or "error".
+        size: Examples that the pipeline gives for this step.
+        digest: Of the indices so far.
+        knows: Whether it has had a batch, so that it can make empty ones.
+        text: The error.
+    """
+
+    pipeline: int
+    moment: str
+    size: int = 0
+    digest: int = 0
+    knows: bool = True
+    text: str = ""
+
+
+class Together:
+    """One iteration of replicas that read pipelines of their own.
+
+    Args:
+        place: This replica.
+        placement: How leaves reach its device.
+        agree: Gathers one small value of each replica on all.
+    """
+
+    def __init__(self, place: Place, placement: Placement, agree: Agree) -> None:
+        assert place.turns is not None
+        self._place = place
+        self._pipeline = place.turns.pipeline
+        self._placement = placement
+        self._agree = agree
+        self._ended = False
+        self._empty: Any = None
+        self._knows = False
+
+    def next(self, read: Callable[[], Batch]) -> Any:
+        """This replica's part of the next global batch. All replicas call it together.
+
+        Raises:
+            StopIteration: Every pipeline has ended.
+            Exception: Whatever reading raised here.
+            ProgramError: Another replica could not read.
+            StructureError: Replicas of one pipeline read different data.
+        """
+        tree, told, error = None, _Told(self._pipeline, "end", knows=self._knows), None
+        if not self._ended:
+            try:
+                batch = read()
+                tree = self._placement.hand_over(batch.made)
+                self._learn(tree)
+                told = _Told(self._pipeline, "batch", batch.size, batch.digest)
+            except StopIteration:
+                self._ended = True
+            except Exception as failure:  # noqa: BLE001 - raised once the others know
+                error = failure
+                told = _Told(self._pipeline, "error", text=f"{type(failure).__name__}: {failure}")
+        seen = [_Told(*one) for one in self._agree(tuple(told))]
+        if error is not None:
+            raise error
+        self._check(seen)
+        if all(one.moment == "end" for one in seen):
+            raise StopIteration
+        if not all(one.knows for one in seen):
+            self._ask()
+        sizes = {one.pipeline: one.size for one in seen}
+        return self._marked(self._empty if tree is None else tree, sum(sizes.values()))
+
+    def _check(self, seen: Sequence[_Told]) -> None:
+        failed = [f"replica {replica}: {one.text}" for replica, one in enumerate(seen) if one.moment == "error"]
+        if failed:
+            raise ProgramError(
+                f"Another replica could not read its next batch ({'; '.join(failed)}), so there is no global batch. "
+                "The error is that replica's own."
+            )
+        first: dict[int, tuple[int, _Told]] = {}
+        for replica, one in enumerate(seen):
+            other, same = first.setdefault(one.pipeline, (replica, one))
+            if one[1:4] != same[1:4]:
+                raise StructureError(
+                    f"Replicas of one input pipeline read different data: replica {other} has {_shown(same)}; replica "
+                    f"{replica} has {_shown(one)}. Each replica makes its worker's pipeline for itself: seed whatever "
+                    "shuffles it alike, and do not pick files or examples by rank."
+                )
+
+    def _learn(self, tree: Any) -> None:
+        if not self._knows:
+            self._knows = True
+            self._empty = map_parts(tree, self._emptied)
+
+    def _ask(self) -> None:
+        """Learn what a batch looks like from a replica whose pipeline is not empty."""
+
+        def sent(leaf: Any) -> Any:
+            component = self._own(leaf)
+            return self._wrapped(component.cpu() if isinstance(component, torch.Tensor) else component, 0)
+
+        def received(leaf: Any) -> Any:
+            return None if leaf is None else self._wrapped(self._placement.carry(leaf.values[0], False), 0)
+
+        shown = self._agree((self._knows, map_parts(self._empty, sent) if self._knows else None))
+        if not self._knows:
+            example = next(tree for knows, tree in shown if knows)
+            self._knows, self._empty = True, map_parts(example, received)
+
+    def _emptied(self, leaf: Any) -> Any:
+        component = self._own(leaf)
+        if not isinstance(leaf, PerReplica) or not may_be_empty(component):
+            return leaf
+        nothing = cut(component, 0, 0)
+        # A view would keep the whole batch.
+        return self._wrapped(copy.copy(nothing) if not isinstance(nothing, torch.Tensor) else nothing.clone(), 0)
+
+    def _marked(self, tree: Any, size: int) -> Any:
+        """The batch, whose leaves know how many examples the replicas have of it together."""
+
+        def mark(leaf: Any) -> Any:
+            if not isinstance(leaf, PerReplica):
+                return leaf
+            component = self._own(leaf)
+            if tree is self._empty and not may_be_empty(component):
+                raise StructureError(
+                    f"The input pipeline of replica {self._place.replica_id} has ended before the others, and the "
+                    f"batch's {type(component).__name__} cannot be empty. Make the pipelines equally long, or collate "
+                    "into tensors."
+                )
+            return self._wrapped(component, size)
+
+        return map_parts(tree, mark)
+
+    def _own(self, leaf: Any) -> Any:
+        return leaf.component(self._place.replica_id) if isinstance(leaf, PerReplica) else leaf
+
+    def _wrapped(self, component: Any, size: int) -> Any:
+        if component is None:
+            return None
+        return PerReplica.own(self._place.replica_id, component, self._place.num_replicas, size)
+
+
+def _shown(one: _Told) -> str:
+    drawn = f" (examples {one.digest:08x})" if one.digest else ""
+    return "no more batches" if one.moment == "end" else f"{one.size} examples for this step{drawn}"
