@@ -39,6 +39,10 @@ _WHERE = {
     "ReduceOp": "distnb.options",
     "RunOptions": "distnb.options",
     "InputOptions": "distnb.options",
+    "InputContext": "distnb.options",
+    "InputReplicationMode": "distnb.options",
+    "AutoShardPolicy": "distnb.options",
+    "TensorSpec": "distnb.input.spec",
     "CommunicationImplementation": "distnb.options",
     "CommunicationOptions": "distnb.options",
     "ValueContext": "distnb.options",
@@ -48,9 +52,13 @@ _WHERE = {
 __all__ = [*_WHERE, "__version__"]
 
 if TYPE_CHECKING:
+    from distnb.input.spec import TensorSpec as TensorSpec
+    from distnb.options import AutoShardPolicy as AutoShardPolicy
     from distnb.options import CommunicationImplementation as CommunicationImplementation
     from distnb.options import CommunicationOptions as CommunicationOptions
+    from distnb.options import InputContext as InputContext
     from distnb.options import InputOptions as InputOptions
+    from distnb.options import InputReplicationMode as InputReplicationMode
     from distnb.options import ReduceOp as ReduceOp
     from distnb.options import RunOptions as RunOptions
     from distnb.options import ValueContext as ValueContext

@@ -147,9 +147,9 @@ class InputOptions:
             raise OptionError(f"fetch_to_device={fetch_to_device!r}: give True or False.")
         if place_dataset_on_device:
             raise OptionError(
-                f"place_dataset_on_device={place_dataset_on_device!r} cannot be honoured: datasets run on the host, and "
-                "their batches are brought to the replica's device ahead of time (fetch_to_device=True). Leave it out; "
-                "a dataset that shall compute on a device can make its tensors there (device=…)."
+                f"place_dataset_on_device={place_dataset_on_device!r} cannot be honoured: datasets run on the host, "
+                "and their batches are brought to the replica's device ahead of time (fetch_to_device=True). Leave it "
+                "out; a dataset that shall compute on a device can make its tensors there (device=…)."
             )
         if per_replica_buffer_size is not None and prefetch is not None:
             raise OptionError(

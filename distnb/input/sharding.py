@@ -76,8 +76,7 @@ def _reading(loader: DataLoader[Any], dataset: Any) -> Any:
     if loader._dataset_kind == 1 and is_plain(loader):
         return changed(loader, dataset=dataset)
     batch_sampler, sampler = loader.batch_sampler, _sampler_like(loader.sampler, dataset)
-    known = sampler is not None and (batch_sampler is None or type(batch_sampler) is BatchSampler)
-    if not known or not is_plain(loader):
+    if sampler is None or type(batch_sampler) not in (type(None), BatchSampler) or not is_plain(loader):
         raise OptionError(
             f"The DataLoader's {type(loader.sampler).__name__} was made for the whole dataset, and each worker reads "
             "a part of it. Use shuffle=True or False, or make the DataLoader of each part in "

@@ -52,8 +52,8 @@ def _whole_or_sliced(
         dataset = _batched(dataset, _checked(batch_size), place)
     elif _needs_batch_size(dataset):
         raise OptionError(
-            f"A {type(dataset).__name__} is not batched yet. Give distribute_dataset the size of the global batch "
-            "(batch_size=…), or wrap it in a DataLoader (one with batch_size=None, if its elements are batches)."
+            f"A {type(dataset).__name__} is not batched yet. Wrap it in a DataLoader (one with batch_size=None, if its "
+            "elements are batches), or give distribute_dataset the size of the global batch (batch_size=…)."
         )
     if isinstance(dataset, Source):
         return dataset
@@ -90,9 +90,8 @@ def _batched(dataset: Any, batch_size: int, place: Place) -> DataLoader[Any] | S
     if isinstance(dataset, Dataset):
         return DataLoader(dataset, batch_size=batch_size)
     if isinstance(dataset, (torch.Tensor, np.ndarray, Mapping, tuple)) or _is_list_of_fields(dataset):
-        return ArraySource(
-            dataset, batch_size, place if place.turns is None else replace(place, num_replicas=1, replica_id=0)
-        )
+        # Batches whose pieces are taken in turn are loaded whole.
+        return ArraySource(dataset, batch_size, replace(place, num_replicas=1, replica_id=0) if place.turns else place)
     if hasattr(dataset, "iloc"):
         raise OptionError(f"A {type(dataset).__name__} with a batch size: pass its values, such as frame.to_numpy().")
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, (str, bytes)):

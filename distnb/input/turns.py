@@ -50,7 +50,7 @@ class _Element(NamedTuple):
     """Some examples of a load."""
 
     load: Load
-    count: int
+    examples: int
     start: int
     stop: int
 

@@ -8,7 +8,7 @@ from typing import Any
 from distnb.errors import DistributedValueError, OptionError
 from distnb.options import InputOptions, RunOptions
 
-__all__ = ["BatchNote", "check_call", "check_input_options", "leading_size"]
+__all__ = ["BatchNote", "check_call", "check_input_function", "check_input_options", "leading_size"]
 
 
 def check_call(fn: Any, args: Any, kwargs: Any, options: Any) -> None:
@@ -33,14 +33,33 @@ def check_call(fn: Any, args: Any, kwargs: Any, options: Any) -> None:
         raise OptionError(f"options={options!r}: strategy.run takes a distnb.RunOptions.")
 
 
+def check_input_function(fn: Any, options: Any) -> None:
+    """Check the arguments of `distribute_datasets_from_function`.
+
+    Raises:
+        DistributedValueError: (a TypeError) `fn` cannot be called.
+        OptionError: `options` is no InputOptions.
+    """
+    if not callable(fn):
+        raise DistributedValueError(
+            f"distribute_datasets_from_function needs a function of an InputContext and got a {type(fn).__name__}. For "
+            "a dataset that is made already, use distribute_dataset."
+        )
+    _check_options(options, "distribute_datasets_from_function")
+
+
+def _check_options(options: Any, method: str) -> None:
+    if options is not None and not isinstance(options, InputOptions):
+        raise OptionError(f"options={options!r}: {method} takes a distnb.InputOptions.")
+
+
 def check_input_options(options: Any, batch_size: Any) -> None:
     """Check the arguments of `distribute_dataset`.
 
     Raises:
         OptionError: They are of the wrong kind.
     """
-    if options is not None and not isinstance(options, InputOptions):
-        raise OptionError(f"options={options!r}: distribute_dataset takes a distnb.InputOptions.")
+    _check_options(options, "distribute_dataset")
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
         raise OptionError(f"batch_size={batch_size!r}: give the size of the global batch, a whole number from 1.")
 

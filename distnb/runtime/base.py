@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from distnb.options import InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
+from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
 
 __all__ = ["Owner", "Runtime"]
 
@@ -64,6 +64,11 @@ class Runtime(Protocol):
         self, strategy: Owner, dataset: Any, batch_size: int | None, options: InputOptions | None
     ) -> Any:
         """A dataset whose global batches are cut into one slice per replica."""
+
+    def distribute_datasets_from_function(
+        self, strategy: Owner, fn: Callable[[InputContext], Any], options: InputOptions | None
+    ) -> Any:
+        """A dataset of the batches that a function's pipelines give, one for each replica."""
 
     def no_sync(self, strategy: Owner) -> AbstractContextManager[None]:
         """Accumulate gradients locally."""

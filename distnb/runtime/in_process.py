@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from distnb.errors import OptionError
-from distnb.options import InputOptions, ReduceOp, RunOptions, ValueContext
+from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime import contexts, progress
 from distnb.runtime.arguments import BatchNote
 from distnb.runtime.base import Owner
@@ -122,6 +122,18 @@ class InProcess:
             batch_size=batch_size,
             options=options,
             shared_randomness=nullcontext,
+        )
+
+    def distribute_datasets_from_function(
+        self, strategy: Owner, fn: Callable[[InputContext], Any], options: InputOptions | None
+    ) -> Any:
+        """What the function makes, by default; on a named device, its batches, moved there."""
+        if self._device is None:
+            return fn(InputContext())
+        from distnb.input.distribute import distribute_from_function
+
+        return distribute_from_function(
+            fn, num_replicas=1, replica_id=0, device=self._device, options=options, shared_randomness=nullcontext
         )
 
     def no_sync(self, strategy: Owner) -> AbstractContextManager[None]:

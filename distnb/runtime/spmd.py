@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -15,6 +16,7 @@ from distnb.errors import DistributedValueError, OptionError
 from distnb.options import (
     CommunicationImplementation,
     CommunicationOptions,
+    InputContext,
     InputOptions,
     ReduceOp,
     RunOptions,
@@ -48,6 +50,7 @@ class SpmdProcess:
         rank: Which one this is.
         device: Where it computes.
         group: The team's process group of the present generation.
+        machines: The machine of each replica, numbered from 0; empty where all are on one.
     """
 
     def __init__(self, team: Team, rank: int, device: Device, group: Group) -> None:
@@ -55,6 +58,7 @@ class SpmdProcess:
         self.rank = rank
         self.device = device
         self.group = group
+        self.machines: tuple[int, ...] = ()
         self.agreement = Agreement()
         self._runtimes: dict[Any, Spmd] = {}
 
@@ -62,6 +66,11 @@ class SpmdProcess:
     def size(self) -> int:
         """Number of replicas."""
         return self.team.size
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The worker of each replica, numbered from 0: a worker is a machine."""
+        return self.machines or (0,) * self.size
 
     @property
     def uses_nccl(self) -> bool:
@@ -159,8 +168,11 @@ def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None)
     team = Team(tuple(range(group.size)), (group.device,) * group.size, group.generation, "", 0)
     process = enter(team, group.rank, group.device, group)
     if group.size > 1:
-        devices = group.all_gather_object(group.device)
-        process.team = Team(team.engines, tuple(devices), team.generation, "", 0)
+        # Launchers number the machines in GROUP_RANK; without it, all replicas are taken to be on one.
+        seats = group.all_gather_object((group.device, os.environ.get("GROUP_RANK", "0")))
+        process.team = Team(team.engines, tuple(device for device, _ in seats), team.generation, "", 0)
+        machines = list(dict.fromkeys(machine for _, machine in seats))
+        process.machines = tuple(machines.index(machine) for _, machine in seats)
         # Each process was started with random numbers of its own; outside replicas they must be the same.
         randomness.share(group)
     return process
@@ -361,17 +373,14 @@ class Spmd:
         self, strategy: Owner, dataset: Any, batch_size: int | None, options: InputOptions | None
     ) -> Any:
         """This replica's slices of the dataset's global batches."""
-        from distnb.input.distribute import distribute
+        from distnb.runtime.data import dataset_of
 
-        process = self._process
-        return distribute(
-            dataset,
-            num_replicas=process.size,
-            replica_id=process.rank,
-            device=process.device,
-            batch_size=batch_size,
-            options=options,
-            shared_randomness=streams.shared,
-            # The group of the day: the dataset may outlive this one.
-            agree=lambda value: process.group.all_gather_object(value),
-        )
+        return dataset_of(self._process, dataset, batch_size, options)
+
+    def distribute_datasets_from_function(
+        self, strategy: Owner, fn: Callable[[InputContext], Any], options: InputOptions | None
+    ) -> Any:
+        """This replica's batches of its worker's pipeline."""
+        from distnb.runtime.data import dataset_of_pipelines
+
+        return dataset_of_pipelines(self._process, fn, options)

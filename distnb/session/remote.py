@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
-from distnb.options import InputOptions, ReduceOp, RunOptions, ValueContext
+from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime.base import Owner
 from distnb.runtime.in_process import local_components
 from distnb.session.remote_dataset import RemoteDataset
@@ -80,6 +80,13 @@ class Remote:
         """A dataset that every replica reads its slices of."""
         keywords = {"batch_size": batch_size, "options": options}
         handle = self._session().call(strategy.spec, "distribute_dataset", (dataset,), keywords)
+        return RemoteDataset(handle, partial(self._call, strategy))
+
+    def distribute_datasets_from_function(
+        self, strategy: Owner, fn: Callable[[InputContext], Any], options: InputOptions | None
+    ) -> Any:
+        """A dataset whose pipelines a function makes on the engines."""
+        handle = self._session().call(strategy.spec, "distribute_datasets_from_function", (fn,), {"options": options})
         return RemoteDataset(handle, partial(self._call, strategy))
 
     def _call(self, strategy: Owner, function: Callable[..., Any], *args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,24 @@ class RemoteDataset:
     def __len__(self) -> int:
         return int(self._call(len, self._handle))
 
+    @property
+    def element_spec(self) -> Any:
+        """As that of the engines' dataset."""
+        return _unpacked(self._call(_spec_of, self._handle))
+
+    @property
+    def epoch(self) -> int:
+        """As that of the engines' dataset."""
+        return int(self._call(_epoch_of, self._handle))
+
+    def state_dict(self) -> Any:
+        """As that of the engines' dataset: one dict, where all replicas read the same data."""
+        return _unpacked(self._call(_state_of, self._handle))
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Have the engines' dataset go on where the state was taken."""
+        self._call(_load, self._handle, state_dict)
+
     def __repr__(self) -> str:
         return f"RemoteDataset({self._handle!r})"
 
@@ -51,6 +70,29 @@ class RemoteDataset:
 
 def _itself(value: Any) -> Any:
     return value
+
+
+# Bytes that are equal on all replicas come to the notebook; objects would stay there, behind handles.
+
+
+def _unpacked(packed: Any) -> Any:
+    return pickle.loads(packed) if isinstance(packed, bytes) else packed
+
+
+def _spec_of(dataset: Any) -> bytes:
+    return pickle.dumps(dataset.element_spec)
+
+
+def _epoch_of(dataset: Any) -> int:
+    return int(dataset.epoch)
+
+
+def _state_of(dataset: Any) -> bytes:
+    return pickle.dumps(dataset.state_dict())
+
+
+def _load(dataset: Any, state: Any) -> None:
+    dataset.load_state_dict(_unpacked(state))
 
 
 def _advance(iterator: Iterator[Any]) -> tuple[bool, Any]:

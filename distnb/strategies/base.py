@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from distnb.errors import OptionError
-from distnb.options import InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
+from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
 from distnb.runtime import choice, contexts
-from distnb.runtime.arguments import check_call, check_input_options
+from distnb.runtime.arguments import check_call, check_input_function, check_input_options
 from distnb.runtime.base import Runtime
 from distnb.strategies.aliases import METHODS
 
@@ -263,11 +263,51 @@ class Strategy:
     ) -> Any:
         """A dataset whose batches are global batches, cut into one slice for each replica.
 
+        Iterating it gives batches with PerReplica leaves. The result has `element_spec`, `epoch`, and, to go on in the
+        middle of an epoch, `state_dict()` and `load_state_dict(state)`; see `distnb.input.dataset`. The default
+        strategy returns a dataset that is batched already as it is.
+
         Args:
             dataset: A torch DataLoader, or any iterable of batches; a Dataset, arrays or tensors with `batch_size`.
-            options: See `InputOptions`.
+            options: See `InputOptions`; among them what each of several workers reads (`AutoShardPolicy`).
             batch_size: The size of global batches, where the dataset is not batched yet.
+
+        Raises:
+            OptionError: An option that cannot be honoured.
+            ContextError: In a replica context, or in another strategy's scope.
         """
         check_input_options(options, batch_size)
         contexts.require_cross_replica(self, "distribute_dataset")
         return self.runtime.distribute_dataset(self, dataset, batch_size, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> Any:
+        """A dataset of batches that a function makes, already as large as one replica's shall be.
+
+        Nothing is cut or sharded. Of a worker's pipeline each of its replicas takes one batch for a step, in turn;
+        after an odd end, and after the end of a pipeline that is shorter than others, replicas get empty batches. Each
+        replica is a process and makes its worker's pipeline for itself; random numbers that it draws are the same on
+        the worker's replicas. The default strategy returns what the function returns.
+
+        Args:
+            dataset_fn: Called with an `InputContext`, in every replica's process; returns an iterable of batches.
+            options: See `InputOptions`.
+
+        Raises:
+            DistributedValueError: (a TypeError) It is no function.
+            OptionError: An option that cannot be honoured.
+            ContextError: In a replica context, or in another strategy's scope.
+
+        Example:
+            >>> import distnb, torch
+            >>> def make(context):
+            ...     size = context.get_per_replica_batch_size(4)
+            ...     return torch.utils.data.DataLoader(range(8), batch_size=size)
+            >>> strategy = distnb.OneDeviceStrategy("cpu:0")
+            >>> [batch.tolist() for batch in strategy.distribute_datasets_from_function(make)]
+            [[0, 1, 2, 3], [4, 5, 6, 7]]
+        """
+        check_input_function(dataset_fn, options)
+        contexts.require_cross_replica(self, "distribute_datasets_from_function")
+        return self.runtime.distribute_datasets_from_function(self, dataset_fn, options)
