@@ -129,62 +129,64 @@ class InputOptions:
         auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.AUTO,
         **experimental: Any,
     ) -> None:
-        if experimental:
-            self.__init__(  # type: ignore[misc]
-                **_without_prefixes(
-                    experimental,
-                    fetch_to_device=fetch_to_device,
-                    replication_mode=replication_mode,
-                    place_dataset_on_device=place_dataset_on_device,
-                    per_replica_buffer_size=per_replica_buffer_size,
-                ),
-                prefetch=prefetch,
-                collate=collate,
-                auto_shard_policy=auto_shard_policy,
-            )
-            return
-        if not isinstance(fetch_to_device, bool):
-            raise OptionError(f"fetch_to_device={fetch_to_device!r}: give True or False.")
-        if place_dataset_on_device:
-            raise OptionError(
-                f"place_dataset_on_device={place_dataset_on_device!r} cannot be honoured: datasets run on the host, "
-                "and their batches are brought to the replica's device ahead of time (fetch_to_device=True). Leave it "
-                "out; a dataset that shall compute on a device can make its tensors there (device=…)."
-            )
-        if per_replica_buffer_size is not None and prefetch is not None:
-            raise OptionError(
-                f"per_replica_buffer_size={per_replica_buffer_size!r} and prefetch={prefetch!r} are two names of one "
-                "option. Give one of them."
-            )
-        depth = prefetch if per_replica_buffer_size is None else per_replica_buffer_size
-        if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
-            raise OptionError(
-                f"prefetch={depth!r}: give a whole number of batches, 0 or more, or None for as many as there are "
-                "replicas."
-            )
-        if collate not in ("auto", "slice", "global"):
-            raise OptionError(f"collate={collate!r} is unknown. Give 'auto', 'slice' or 'global'.")
-        for name, value in {
+        given = {
             "fetch_to_device": fetch_to_device,
-            "replication_mode": InputReplicationMode.parse(replication_mode),
-            "prefetch": depth,
+            "replication_mode": replication_mode,
+            "place_dataset_on_device": place_dataset_on_device,
+            "per_replica_buffer_size": per_replica_buffer_size,
+        } | _without_prefixes(experimental)
+        _check_input_options(given, prefetch, collate)
+        buffer_size = given["per_replica_buffer_size"]
+        for name, value in {
+            "fetch_to_device": given["fetch_to_device"],
+            "replication_mode": InputReplicationMode.parse(given["replication_mode"]),
+            "prefetch": prefetch if buffer_size is None else buffer_size,
             "collate": collate,
             "auto_shard_policy": AutoShardPolicy.parse(auto_shard_policy),
         }.items():
             object.__setattr__(self, name, value)
 
 
-def _without_prefixes(experimental: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """tf.distribute's four options by their names here."""
-    named = {"experimental_" + name: name for name in given}
-    for name, value in experimental.items():
-        if name not in named:
-            raise OptionError(
-                f"InputOptions has no option {name!r}. There are {', '.join(given)}, prefetch, collate and "
-                "auto_shard_policy."
-            )
-        given[named[name]] = value
-    return given
+_EXPERIMENTAL = {
+    "experimental_fetch_to_device": "fetch_to_device",
+    "experimental_replication_mode": "replication_mode",
+    "experimental_place_dataset_on_device": "place_dataset_on_device",
+    "experimental_per_replica_buffer_size": "per_replica_buffer_size",
+}
+"""tf.distribute's names of input options."""
+
+
+def _without_prefixes(options: dict[str, Any]) -> dict[str, Any]:
+    unknown = [name for name in options if name not in _EXPERIMENTAL]
+    if unknown:
+        raise OptionError(
+            f"InputOptions has no option {unknown[0]!r}. There are {', '.join(_EXPERIMENTAL.values())}, prefetch, "
+            "collate and auto_shard_policy."
+        )
+    return {_EXPERIMENTAL[name]: value for name, value in options.items()}
+
+
+def _check_input_options(given: dict[str, Any], prefetch: int | None, collate: str) -> None:
+    if not isinstance(given["fetch_to_device"], bool):
+        raise OptionError(f"fetch_to_device={given['fetch_to_device']!r}: give True or False.")
+    if given["place_dataset_on_device"]:
+        raise OptionError(
+            f"place_dataset_on_device={given['place_dataset_on_device']!r} cannot be honoured: datasets run on the "
+            "host, and their batches are brought to the replica's device ahead of time (fetch_to_device=True). Leave "
+            "it out; a dataset that shall compute on a device can make its tensors there (device=…)."
+        )
+    depth = given["per_replica_buffer_size"]
+    if depth is not None and prefetch is not None:
+        raise OptionError(
+            f"per_replica_buffer_size={depth!r} and prefetch={prefetch!r} are two names of one option. Give one."
+        )
+    depth = prefetch if depth is None else depth
+    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
+        raise OptionError(
+            f"prefetch={depth!r}: give a whole number of batches, 0 or more, or None for as many as there are replicas."
+        )
+    if collate not in ("auto", "slice", "global"):
+        raise OptionError(f"collate={collate!r} is unknown. Give 'auto', 'slice' or 'global'.")
 
 
 @dataclass(frozen=True)

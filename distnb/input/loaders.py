@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-__all__ = ["changed", "generators_of", "is_plain", "peek_at", "skipping"]
+__all__ = ["changed", "generators_of", "is_plain", "iterator_beyond", "peek_at"]
 
 _ITERABLE = 1  # torch's number for loaders of iterable datasets
 
@@ -51,21 +51,41 @@ def peek_at(loader: DataLoader[Any]) -> Any:
             generator.set_state(state)
 
 
-def skipping(loader: DataLoader[Any], count: int) -> DataLoader[Any] | None:
-    """A loader that leaves out the first batches without loading them; None where that cannot be."""
+def iterator_beyond(loader: DataLoader[Any], count: int) -> Iterator[Any] | None:
+    """An iterator over a loader that leaves out the first batches without loading them; None where that cannot be.
+
+    The random numbers of what is left out have been drawn when it is returned.
+    """
     if loader._dataset_kind == _ITERABLE or loader.batch_sampler is None or loader.persistent_workers:
         return None
-    copied: DataLoader[Any] = changed(loader, batch_sampler=_Skipping(loader.batch_sampler, count))
-    return copied
+    shorter = _Skipping(loader.batch_sampler, count)
+    iterator: Iterator[Any] = iter(changed(loader, batch_sampler=shorter))
+    # A DataLoader draws a number of its own first, so this is not for the sampler's `__iter__`.
+    shorter.skip()
+    return iterator
 
 
 class _Skipping:
+    """A batch sampler, for one iteration."""
+
     def __init__(self, batches: Iterable[Any], count: int) -> None:
         self._batches = batches
         self._count = count
+        self._iterator: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._batches), self._count, None)
+        self._iterator = iter(self._batches)
+        return self
+
+    def __next__(self) -> Any:
+        self.skip()
+        return next(self._iterator)
+
+    def skip(self) -> None:
+        """Leave out what is to be left out, if that was not done."""
+        left, self._count = self._count, 0
+        for _ in islice(self._iterator, left):
+            pass
 
     def __len__(self) -> int:
         return max(0, len(self._batches) - self._count)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from distnb.errors import ProgramError
 from distnb.input.base import Load, Place, Shared, Source
 from distnb.input.draws import draws_at_start_only, on_host
-from distnb.input.loaders import changed, generators_of, is_plain, peek_at, skipping
+from distnb.input.loaders import changed, generators_of, is_plain, iterator_beyond, peek_at
 from distnb.input.workers import end_workers, free_workers, has_lost_workers
 
 __all__ = ["LoaderSource", "PythonSource"]
@@ -44,11 +44,12 @@ class LoaderSource(Source):
         if state is not None:
             self._loader.load_state_dict(state)  # type: ignore[attr-defined]
             skip = 0
-        shorter = skipping(self._loader, skip) if skip and self._ours else None
-        iterator = iter(self._loader if shorter is None else shorter)
+        iterator = iterator_beyond(self._loader, skip) if skip and self._ours else None
+        if iterator is not None:
+            skip = 0
         workers = _Workers(self.exclusive, self._forget)
-        loads = _WholeBatches(iterator, None if self.threadable else self._shared, self._place, workers)
-        return _beyond(loads, skip if shorter is None else 0)
+        shared = None if self.threadable else self._shared
+        return _beyond(_WholeBatches(iterator or iter(self._loader), shared, self._place, workers), skip)
 
     def length(self) -> int:
         return len(self._loader)

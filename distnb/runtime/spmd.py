@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -168,11 +169,12 @@ def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None)
     team = Team(tuple(range(group.size)), (group.device,) * group.size, group.generation, "", 0)
     process = enter(team, group.rank, group.device, group)
     if group.size > 1:
-        # Launchers number the machines in GROUP_RANK; without it, all replicas are taken to be on one.
-        seats = group.all_gather_object((group.device, os.environ.get("GROUP_RANK", "0")))
+        # torchrun and `distnb run` number the machines.
+        machine = os.environ.get("GROUP_RANK") or socket.gethostname()
+        seats = group.all_gather_object((group.device, machine))
         process.team = Team(team.engines, tuple(device for device, _ in seats), team.generation, "", 0)
-        machines = list(dict.fromkeys(machine for _, machine in seats))
-        process.machines = tuple(machines.index(machine) for _, machine in seats)
+        machines = list(dict.fromkeys(name for _, name in seats))
+        process.machines = tuple(machines.index(name) for _, name in seats)
         # Each process was started with random numbers of its own; outside replicas they must be the same.
         randomness.share(group)
     return process
