@@ -8,7 +8,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 
-from distnb.input.base import Load, Place, Source
+from distnb.input.base import FROM_THE_START, Beginning, Load, Place, Source
 from distnb.input.layout import count_examples, map_leaves
 from distnb.input.split import slice_bounds
 
@@ -37,9 +37,9 @@ class ArraySource(Source):
         self._batch_size = batch_size
         self._place = place
 
-    def start(self, skip: int = 0, state: Any = None) -> Iterator[Load]:
+    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
         place, examples = self._place, self._examples
-        for first in range(skip * self._batch_size, examples, self._batch_size):
+        for first in range(beginning.skip * self._batch_size, examples, self._batch_size):
             size = min(self._batch_size, examples - first)
             start, stop = slice_bounds(size, place.num_replicas, place.replica_id)
             yield Load(self._data, examples, (first + start, first + stop), size, borrowed=True)

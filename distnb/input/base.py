@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from distnb.topology import Device
 
-__all__ = ["Load", "Place", "Shared", "Source", "Turns"]
+__all__ = ["FROM_THE_START", "Beginning", "Load", "Place", "Shared", "Source", "Turns"]
 
 Shared = Callable[[], AbstractContextManager[Any]]
 """Makes the random stream that all replicas share the current one for a while."""
@@ -86,6 +86,23 @@ class Load(NamedTuple):
     digest: int = 0
 
 
+class Beginning(NamedTuple):
+    """Where an iteration begins.
+
+    Attributes:
+        skip: Batches to leave out (elements, where replicas take turns).
+        state: What `Source.state` said, which stands for them.
+        kept: What `Source.kept` said before the iteration that is gone on with; None for a new one.
+    """
+
+    skip: int = 0
+    state: Any = None
+    kept: bool | None = None
+
+
+FROM_THE_START = Beginning()
+
+
 class Source(ABC):
     """A dataset that can be read batch by batch, again and again.
 
@@ -100,15 +117,14 @@ class Source(ABC):
     exclusive: bool = False
 
     @abstractmethod
-    def start(self, skip: int = 0, state: Any = None) -> Iterator[Load]:
+    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
         """Begin to read, on the caller's thread.
 
         Random numbers are drawn as an ordinary DataLoader draws them, from the shared stream. An iterator with a
         `close` method is closed when reading ends early; one with `free` is freed when it is stuck.
 
         Args:
-            skip: Batches (elements, where replicas take turns) to leave out, drawing what reading them would draw.
-            state: What `state` gave in their place; then nothing is left out.
+            beginning: Where an earlier iteration is gone on with. What is left out draws what reading it would draw.
         """
 
     @abstractmethod
@@ -122,6 +138,10 @@ class Source(ABC):
     def state(self) -> Any:
         """What the data itself remembers of the latest iteration, if it does; else None."""
         return None
+
+    def kept(self) -> bool:
+        """Whether the next iteration uses workers that are there already, so that it draws no seed for them."""
+        return False
 
     def generators(self) -> list[Any]:
         """The user's own random generators that reading draws from."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from distnb.errors import ProgramError, StructureError
 from distnb.input import iterations
-from distnb.input.base import Load, Place, Source
+from distnb.input.base import FROM_THE_START, Beginning, Load, Place, Source
 from distnb.input.drawing import Drawing
 from distnb.input.draws import ReplicaDraws, on_host
 from distnb.input.placement import Placement, placement_for
@@ -88,10 +88,12 @@ class DistributedDataset(Iterable[Any]):
                 generator.set_state(state)
         progress.began = self._drawing.capture()
         progress.generators = tuple(generator.get_state() for generator in generators)
+        progress.kept = self._source.kept() if resume is None else resume["kept"]
+        beginning = FROM_THE_START if resume is None else Beginning(skip, resume["loader"], resume["kept"])
         progress.steps = skip // self._place.elements_per_step
         self._drawing.begin()
         with self._drawing(), on_host(self._place.device):
-            loads = self._source.start(skip, resume["loader"] if resume else None)
+            loads = self._source.start(beginning)
         if resume is not None and skip:
             self._drawing.restore(resume["random"])
         return loads
@@ -141,8 +143,7 @@ class DistributedDataset(Iterable[Any]):
         if self._resume is not None:
             return dict(self._resume)
         progress = self._progress or Progress(0)
-        loader = self._source.state() if progress.direct and not self._place.several_pipelines else None
-        return state_of(progress, self._place, self._drawing.capture(), loader)
+        return state_of(progress, self._place, self._drawing.capture(), self._source)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the next iteration go on where `state_dict` was taken: with exactly the remaining batches.

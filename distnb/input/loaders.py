@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-__all__ = ["changed", "generators_of", "is_plain", "iterator_beyond", "peek_at"]
+__all__ = ["changed", "generators_of", "is_plain", "iterator_beyond", "own_seeds", "peek_at"]
 
 _ITERABLE = 1  # torch's number for loaders of iterable datasets
 
@@ -51,6 +51,11 @@ def peek_at(loader: DataLoader[Any]) -> Any:
             generator.set_state(state)
 
 
+def own_seeds() -> dict[str, Any]:
+    """What makes a copy of a loader draw the seeds of its workers from nobody's stream."""
+    return {"generator": torch.Generator()}
+
+
 def iterator_beyond(loader: DataLoader[Any], count: int) -> Iterator[Any] | None:
     """An iterator over a loader that leaves out the first batches without loading them; None where that cannot be.
 
@@ -70,7 +75,7 @@ class _Skipping:
 
     def __init__(self, batches: Iterable[Any], count: int) -> None:
         self._batches = batches
-        self._count = count
+        self._count = self._left = count
         self._iterator: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
@@ -83,7 +88,7 @@ class _Skipping:
 
     def skip(self) -> None:
         """Leave out what is to be left out, if that was not done."""
-        left, self._count = self._count, 0
+        left, self._left = self._left, 0
         for _ in islice(self._iterator, left):
             pass
 

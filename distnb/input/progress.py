@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distnb.errors import OptionError
-from distnb.input.base import Place
+from distnb.input.base import Place, Source
 
 __all__ = ["Progress", "checked_state", "state_of"]
 
@@ -24,6 +24,7 @@ class Progress:
         generators: States of the user's own generators then.
         steps: Batches that it gave.
         ended: It has given all.
+        kept: What its source said of its workers before it began.
         direct: Nothing is read ahead of what was given.
     """
 
@@ -32,11 +33,20 @@ class Progress:
     generators: tuple[Any, ...] = ()
     steps: int = 0
     ended: bool = False
+    kept: bool = False
     direct: bool = True
 
 
-def state_of(progress: Progress, place: Place, random: dict[str, Any], loader: Any) -> dict[str, Any]:
-    """What resuming needs, of plain values and tensors."""
+def state_of(progress: Progress, place: Place, random: dict[str, Any], source: Source) -> dict[str, Any]:
+    """What resuming needs, of plain values and tensors.
+
+    Args:
+        progress: Of the latest iteration.
+        place: The replica that reads.
+        random: States of the shared stream now.
+        source: What is read.
+    """
+    tells = progress.direct and not place.several_pipelines  # where it stands itself
     under_way = progress.steps > 0 and not progress.ended
     return {
         "version": _VERSION,
@@ -45,7 +55,8 @@ def state_of(progress: Progress, place: Place, random: dict[str, Any], loader: A
         "began": progress.began if under_way else None,
         "generators": list(progress.generators) if under_way else [],
         "random": random,
-        "loader": loader if under_way else None,
+        "loader": source.state() if under_way and tells else None,
+        "kept": progress.kept if under_way else source.kept(),
         "pipelines": _pipelines(place),
     }
 
@@ -64,7 +75,7 @@ def checked_state(state: Any, place: Place) -> dict[str, Any]:
     Raises:
         OptionError: It is none, or that of another pipeline of several.
     """
-    wanted = {"version", "epoch", "position", "began", "generators", "random", "loader", "pipelines"}
+    wanted = {"version", "epoch", "position", "began", "generators", "random", "loader", "kept", "pipelines"}
     if not isinstance(state, Mapping) or not wanted <= set(state) or state["version"] != _VERSION:
         raise OptionError(
             f"load_state_dict takes what state_dict() of a distributed dataset gave, and got a {type(state).__name__}"

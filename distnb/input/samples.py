@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from distnb.input.base import Load, Place, Shared
+from distnb.input.base import FROM_THE_START, Beginning, Load, Place, Shared
 from distnb.input.draws import ReplicaDraws, draws_at_start_only, fold, on_host
 from distnb.input.feed import Feed
 from distnb.input.sliced import SlicedSource
@@ -20,7 +20,7 @@ __all__ = ["SampleSource"]
 class SampleSource(SlicedSource):
     """The examples of a DataLoader without workers."""
 
-    def start(self, skip: int = 0, state: Any = None) -> Iterator[Load]:
+    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
         loader = self._loader
         whole = self._rule.needs_whole_batches()
         batches = iter(loader.batch_sampler)  # type: ignore[arg-type]
@@ -30,9 +30,9 @@ class SampleSource(SlicedSource):
             loading: Callable[[], AbstractContextManager[Any]] = self._shared  # everyone draws the same
         else:
             # Where an iteration goes on, what is drawn there is no repetition of what was drawn at its beginning.
-            draws = ReplicaDraws(fold(base_seed + skip, self._place.replica_id))
+            draws = ReplicaDraws(fold(base_seed + beginning.skip, self._place.replica_id))
             loading = lambda: draws  # noqa: E731
-        feed = Feed(batches, self._place, whole, skip)
+        feed = Feed(batches, self._place, whole, beginning.skip)
         feed.skip()
         return _Samples(loader, feed, self._shared, loading, self._place)
 

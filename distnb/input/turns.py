@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from distnb.input.base import Load, Source, Turns
+from distnb.input.base import FROM_THE_START, Beginning, Load, Source, Turns
 from distnb.input.layout import count_examples
 from distnb.input.split import slice_bounds
 
@@ -28,10 +28,10 @@ class TurnsSource(Source):
         self.in_memory = batches.in_memory
         self.exclusive = batches.exclusive
 
-    def start(self, skip: int = 0, state: Any = None) -> Iterator[Load]:
+    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
         if self._turns.pieces == 1:
-            return _Taking(self._batches.start(skip, state), self._turns, 0)
-        return _Taking(self._batches.start(), self._turns, skip)
+            return _Taking(self._batches.start(beginning), self._turns, 0)
+        return _Taking(self._batches.start(beginning._replace(skip=0)), self._turns, beginning.skip)
 
     def length(self) -> int:
         return self._batches.length()
@@ -41,6 +41,9 @@ class TurnsSource(Source):
 
     def state(self) -> Any:
         return self._batches.state()
+
+    def kept(self) -> bool:
+        return self._batches.kept()
 
     def generators(self) -> list[Any]:
         return self._batches.generators()

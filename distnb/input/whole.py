@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from distnb.errors import ProgramError
-from distnb.input.base import Load, Place, Shared, Source
+from distnb.input.base import FROM_THE_START, Beginning, Load, Place, Shared, Source
 from distnb.input.draws import draws_at_start_only, on_host
-from distnb.input.loaders import changed, generators_of, is_plain, iterator_beyond, peek_at
-from distnb.input.workers import end_workers, free_workers, has_lost_workers
+from distnb.input.loaders import changed, generators_of, is_plain, iterator_beyond, own_seeds, peek_at
+from distnb.input.workers import end_workers, free_workers, has_lost_workers, has_workers
 
 __all__ = ["LoaderSource", "PythonSource"]
 
@@ -29,6 +29,7 @@ class LoaderSource(Source):
         if place.num_replicas > 1 and not getattr(loader, "in_order", True):
             # Replicas cut the same batch only if it comes at the same place for all.
             loader = changed(loader, in_order=True)
+        self._given = loader
         self._loader = loader
         self._place = place
         self._shared = shared
@@ -38,30 +39,37 @@ class LoaderSource(Source):
         self.exclusive = ours and bool(loader.persistent_workers)
         self._ours = ours
 
-    def start(self, skip: int = 0, state: Any = None) -> Iterator[Load]:
+    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
+        skip = beginning.skip
         if self.exclusive and has_lost_workers(self._loader):
             self._forget()
-        if state is not None:
-            self._loader.load_state_dict(state)  # type: ignore[attr-defined]
+        if beginning.kept not in (None, self.kept()):
+            self._loader = changed(self._given, **(own_seeds() if beginning.kept else {}))
+        if beginning.state is not None:
+            self._loader.load_state_dict(beginning.state)  # type: ignore[attr-defined]
             skip = 0
         iterator = iterator_beyond(self._loader, skip) if skip and self._ours else None
-        if iterator is not None:
+        if iterator is None:
+            iterator = iter(self._loader)
+        else:
             skip = 0
         workers = _Workers(self.exclusive, self._forget)
-        shared = None if self.threadable else self._shared
-        return _beyond(_WholeBatches(iterator or iter(self._loader), shared, self._place, workers), skip)
+        return _beyond(_WholeBatches(iterator, None if self.threadable else self._shared, self._place, workers), skip)
 
     def length(self) -> int:
         return len(self._loader)
 
     def peek(self) -> Any:
-        return peek_at(self._loader)
+        return peek_at(self._given)
 
     def state(self) -> Any:
         return _state_of(self._loader)
 
+    def kept(self) -> bool:
+        return self.exclusive and has_workers(self._loader)
+
     def generators(self) -> list[Any]:
-        return list(generators_of(self._loader))
+        return list(generators_of(self._given))
 
     def _forget(self) -> None:
         self._loader.__dict__["_iterator"] = None  # persistent workers that were killed
@@ -82,9 +90,10 @@ class PythonSource(Source):
         self._shared = shared
         self._started = False
 
-    def start(self, skip: int = 0, state: Any = None) -> Iterator[Load]:
-        if state is not None:
-            self._batches.load_state_dict(state)  # type: ignore[union-attr]
+    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
+        skip = beginning.skip
+        if beginning.state is not None:
+            self._batches.load_state_dict(beginning.state)  # type: ignore[union-attr]
             skip = 0
         return _beyond(_WholeBatches(self._iterator(), self._shared, self._place, None), skip)
 

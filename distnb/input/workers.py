@@ -12,14 +12,14 @@ from torch.utils.data import DataLoader
 
 from distnb.errors import ProgramError
 from distnb.input import children
-from distnb.input.base import Load, Place, Shared
+from distnb.input.base import FROM_THE_START, Beginning, Load, Place, Shared
 from distnb.input.collating import CollateRule
 from distnb.input.draws import WorkerSeeds, draws_at_start_only, on_host
 from distnb.input.feed import FeedingSampler, Request
-from distnb.input.loaders import changed
+from distnb.input.loaders import changed, own_seeds
 from distnb.input.sliced import SlicedSource
 
-__all__ = ["WorkerSource", "end_workers", "free_workers", "has_lost_workers"]
+__all__ = ["WorkerSource", "end_workers", "free_workers", "has_lost_workers", "has_workers"]
 
 _PATIENCE_S = 1.0
 
@@ -37,13 +37,15 @@ class WorkerSource(SlicedSource):
         self.threadable = draws_at_start_only(loader.batch_sampler)
         self.exclusive = bool(loader.persistent_workers)
 
-    def start(self, skip: int = 0, state: Any = None) -> Iterator[Load]:
+    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
         whole = self._rule.needs_whole_batches()
         # Persistent workers live in the copy, so it is kept; else attributes that the user changed since are seen.
-        if self._copy is None or not self.exclusive or has_lost_workers(self._copy[0]):
+        if beginning.kept not in (None, self.kept()):
+            self._copy = self._make_copy(whole, seeded=beginning.kept is True)
+        elif self._copy is None or not self.exclusive or has_lost_workers(self._copy[0]):
             self._copy = self._make_copy(whole)
         copied, sampler = self._copy
-        sampler.skip = skip
+        sampler.skip = beginning.skip
         iterator = iter(copied)
         shared = None if self.threadable else self._shared
         return _WorkerBatches(iterator, sampler.pending, shared, self._place, self.exclusive, self._forget)
@@ -51,13 +53,16 @@ class WorkerSource(SlicedSource):
     def _forget(self) -> None:
         self._copy = None
 
-    def _make_copy(self, whole: bool) -> tuple[DataLoader[Any], FeedingSampler]:
+    def kept(self) -> bool:
+        return self._copy is not None and has_workers(self._copy[0])
+
+    def _make_copy(self, whole: bool, seeded: bool = False) -> tuple[DataLoader[Any], FeedingSampler]:
         sampler = FeedingSampler(self._loader.batch_sampler, self._place, whole)  # type: ignore[arg-type]
         # Without order there is no telling which global batch a slice belongs to.
         attributes: dict[str, Any] = {"batch_sampler": sampler, "in_order": True}
         if self._place.replica_id and not whole:
             attributes["worker_init_fn"] = WorkerSeeds(self._place.replica_id, self._loader.worker_init_fn)
-        return changed(self._loader, **attributes), sampler
+        return changed(self._loader, **attributes, **(own_seeds() if seeded else {})), sampler
 
 
 class _WorkerBatches(Iterator[Load]):
@@ -114,6 +119,11 @@ class _WorkerBatches(Iterator[Load]):
         """End the workers from another thread, when one is stuck and the reader with it."""
         self._forget()
         free_workers(self._iterator)
+
+
+def has_workers(loader: DataLoader[Any]) -> bool:
+    """Whether persistent workers of a loader wait for the next iteration."""
+    return loader.__dict__.get("_iterator") is not None and not has_lost_workers(loader)
 
 
 def has_lost_workers(loader: DataLoader[Any]) -> bool:

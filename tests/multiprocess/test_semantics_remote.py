@@ -74,6 +74,35 @@ def test_values_datasets_and_contexts(strategy: Any) -> None:
     assert (distnb.has_strategy(), distnb.in_cross_replica_context(), distnb.replica_id()) == (False, False, 0)
 
 
+def test_a_dataset_of_pipelines_and_going_on_in_it(strategy: Any) -> None:
+    def make(context: Any) -> Any:
+        assert context == distnb.InputContext(1, 0, 2)
+        data = torch.utils.data.TensorDataset(torch.arange(10))
+        return torch.utils.data.DataLoader(data, batch_size=context.get_per_replica_batch_size(4), shuffle=True)
+
+    def read(dataset: Any) -> list[list[int]]:
+        return [strategy.gather(batch[0], axis=0).numpy().tolist() for batch in dataset]
+
+    torch.manual_seed(4)
+    dataset = strategy.distribute_datasets_from_function(make)
+    assert len(dataset) == 3
+    [spec] = dataset.element_spec
+    assert strategy.local_results(spec) == (distnb.TensorSpec((None,), torch.int64),) * 2
+    batches = iter(dataset)
+    next(batches)
+    state = dataset.state_dict()
+    assert (state["epoch"], state["position"]) == (0, 2)
+    rest = [strategy.gather(batch[0], axis=0).numpy().tolist() for batch in batches]
+    following = read(dataset)
+    assert [len(batch) for batch in rest] == [4, 2]
+    again = strategy.distribute_datasets_from_function(make)
+    again.load_state_dict(state)
+    assert read(again) == rest
+    assert again.epoch == 1
+    assert read(again) == following
+    assert sorted(each for batch in following for each in batch) == list(range(10))
+
+
 def test_randomness_is_reproducible_and_differs_between_replicas(strategy: Any) -> None:
     def draw() -> Any:
         return torch.rand(2)
