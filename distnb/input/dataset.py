@@ -9,10 +9,10 @@ from typing import Any
 from distnb.errors import ProgramError, StructureError
 from distnb.input import iterations
 from distnb.input.base import FROM_THE_START, Beginning, Load, Place, Source
-from distnb.input.drawing import Drawing
+from distnb.input.drawing import Drawing, set_state, state_of
 from distnb.input.draws import ReplicaDraws, on_host
 from distnb.input.placement import Placement, placement_for
-from distnb.input.progress import Progress, checked_state, state_of
+from distnb.input.progress import Progress, as_state, checked_state
 from distnb.input.reading import AheadReader, DirectReader, Maker, Reader, ThreadReader, join_all
 from distnb.input.spec import spec_of
 from distnb.input.together import Together
@@ -85,9 +85,9 @@ class DistributedDataset(Iterable[Any]):
         if resume is not None:
             self._drawing.restore(resume["began"] if skip else resume["random"])
             for generator, state in zip(generators, resume["generators"], strict=False):
-                generator.set_state(state)
+                set_state(generator, state)
         progress.began = self._drawing.capture()
-        progress.generators = tuple(generator.get_state() for generator in generators)
+        progress.generators = tuple(map(state_of, generators))
         progress.kept = self._source.kept() if resume is None else resume["kept"]
         beginning = FROM_THE_START if resume is None else Beginning(skip, resume["loader"], resume["kept"])
         progress.steps = skip // self._place.elements_per_step
@@ -137,13 +137,13 @@ class DistributedDataset(Iterable[Any]):
     def state_dict(self) -> dict[str, Any]:
         """How far reading has come: which epoch, which batch of it, and the random states of its shuffling.
 
-        It is for the latest iteration and the batches that it gave, whatever is read ahead; plain values and tensors,
-        the same on all replicas (but where workers read data of their own, each has its own). `torch.save` takes it.
+        It is for the latest iteration and the batches that it gave, whatever is read ahead; plain values, the
+        same on all replicas (but where workers read data of their own, each has its own). `torch.save` takes it.
         """
         if self._resume is not None:
             return dict(self._resume)
         progress = self._progress or Progress(0)
-        return state_of(progress, self._place, self._drawing.capture(), self._source)
+        return as_state(progress, self._place, self._drawing.capture(), self._source)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the next iteration go on where `state_dict` was taken: with exactly the remaining batches.

@@ -14,7 +14,7 @@ import torch
 from distnb.input.base import Place, Shared
 from distnb.input.draws import ReplicaDraws, fold
 
-__all__ = ["Drawing"]
+__all__ = ["Drawing", "set_state", "state_of"]
 
 
 class Drawing:
@@ -58,9 +58,9 @@ class Drawing:
             self._inside = False
 
     def capture(self) -> dict[str, Any]:
-        """The shared stream's present states, of plain values and tensors."""
+        """The shared stream's present states, of plain values."""
         with self._shared():
-            states: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
+            states: dict[str, Any] = {"torch": state_of(torch.default_generator), "python": random.getstate()}
             if "numpy" in sys.modules:
                 states["numpy"] = _plain(np.random.get_state(legacy=False))
         return states
@@ -69,14 +69,24 @@ class Drawing:
         """Set the shared stream to what `capture` gave."""
         version, internal, gauss = states["python"]
         with self._shared():
-            torch.default_generator.set_state(states["torch"])
+            set_state(torch.default_generator, states["torch"])
             random.setstate((version, tuple(internal), gauss))
             if "numpy" in states:
                 np.random.set_state(states["numpy"])
 
 
+def state_of(generator: torch.Generator) -> bytes:
+    """The state of a generator as bytes: unlike pickled tensors they are equal in all processes where the state is."""
+    return generator.get_state().numpy().tobytes()
+
+
+def set_state(generator: torch.Generator, state: bytes) -> None:
+    """Set what `state_of` gave."""
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
 def _plain(state: Any) -> Any:
-    """NumPy's state without arrays, so that `torch.load` takes it as it is."""
+    """NumPy's state without arrays."""
     if isinstance(state, dict):
         return {name: _plain(value) for name, value in state.items()}
     return state.tolist() if isinstance(state, np.ndarray) else state

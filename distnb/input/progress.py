@@ -9,7 +9,7 @@ from typing import Any
 from distnb.errors import OptionError
 from distnb.input.base import Place, Source
 
-__all__ = ["Progress", "checked_state", "state_of"]
+__all__ = ["Progress", "checked_state", "as_state"]
 
 _VERSION = 1
 
@@ -37,8 +37,8 @@ class Progress:
     direct: bool = True
 
 
-def state_of(progress: Progress, place: Place, random: dict[str, Any], source: Source) -> dict[str, Any]:
-    """What resuming needs, of plain values and tensors.
+def as_state(progress: Progress, place: Place, random: dict[str, Any], source: Source) -> dict[str, Any]:
+    """What resuming needs, of plain values.
 
     Args:
         progress: Of the latest iteration.
