@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from distnb.errors import OptionError, ProgramError
+from distnb.errors import ProgramError
 from distnb.input.base import Place, Shared, Turns
 from distnb.input.dataset import Agree, DistributedDataset
 from distnb.input.drawing import Drawing
 from distnb.input.draws import on_host
 from distnb.input.sharding import OWN_PARTS, part_of
 from distnb.input.sources import source_of
-from distnb.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
+from distnb.options import InputContext, InputOptions, InputReplicationMode
 from distnb.topology import Device
 
 __all__ = ["distribute", "distribute_from_function"]
@@ -62,6 +62,7 @@ def distribute(
 
     Example:
         >>> from contextlib import nullcontext
+        >>> import torch
         >>> here = dict(num_replicas=2, device=Device("cpu"), shared_randomness=nullcontext)
         >>> for replica_id in range(2):
         ...     print([x.values for x in distribute(torch.arange(5), batch_size=3, replica_id=replica_id, **here)])
@@ -70,11 +71,6 @@ def distribute(
     """
     options = options or InputOptions()
     _check_undistributed(dataset)
-    if options.replication_mode is InputReplicationMode.PER_REPLICA:
-        raise OptionError(
-            "replication_mode='PER_REPLICA' makes an input pipeline for each replica, and distribute_dataset was given "
-            "one dataset. Use distribute_datasets_from_function, whose function makes them."
-        )
     turns = None
     if options.auto_shard_policy in OWN_PARTS:
         own = _turns(workers or [0] * num_replicas, replica_id, num_replicas)
@@ -115,7 +111,6 @@ def distribute_from_function(
         ProgramError: The function gives nothing that can be read.
     """
     options = options or InputOptions()
-    _check_for_function(options)
     alone = options.replication_mode is InputReplicationMode.PER_REPLICA
     turns = _turns(range(num_replicas) if alone else workers or [0] * num_replicas, replica_id, 1)
     place = Place(num_replicas, replica_id, device, _target(device, options), turns if num_replicas > 1 else None)
@@ -142,19 +137,6 @@ def _made(
 def _check_undistributed(dataset: Any) -> None:
     if isinstance(dataset, DistributedDataset):
         raise ProgramError("This dataset is distributed already. Distribute the dataset it was made from.")
-
-
-def _check_for_function(options: InputOptions) -> None:
-    if options.collate == "global":
-        raise OptionError(
-            "collate='global' is for global batches that are cut; the batches of distribute_datasets_from_function are "
-            "made as its function makes them. Leave it out."
-        )
-    if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.OFF):
-        raise OptionError(
-            f"auto_shard_policy={options.auto_shard_policy.name!r} cannot be honoured: the function that is given to "
-            "distribute_datasets_from_function decides what each worker reads, by its context's input_pipeline_id."
-        )
 
 
 def _turns(pipelines: Sequence[int], replica_id: int, pieces: int) -> Turns:

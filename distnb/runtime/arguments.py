@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distnb.errors import DistributedValueError, OptionError
-from distnb.options import InputOptions, RunOptions
+from distnb.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
 
 __all__ = ["BatchNote", "check_call", "check_input_function", "check_input_options", "leading_size"]
 
@@ -38,7 +38,7 @@ def check_input_function(fn: Any, options: Any) -> None:
 
     Raises:
         DistributedValueError: (a TypeError) `fn` cannot be called.
-        OptionError: `options` is no InputOptions.
+        OptionError: `options` is no InputOptions, or has one that is for datasets which distnb cuts.
     """
     if not callable(fn):
         raise DistributedValueError(
@@ -46,6 +46,18 @@ def check_input_function(fn: Any, options: Any) -> None:
             "a dataset that is made already, use distribute_dataset."
         )
     _check_options(options, "distribute_datasets_from_function")
+    if options is None:
+        return
+    if options.collate == "global":
+        raise OptionError(
+            "collate='global' is for global batches that are cut; the batches of distribute_datasets_from_function are "
+            "made as its function makes them. Leave it out."
+        )
+    if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.OFF):
+        raise OptionError(
+            f"auto_shard_policy={options.auto_shard_policy.name!r} cannot be honoured: the function that is given to "
+            "distribute_datasets_from_function decides what each worker reads, by its context's input_pipeline_id."
+        )
 
 
 def _check_options(options: Any, method: str) -> None:
@@ -57,9 +69,14 @@ def check_input_options(options: Any, batch_size: Any) -> None:
     """Check the arguments of `distribute_dataset`.
 
     Raises:
-        OptionError: They are of the wrong kind.
+        OptionError: They are of the wrong kind, or for datasets that a function makes.
     """
     _check_options(options, "distribute_dataset")
+    if options is not None and options.replication_mode is InputReplicationMode.PER_REPLICA:
+        raise OptionError(
+            "replication_mode='PER_REPLICA' makes an input pipeline for each replica, and distribute_dataset was given "
+            "one dataset. Use distribute_datasets_from_function, whose function makes them."
+        )
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
         raise OptionError(f"batch_size={batch_size!r}: give the size of the global batch, a whole number from 1.")
 

@@ -20,6 +20,7 @@ METHODS = {
 _EXPERIMENTAL = {
     name: name
     for name in (
+        "AutoShardPolicy",
         "CentralStorageStrategy",
         "CommunicationOptions",
         "MultiWorkerMirroredStrategy",
