@@ -61,10 +61,10 @@ class DistributedDataset(Iterable[Any]):
     def __iter__(self) -> DistributedIterator:
         if self._end_previous is not None:
             self._end_previous()  # persistent workers serve one iteration at a time
-        resume, self._resume = self._resume, None
+        resume = self._resume
         progress = Progress(self._next_epoch() if resume is None else resume["epoch"])
         loads = self._start(progress, resume)
-        self._progress = progress
+        self._progress, self._resume = progress, None
         placement = placement_for(self._place.target)
         reader = self._reader(Maker(loads, self._place, placement))
         progress.direct = isinstance(reader, DirectReader)

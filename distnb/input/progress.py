@@ -8,6 +8,7 @@ from typing import Any
 
 from distnb.errors import OptionError
 from distnb.input.base import Place, Source
+from distnb.input.drawing import state_of
 
 __all__ = ["Progress", "checked_state", "as_state"]
 
@@ -53,7 +54,7 @@ def as_state(progress: Progress, place: Place, random: dict[str, Any], source: S
         "epoch": progress.epoch + progress.ended,
         "position": progress.steps * place.elements_per_step if under_way else 0,
         "began": progress.began if under_way else None,
-        "generators": list(progress.generators) if under_way else [],
+        "generators": list(progress.generators) if under_way else [state_of(each) for each in source.generators()],
         "random": random,
         "loader": source.state() if under_way and tells else None,
         "kept": progress.kept if under_way else source.kept(),

@@ -138,9 +138,10 @@ def test_what_was_read_ahead_is_not_lost() -> None:
         assert [first_leaf(batch, 0) for batch in dataset] == rest
 
 
-def test_between_epochs() -> None:
+@pytest.mark.parametrize("generator", [None, torch.Generator().manual_seed(2)], ids=["shared", "own"])
+def test_between_epochs(generator: torch.Generator | None) -> None:
     torch.manual_seed(2)
-    dataset = distribute(shuffled(), **place(2, 0))
+    dataset = distribute(shuffled(generator=generator), **place(2, 0))
     fresh = dataset.state_dict()
     first = [first_leaf(batch, 0) for batch in dataset]
     between = dataset.state_dict()
@@ -206,6 +207,25 @@ def test_loaders_that_know_where_they_stand(prefetch: int | None) -> None:
     again.load_state_dict(state)
     assert [first_leaf(batch, 0) for batch in again] == [[5], [6]]
     assert loader.read == (2 if prefetch is None else 6)
+
+
+def test_a_resumption_that_failed_is_tried_again() -> None:
+    calls: list[int] = []
+
+    def make() -> Any:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise OSError("not mounted")
+        return list(X.split(4))
+
+    dataset = distribute(make, **place(2, 0))
+    batches = iter(dataset)
+    next(batches)
+    dataset.load_state_dict(dataset.state_dict())
+    rest = [first_leaf(batch, 0) for batch in batches]
+    with pytest.raises(OSError, match="not mounted"):
+        iter(dataset)
+    assert [first_leaf(batch, 0) for batch in dataset] == rest
 
 
 def test_states_that_do_not_fit() -> None:
