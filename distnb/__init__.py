@@ -24,6 +24,10 @@ _WHERE = {
     "OneDeviceStrategy": "distnb.strategies.one_device",
     "MirroredStrategy": "distnb.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "distnb.strategies.multi_worker",
+    "CrossDeviceOps": "distnb.collectives.cross_device.base",
+    "NcclAllReduce": "distnb.collectives.cross_device.nccl",
+    "HierarchicalCopyAllReduce": "distnb.collectives.cross_device.hierarchical_copy",
+    "ReductionToOneDevice": "distnb.collectives.cross_device.one_device",
     "evaluate_checkpoints": "distnb.strategies.evaluating",
     "ReplicaContext": "distnb.strategies.context",
     "get_strategy": "distnb.strategies.context",
@@ -52,6 +56,10 @@ _WHERE = {
 __all__ = [*_WHERE, "__version__"]
 
 if TYPE_CHECKING:
+    from distnb.collectives.cross_device.base import CrossDeviceOps as CrossDeviceOps
+    from distnb.collectives.cross_device.hierarchical_copy import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+    from distnb.collectives.cross_device.nccl import NcclAllReduce as NcclAllReduce
+    from distnb.collectives.cross_device.one_device import ReductionToOneDevice as ReductionToOneDevice
     from distnb.input.spec import TensorSpec as TensorSpec
     from distnb.options import AutoShardPolicy as AutoShardPolicy
     from distnb.options import CommunicationImplementation as CommunicationImplementation

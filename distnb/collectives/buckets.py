@@ -14,11 +14,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from distnb.collectives.cross_device.packs import Packs
 from distnb.collectives.families import Family
 from distnb.collectives.packing import Pack, PackPool, Slot
 from distnb.errors import GradientError
 
-__all__ = ["Bucket", "Plan", "ReducingGroup", "Started", "Weighting", "bucket_nbytes", "is_large"]
+__all__ = ["Bucket", "Plan", "ReducingGroup", "Started", "Sums", "Weighting", "bucket_nbytes", "is_large"]
 
 
 # A family of at least this size is cut into buckets that start during the pass; smaller ones wait for its end.
@@ -27,6 +28,8 @@ OVERLAP_NBYTES = {"cpu": 2**20, "cuda": 4 * 2**20}
 BUCKET_NBYTES = {"cpu": 2**19, "cuda": 4 * 2**20}
 
 _SALTS = 61
+# So many buckets of a plan travel at once: a group has room for a few hundred messages that nobody has waited for.
+_UNDER_WAY = 16
 
 Member = tuple[Family, int]
 """A parameter: its family, and its place there."""
@@ -39,7 +42,17 @@ class Started(Protocol):
         """Return when it is done, or raise ProgramAborted."""
 
 
-class ReducingGroup(Protocol):
+class Sums(Protocol):
+    """What adds up gradients over the replicas."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum in place."""
+
+    def all_reduce_start(self, tensor: torch.Tensor) -> Started:
+        """Begin to sum in place."""
+
+
+class ReducingGroup(Sums, Protocol):
     """What gradient sync needs of a process group."""
 
     @property
@@ -49,12 +62,6 @@ class ReducingGroup(Protocol):
     @property
     def generation(self) -> int:
         """Grows each time the group is formed anew."""
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum in place."""
-
-    def all_reduce_start(self, tensor: torch.Tensor) -> Started:
-        """Begin to sum in place."""
 
     def all_gather_uneven(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every replica's tensor; the first dimension may differ."""
@@ -98,24 +105,27 @@ class Bucket:
         """During a pass: whether there was no gradient before it."""
         return not any(family.aside or family.local for family in self._families)
 
-    def start(
-        self, group: ReducingGroup, gradients: list[torch.Tensor | None], scale: float, weight: float, alone: bool
-    ) -> None:
+    def start(self, sums: Sums, gradients: list[torch.Tensor | None], scale: float, weight: float, alone: bool) -> None:
         """Pack the gradients and begin to reduce them; `alone` reduces them at once, which costs a little less."""
         pack = self._pool.take()
         self._complete = pack.fill(gradients, scale, weight)
         self.pack = pack
         if alone:
-            group.all_reduce(pack.wire)
+            sums.all_reduce(pack.wire)
         else:
-            self._started = group.all_reduce_start(pack.wire)
+            self._started = sums.all_reduce_start(pack.wire)
+
+    def arrive(self) -> None:
+        """Wait for the sums, if they are under way."""
+        if self._started is not None:
+            self._started.wait()
+            self._started = None
 
     def finish(self, divide_by_weight: bool) -> tuple[list[torch.Tensor], list[bool] | None]:
         """Wait. Returns the aggregated gradients, and which of them any replica had (None: all)."""
         pack = self.pack
         assert pack is not None
-        if self._started is not None:
-            self._started.wait()
+        self.arrive()
         if divide_by_weight:
             pack.divide_by_weight()
         used = None if self._complete else pack.used()
@@ -133,7 +143,7 @@ class Plan:
 
     Args:
         families: Whose gradients these are.
-        bucket_nbytes: A bucket is closed once it holds so much; None: one bucket for each device and dtype.
+        packs: How those of each device and dtype are divided into buckets.
         overlapped: Buckets start during the pass, in the order in which gradients become ready.
 
     Attributes:
@@ -144,7 +154,7 @@ class Plan:
         launched: Number of buckets that have started in this pass, always the first ones.
     """
 
-    def __init__(self, families: Sequence[Family], bucket_nbytes: int | None, *, overlapped: bool) -> None:
+    def __init__(self, families: Sequence[Family], packs: Packs, *, overlapped: bool) -> None:
         self.families = tuple(families)
         self.members = [(family, place) for family in families for place in family.active]
         self.slots = [slot for family in families for slot in family.slots]
@@ -152,25 +162,26 @@ class Plan:
         self.overlapped = overlapped
         self.launched = 0
         self.version = families[0].layout_version
-        self.buckets = self._cut(bucket_nbytes)
+        self.buckets = self._cut(packs)
         self._hooks: dict[Member, RemovableHandle] = {}
         self._last: dict[int, Member] | None = {}
 
-    def _cut(self, bucket_nbytes: int | None) -> list[Bucket]:
-        open_ones: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        sizes: dict[tuple[torch.device, torch.dtype], int] = {}
-        cut: list[list[int]] = []
+    def _cut(self, packs: Packs) -> list[Bucket]:
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         dense = [index for index, slot in enumerate(self.slots) if not slot.sparse]
         # Gradients become ready roughly in the reverse of the order in which parameters were made.
-        for index in reversed(dense) if self.overlapped else dense:
+        ordered = list(reversed(dense)) if self.overlapped else dense
+        for index in ordered:
             slot = self.slots[index]
-            key = (slot.device, slot.dtype)
-            open_ones.setdefault(key, []).append(index)
-            sizes[key] = sizes.get(key, 0) + slot.nbytes
-            if bucket_nbytes is not None and sizes[key] >= bucket_nbytes:
-                cut.append(open_ones.pop(key))
-                sizes[key] = 0
-        cut.extend(open_ones.values())
+            kinds.setdefault((slot.device, slot.dtype), []).append(index)
+        cut = [
+            [indices[place] for place in places]
+            for indices in kinds.values()
+            for places in packs.cut([self.slots[index].nbytes for index in indices])
+        ]
+        # Buckets start in order: one whose last gradient comes early must not wait for those of another kind.
+        position = {index: place for place, index in enumerate(ordered)}
+        cut.sort(key=lambda indices: position[indices[-1]])
         # Buckets that start during the pass start in the order in which the pass reaches their families.
         salt = self.families[0].number % _SALTS if self.overlapped else 0
         return [Bucket(indices, self.slots, self.members, salt) for indices in cut]
@@ -182,7 +193,7 @@ class Plan:
 
     # Reducing --------------------------------------------------------------------------------------------
 
-    def start_bucket(self, bucket: Bucket, group: ReducingGroup, weighting: Weighting, alone: bool) -> None:
+    def start_bucket(self, bucket: Bucket, sums: Sums, weighting: Weighting, alone: bool) -> None:
         """Start one bucket, with the local parts of earlier passes in it."""
         gradients = bucket.fresh()
         scale = weighting.scale
@@ -192,7 +203,9 @@ class Plan:
                 for (family, place), gradient in zip(bucket.members, gradients, strict=True)
             ]
             scale = 1.0
-        bucket.start(group, gradients, scale, weighting.weight, alone)
+        if self.launched >= _UNDER_WAY:
+            self.buckets[self.launched - _UNDER_WAY].arrive()
+        bucket.start(sums, gradients, scale, weighting.weight, alone)
         self.launched += 1
 
     def take_away(self, bucket: Bucket) -> None:

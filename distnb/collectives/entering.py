@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -28,13 +29,22 @@ OWN = "group."
 class Entering(GroupCore):
     """A process group that can begin operations; `operations.GuardedProcessGroup` names them all."""
 
-    def start_in_memory(self, key: signature.Key, tensor: torch.Tensor, op: str) -> SharedWork | None:
-        """Begin an all-reduce or all-gather in memory that the replicas share.
+    def start_in_memory(
+        self,
+        key: signature.Key,
+        tensor: torch.Tensor,
+        op: str,
+        sources: Sequence[int] | None = None,
+        wanted: bool = True,
+    ) -> SharedWork | None:
+        """Begin a reduction, or the copying of tensors, in memory that the replicas share.
 
         Args:
             key: Its signature.
-            tensor: What is reduced, in place, or gathered.
+            tensor: What is reduced, in place, or gathered. As large on all replicas.
             op: "sum", "mean", "max", "min" or "gather".
+            sources: Of a gather: whose tensors this replica gets; None for all.
+            wanted: Of a gather: whether any replica gets this one's.
 
         Returns:
             The work; None if this tensor, or this group, cannot be served so. That is so on all replicas then.
@@ -53,10 +63,10 @@ class Entering(GroupCore):
         record = signature.record(key)
         with self._issuing:
             number = self._post(ledger, record)
-            own = shared.post(tensor, self, number)
-        return SharedWork(shared, own, tensor, op, self, number)
+            own = shared.post(tensor, self, number, wanted)
+        return SharedWork(shared, own, tensor, op, self, number, sources)
 
-    def _note(self, key: signature.Key) -> int:
+    def note(self, key: signature.Key) -> int:
         """Record something that every replica must do alike, though nothing is communicated in it."""
         self._ready()
         record = signature.record(key)

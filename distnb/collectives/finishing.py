@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from distnb.collectives.aggregated import aggregated
-from distnb.collectives.buckets import Plan, ReducingGroup, Weighting
+from distnb.collectives.buckets import Plan, ReducingGroup, Sums, Weighting
 from distnb.collectives.families import Family, LocalPart
 from distnb.collectives.second_order import reduce_with_graph
 from distnb.collectives.sparse_gradients import reduce_sparse
@@ -42,7 +42,7 @@ def finish(plan: Plan, group: ReducingGroup, weighting: Weighting) -> None:
     plan.reset()
 
 
-def finish_with_graph(plan: Plan, group: ReducingGroup, weighting: Weighting) -> None:
+def finish_with_graph(plan: Plan, group: ReducingGroup, adding: Sums, weighting: Weighting) -> None:
     """Reduce a plan's gradients so that they can be differentiated again, and set them."""
     device = plan.slots[0].device
     scale, local_scale = weighting.scale, weighting.local_scale
@@ -55,7 +55,7 @@ def finish_with_graph(plan: Plan, group: ReducingGroup, weighting: Weighting) ->
     used = torch.tensor([0 if gradient is None else 1 for gradient in gradients], device=device)
     group.all_reduce(used)
     sums = reduce_with_graph(
-        group,
+        adding,
         plan.slots,
         [
             torch.zeros(slot.shape, dtype=slot.dtype, device=slot.device) if gradient is None else gradient.to_dense()

@@ -18,7 +18,8 @@ import torch
 from distnb.collectives.aggregated import aggregated, mark_aggregated
 from distnb.collectives.agreement import agree
 from distnb.collectives.backward import calling_frame, describe_frame, listen, nesting_seen, stop_listening
-from distnb.collectives.buckets import Bucket, Plan, ReducingGroup, Weighting, bucket_nbytes, is_large
+from distnb.collectives.buckets import Bucket, Plan, ReducingGroup, Sums, Weighting, bucket_nbytes, is_large
+from distnb.collectives.cross_device.packs import Packs
 from distnb.collectives.families import Family
 from distnb.collectives.finishing import finish, finish_with_graph, keep_local, sum_of_weights
 from distnb.collectives.healing import Buffers, HealingGroup, heal
@@ -36,6 +37,7 @@ class _Pass:
     """One backward pass under way."""
 
     group: ReducingGroup
+    sums: Sums
     synced: bool
     create_graph: bool
     finding: Finding | None
@@ -72,7 +74,8 @@ class GradientSync:
         group: Gives the process group of the present generation; asked at each pass.
         reduction: "sum", or "mean": weighted by the sizes of the replicas' slices (see `weight`).
         check_mean_loss: With "sum", raise MeanLossError where a loss is a mean.
-        pack_nbytes: A pack of gradients is closed once it holds so much; None to choose.
+        packs: How gradients are packed, those of each device and dtype; None to choose.
+        sums: Gives what adds up gradients, after the backward pass; None for the group, which may do so during it.
 
     Attributes:
         serial: Number of aggregations so far.
@@ -84,13 +87,15 @@ class GradientSync:
         reduction: Literal["sum", "mean"] = "sum",
         *,
         check_mean_loss: bool = True,
-        pack_nbytes: int | None = None,
+        packs: Packs | None = None,
+        sums: Callable[[], Sums] | None = None,
     ) -> None:
         if reduction not in ("sum", "mean"):
             raise OptionError(f"gradient_reduction={reduction!r}: write 'sum' or 'mean'.")
         self.reduction = reduction
         self._group: Callable[[], ReducingGroup] = group
-        self._pack_nbytes = pack_nbytes
+        self._sums = sums
+        self._packs = packs or Packs()
         self._mean_loss = MeanLossCheck() if check_mean_loss and reduction == "sum" else None
         self._families: list[Family] = []
         self._by_key: dict[object, weakref.ref[Family]] = {}
@@ -204,7 +209,8 @@ class GradientSync:
             family.set_aside()
             if family in self._overlapped and family.about_to_change():
                 self._drop_entries([family])
-        self._pass = _Pass(group, not self._unsynced, create_graph, finding, self._weighting(group.size))
+        sums = group if self._sums is None else self._sums()
+        self._pass = _Pass(group, sums, not self._unsynced, create_graph, finding, self._weighting(group.size))
 
     def end(self) -> None:
         """The pass is over: its gradients are aggregated, and added to what was there before."""
@@ -248,17 +254,18 @@ class GradientSync:
         if entry is None or not entry.current:
             entry = self._agree(this, touched, fresh)
         weighting = this.weighting
-        if weighting.divide_by_weight and any(plan.low_precision for plan in entry.plans):
+        rounded = this.sums is not this.group or any(plan.low_precision for plan in entry.plans)
+        if weighting.divide_by_weight and rounded:
             weighting = _exact_weighting(this.group, weighting, entry)
         if this.create_graph:
             for plan in entry.plans:
-                finish_with_graph(plan, this.group, weighting)
+                finish_with_graph(plan, this.group, this.sums, weighting)
         else:
             alone = sum([len(plan.buckets) for plan in entry.plans]) == 1
             for plan in entry.plans:
                 plan.refuse_leftovers()
                 for bucket in plan.buckets[plan.launched :]:
-                    plan.start_bucket(bucket, this.group, weighting, alone)
+                    plan.start_bucket(bucket, this.sums, weighting, alone)
             for plan in entry.plans:
                 finish(plan, this.group, weighting)
         aggregated.serial += 1
@@ -280,11 +287,11 @@ class GradientSync:
         for family in self._families:
             family.lay_out(fresh.get(family) or family.fresh())
         families, alike = agree(this.group, self._families, touched, describe_frame(calling_frame()))
-        large = [family for family in families if is_large(family)]
+        large = [family for family in families if is_large(family)] if self._sums is None else []
         small = [family for family in families if family not in large]
         plans = [self._overlapped_plan(family) for family in large]
         if small:
-            plans.append(Plan(small, self._pack_nbytes, overlapped=False))
+            plans.append(Plan(small, self._packs, overlapped=False))
         entry = _Entry(families, tuple([family.layout_version for family in families]), tuple(plans))
         if not alike:
             # From pass to pass each replica may reach any of these families: all such passes are one kind from now on.
@@ -298,8 +305,8 @@ class GradientSync:
         if plan is None or plan.version != family.layout_version:
             if plan is not None:
                 plan.detach()
-            nbytes = self._pack_nbytes or bucket_nbytes(family)
-            plan = self._overlapped[family] = Plan([family], nbytes, overlapped=True)
+            packs = Packs(bucket_nbytes(family)) if self._packs == Packs() else self._packs
+            plan = self._overlapped[family] = Plan([family], packs, overlapped=True)
             plan.attach(self._ready)
         return plan
 
@@ -308,7 +315,7 @@ class GradientSync:
         this = self._pass
         if this is None or not this.may_overlap:
             return False
-        plan.start_bucket(bucket, this.group, this.weighting, alone=False)
+        plan.start_bucket(bucket, this.sums, this.weighting, alone=False)
         plan.take_away(bucket)
         return True
 

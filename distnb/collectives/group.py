@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
+from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, GatherOptions, ReduceOptions
 
 from distnb.collectives.entering import OWN
 from distnb.collectives.operations import GuardedProcessGroup
@@ -67,14 +68,18 @@ class Group:
         size: How many replicas there are.
         device: This replica's device.
         generation: Which generation of the team's group this is.
+        devices: Every replica's device, in replica order.
     """
 
-    def __init__(self, process_group: GuardedProcessGroup, device: Device, generation: int) -> None:
+    def __init__(
+        self, process_group: GuardedProcessGroup, device: Device, generation: int, devices: Sequence[Device]
+    ) -> None:
         self.process_group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self.device = device
         self.generation = generation
+        self.devices = tuple(devices)
         self._epoch = process_group.epoch
 
     @property
@@ -98,11 +103,7 @@ class Group:
     def all_reduce_start(self, tensor: Tensor, op: str = "sum") -> Pending | SharedWork:
         """The same, under way while the caller goes on. The tensor must be left alone until `Pending.wait`."""
         options = _options(op)  # refuses ops that there are not
-        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise OptionError(
-                f"The mean of a {tensor.dtype} tensor would be rounded. Convert it to a floating dtype first, or use "
-                "op='sum'."
-            )
+        _check_mean(tensor, op)
         # Not torch's name: a replica that calls this and one that calls torch's would never meet.
         key = of_tensors(OWN + "all_reduce", _NUMBERS[op], None, [tensor])
         in_memory = self.process_group.start_in_memory(key, tensor, op)
@@ -164,18 +165,114 @@ class Group:
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Replace the tensor on each replica by the one of replica `source`."""
-        if not 0 <= source < self.size:
-            raise OptionError(f"There is no replica {source} to broadcast from; there are {self.size}.")
+        self._check_replica(source, "broadcast from")
+        whole = tensor.detach()
+        key = of_tensors(OWN + "broadcast", None, source, [whole])
+        here = self.rank == source
+        in_memory = self.process_group.start_in_memory(key, whole, GATHER, () if here else (source,), wanted=here)
+        if in_memory is not None:
+            for received in in_memory.result():
+                whole.copy_(received)
+            return
         options = BroadcastOptions()
         options.rootRank = source
-        whole = tensor.detach()
         if not whole.is_contiguous():
             whole = whole.contiguous()
-        key = of_tensors(OWN + "broadcast", None, source, [whole])
         self.process_group.broadcast_as(key, _bytes_of(whole), options).wait()
         if whole.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(whole)
+
+    def reduce(self, tensor: Tensor, to: int = 0, op: str = "sum") -> Tensor | None:
+        """The sum (mean, max, min) of all replicas' tensors, on one replica; None on the others.
+
+        Args:
+            tensor: Same shape and dtype everywhere; left as it is.
+            to: Which replica gets the result.
+            op: "sum", "mean", "max" or "min".
+        """
+        self._check_replica(to, "reduce to")
+        _check_mean(tensor, op)
+        options: Any = ReduceOptions()
+        options.reduceOp, options.rootRank = _options(op).reduceOp, to
+        message = tensor.detach().clone(memory_format=torch.contiguous_format)
+        key = of_tensors(OWN + "reduce", _NUMBERS[op], to, [message])
+        self.process_group.reduce_as(key, _view(message), options).wait()
+        if self.rank != to:
+            return None
+        return message.div_(self.size) if op == "mean" else message
+
+    def gather(self, tensor: Tensor, to: int = 0) -> list[Tensor] | None:
+        """Every replica's tensor, in replica order, on one replica; None on the others.
+
+        Args:
+            tensor: Same shape and dtype everywhere.
+            to: Which replica gets them.
+        """
+        self._check_replica(to, "gather to")
+        here = self.rank == to
+        mine = tensor.detach()
+        key = of_tensors(OWN + "gather", None, to, [mine])
+        in_memory = self.process_group.start_in_memory(key, mine, GATHER, None if here else ())
+        if in_memory is not None:
+            parts = in_memory.result()
+            return parts if here else None
+        mine = mine.contiguous()
+        gathered = [torch.empty_like(mine) for _ in range(self.size)] if here else []
+        options: Any = GatherOptions()
+        options.rootRank = to
+        self.process_group.gather_as(key, [_bytes_of(each) for each in gathered], _bytes_of(mine), options).wait()
+        return gathered if here else None
+
+    def exchange(self, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor | None:
+        """One step in which replicas pass tensors to each other. Every replica calls it with the same pairs.
+
+        Args:
+            tensor: What this replica sends, if it does. Same shape and dtype everywhere.
+            pairs: (source, target) of each message; a replica sends to one other at most, and gets from one at most.
+
+        Returns:
+            What this replica got; None if it is the target of no message.
+
+        Raises:
+            OptionError: A replica stands twice on one side, or there is no such replica.
+        """
+        sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
+        for each in (*sources, *targets):
+            self._check_replica(each, "exchange with")
+        if len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs) or any(a == b for a, b in pairs):
+            raise OptionError(
+                f"exchange got the pairs {list(pairs)}: in one step a replica sends to one other replica at most, and "
+                "gets from one at most. Make two steps of it."
+            )
+        source = sources[targets.index(self.rank)] if self.rank in targets else None
+        target = targets[sources.index(self.rank)] if self.rank in sources else None
+        mine = tensor.detach()
+        key = of_tensors(OWN + "exchange", None, ", ".join(f"{a}→{b}" for a, b in pairs), [mine])
+        wanted = () if source is None else (source,)
+        in_memory = self.process_group.start_in_memory(key, mine, GATHER, wanted, wanted=target is not None)
+        if in_memory is not None:
+            return next(iter(in_memory.result()), None)
+        message = _bytes_of(mine.contiguous()).reshape(-1)
+        got = torch.empty_like(mine, memory_format=torch.contiguous_format) if source is not None else None
+        nothing, count = message.new_empty(0), message.numel()
+        self.process_group.exchange_as(
+            key,
+            nothing if got is None else _bytes_of(got).reshape(-1),
+            nothing if target is None else message,
+            [count if rank == source else 0 for rank in range(self.size)],
+            [count if rank == target else 0 for rank in range(self.size)],
+        ).wait()
+        return got
+
+    def note_pack(self, tensors: Sequence[Tensor], layout: object) -> None:
+        """Record what is about to be sent as one message: replicas must do so alike. Communicates nothing itself.
+
+        Args:
+            tensors: What the message is made of.
+            layout: Has an equal repr on all replicas, too.
+        """
+        self.process_group.note(of_tensors(OWN + "pack", None, None if layout is None else repr(layout), tensors))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every replica's value, in replica order, pickled. Small ones take one collective, larger ones two."""
@@ -196,9 +293,21 @@ class Group:
             tails = [each.numpy().tobytes() for each in self.all_gather(tail)]
         return [pickle.loads((each[8:] + tail)[:size]) for each, tail, size in zip(heads, tails, sizes, strict=True)]
 
+    def _check_replica(self, replica: int, what: str) -> None:
+        if not 0 <= replica < self.size:
+            raise OptionError(f"There is no replica {replica} to {what}; there are {self.size}.")
+
     def barrier(self) -> None:
         """Wait until every replica is here."""
         self.process_group.barrier().wait()
+
+
+def _check_mean(tensor: Tensor, op: str) -> None:
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise OptionError(
+            f"The mean of a {tensor.dtype} tensor would be rounded. Convert it to a floating dtype first, or use "
+            "op='sum'."
+        )
 
 
 def _view(tensor: Tensor) -> Tensor:

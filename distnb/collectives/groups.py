@@ -107,7 +107,7 @@ def _join(
             member.world.enter()
             member.set_environment(team)
             if _group is None or _active is not member or _group.generation != team.generation:
-                _group = Group(member.group, device, team.generation)
+                _group = Group(member.group, device, team.generation, team.devices)
             _active = member
         attempt.check()
     finally:

@@ -77,6 +77,15 @@ class GuardedProcessGroup(Entering):
     def all_gather_as(self, key: Key, outputs: list[Tensor], input: Tensor) -> Work:
         return self._run(key, "allgather", ([outputs], [input]), _BOTH, AllgatherOptions())
 
+    def gather_as(self, key: Key, outputs: list[Tensor], input: Tensor, opts: Any) -> Work:
+        return self._run(key, "gather", ([outputs] if outputs else [], [input]), _BOTH, opts)
+
+    def reduce_as(self, key: Key, tensor: Tensor, opts: Any) -> Work:
+        return self._run(key, "reduce", ([tensor],), (True,), opts)
+
+    def exchange_as(self, key: Key, output: Tensor, input: Tensor, received: list[int], sent: list[int]) -> Work:
+        return self._run(key, "alltoall_base", (output, input), _BOTH, received, sent, AllToAllOptions())
+
     # -- gathers ---------------------------------------------------------------------------------------------------
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
@@ -210,7 +219,7 @@ class GuardedProcessGroup(Entering):
         if name.isdigit():
             # A name from torch's counter: every replica makes its groups in the same order. The counters themselves may
             # differ since an earlier failure, so the group gets its number in the ledger.
-            name = str(self._note(("new_group", None, None, "cpu", tuple(ranks), "ranks")))
+            name = str(self.note(("new_group", None, None, "cpu", tuple(ranks), "ranks")))
         made: GuardedProcessGroup | None = self._make_subgroup(self, list(ranks), name)
         if made is not None:
             made.set_timeout(timeout)

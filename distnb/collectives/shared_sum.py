@@ -2,7 +2,7 @@
 
 Each replica has an area that only it writes to. To reduce a tensor it copies it there, says so, waits until the
 others have said the same, and adds up all areas, in replica order, so that every replica gets the same bits.
-A gather copies them instead.
+A gather copies them instead, or only those that this replica wants.
 Waiting is done in the kernel (a futex), in slices: an abort, or a collective that does not match, ends it.
 
 Only x86 keeps the order of plain stores that this relies on; elsewhere Gloo is used.
@@ -18,6 +18,7 @@ import select
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,14 +118,20 @@ class SharedSum:
 
     # Writing -------------------------------------------------------------------------------------------------
 
-    def post(self, tensor: torch.Tensor, group: GroupCore, number: int) -> int:
+    def post(self, tensor: torch.Tensor, group: GroupCore, number: int, wanted: bool = True) -> int:
         """Copy a tensor to this replica's area and tell the others. Returns the operation's own number.
 
         Call it in the order of the collectives, under `lock`.
+
+        Args:
+            tensor: What the others read, or what is as large as that.
+            group, number: Whose collective this is, and which.
+            wanted: Whether any of the others reads it; else nothing is copied.
         """
         own = self._number = self._number + 1
         begin = self._room(tensor.numel() * tensor.dtype.itemsize, own, group, number)
-        self._view(self._me, begin, tensor).copy_(tensor.detach())
+        if wanted:
+            self._view(self._me, begin, tensor).copy_(tensor.detach())
         words = self._words[self._me]
         words[_OFFSETS + own % _SLOTS] = begin // _LINE
         words[_POSTED] = own
@@ -158,12 +165,13 @@ class SharedSum:
 
     def collect(self, own: int, tensor: torch.Tensor, op: str, work: SharedWork) -> list[torch.Tensor]:
         """Wait for the others. A reduction's result is put into the tensor; a gather's is returned."""
-        for rank in self._others:
+        sources = range(self.size) if work.sources is None else work.sources
+        for rank in sources:
             if self._words[rank][_POSTED] < own:
-                self._wait_for_others(own, work)
+                self._wait_for(sources, own, work)
                 break
         slot = _OFFSETS + own % _SLOTS
-        views = [self._view(rank, self._words[rank][slot] * _LINE, tensor) for rank in range(self.size)]
+        views = [self._view(rank, self._words[rank][slot] * _LINE, tensor) for rank in sources]
         if op == GATHER:
             gathered = [view.to(tensor.device, copy=True) for view in views]
             self.done(own)
@@ -181,11 +189,11 @@ class SharedSum:
         self.done(own)
         return [tensor]
 
-    def _wait_for_others(self, own: int, work: SharedWork) -> None:
+    def _wait_for(self, ranks: Sequence[int], own: int, work: SharedWork) -> None:
         group = work.group
         group.watch(work)
         try:
-            for rank in self._others:
+            for rank in ranks:
                 words = self._words[rank]
                 while (posted := words[_POSTED]) < own:
                     self._sleep(rank, _POSTED, posted, group, work.number, work.epoch)
@@ -252,10 +260,18 @@ class SharedWork:
 
     Attributes:
         number: The collective's number in the group's ledger.
+        sources: Whose tensors this replica reads, in this order; None for all.
     """
 
     def __init__(
-        self, shared: SharedSum, own: int, tensor: torch.Tensor, op: str, group: GroupCore, number: int
+        self,
+        shared: SharedSum,
+        own: int,
+        tensor: torch.Tensor,
+        op: str,
+        group: GroupCore,
+        number: int,
+        sources: Sequence[int] | None = None,
     ) -> None:
         self._shared = shared
         self._own = own
@@ -264,13 +280,14 @@ class SharedWork:
         self.group = group
         self.number = number
         self.epoch = group.epoch
+        self.sources = sources
 
     def wait(self) -> None:
         """Wait for the end; the tensor holds the result then. Raises what ended the group, if something did."""
         self.result()
 
     def result(self) -> list[torch.Tensor]:
-        """Wait for the end and return a gather's tensors, in replica order. A work can be waited for once."""
+        """Wait for the end and return a gather's tensors, source by source. A work can be waited for once."""
         tensor, self._tensor = self._tensor, None
         if tensor is None:
             return []

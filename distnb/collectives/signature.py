@@ -23,7 +23,7 @@ _MANY = 10_000
 _SHOWN = 3
 
 
-def of_tensors(operation: str, op: int | None, root: int | None, tensors: Sequence[torch.Tensor]) -> Key:
+def of_tensors(operation: str, op: int | None, root: int | str | None, tensors: Sequence[torch.Tensor]) -> Key:
     """The signature of a collective over these tensors of this replica."""
     if len(tensors) == 1:
         tensor = tensors[0]

@@ -47,6 +47,7 @@ def _parser() -> LineParser:
     parser.add_argument("--devices", default=None)
     parser.add_argument("--gradients", choices=("sum", "mean"), default=None)
     parser.add_argument("--oversubscribe", action="store_true")
+    parser.add_argument("--cross-device-ops", dest="ops", default=None)
     return parser
 
 
@@ -65,6 +66,12 @@ def read_request(line: str, user_ns: Mapping[str, Any]) -> Request:
     if not word:
         raise OptionError(
             f"%%distribute needs a strategy: {', '.join(WORDS)}, or the name of a strategy object. Usage: {_USAGE}"
+        )
+    if found.ops is not None:
+        raise OptionError(
+            f"%%distribute {word} cannot honour --cross-device-ops: it is an object, and a line of text carries none. "
+            f"Make the strategy in an ordinary cell, chosen = distnb.MirroredStrategy(cross_device_ops={found.ops}), "
+            "and write %%distribute chosen."
         )
     devices = (
         tuple(str(parse_device(name)) for name in found.devices.split(",") if name.strip()) if found.devices else ()

@@ -55,7 +55,7 @@ def runtime_for(strategy: Owner) -> Runtime:
     spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it
     process = spmd.current() if spmd is not None else None
     if process is not None:
-        if spec.kind == _MULTI_WORKER or spec.devices or spec.num_replicas:
+        if spec.kind == _MULTI_WORKER or spec.devices or spec.num_replicas or spec.options:
             _check_team(strategy, process.team.devices, process.uses_nccl)
         return process.runtime_of(strategy)  # type: ignore[no-any-return]
     if _remote is not None:
@@ -100,6 +100,9 @@ def _check_team(strategy: Owner, devices: tuple[object, ...], nccl: bool) -> Non
         from distnb.runtime import multi_worker
 
         multi_worker.check_communication(spec, there, nccl)
+    ops = spec.option("cross_device_ops")
+    if ops is not None:
+        ops.check(there, nccl)
     wanted = len(spec.devices) or spec.num_replicas or len(there)
     if wanted != len(there) or (spec.devices and spec.devices != there):
         asked = ", ".join(spec.devices) or f"{wanted} replicas"

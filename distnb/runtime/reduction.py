@@ -11,10 +11,10 @@ import torch
 from distnb.errors import DistributedValueError, OptionError
 from distnb.options import ReduceOp
 from distnb.runtime.gathering import require_dense
-from distnb.runtime.packed_sums import sum_over_replicas
+from distnb.runtime.packed_sums import combine_over_replicas
 
 if TYPE_CHECKING:
-    from distnb.collectives.groups import Group
+    from distnb.collectives.cross_device.aggregation import Aggregation
 
 __all__ = ["axes_of", "python_number", "reduce_alone", "reduce_leaves", "tensor_of"]
 
@@ -111,11 +111,13 @@ def reduce_alone(op: ReduceOp, value: Any, axis: Any) -> Any:
     return tensor.sum(axes) if op is ReduceOp.SUM else _for_mean(tensor).mean(axes)
 
 
-def reduce_leaves(group: Group, op: ReduceOp, values: Sequence[Any], axis: Any, device: torch.device) -> list[Any]:
+def reduce_leaves(
+    aggregation: Aggregation, op: ReduceOp, values: Sequence[Any], axis: Any, device: torch.device
+) -> list[Any]:
     """This replica's components of several leaves, combined with the other replicas'.
 
     Args:
-        group: The replicas.
+        aggregation: The replicas, and how they add up.
         op: SUM or MEAN.
         values: Tensors, arrays or numbers.
         axis: None, a whole number or several: also sum (average) along these axes of the components.
@@ -128,14 +130,15 @@ def reduce_leaves(group: Group, op: ReduceOp, values: Sequence[Any], axis: Any, 
     if mean:
         tensors = [_for_mean(tensor) for tensor in tensors]
     if axis is None:
-        sums = sum_over_replicas(group, tensors)
-        results = [total / group.size for total in sums] if mean else sums
+        results = combine_over_replicas(aggregation, op, tensors)
     else:
-        results = _reduce_along(group, mean, tensors, axis)
+        results = _reduce_along(aggregation, mean, tensors, axis)
     return [python_number(result, value) for result, value in zip(results, values, strict=True)]
 
 
-def _reduce_along(group: Group, mean: bool, tensors: Sequence[torch.Tensor], axis: Any) -> list[torch.Tensor]:
+def _reduce_along(
+    aggregation: Aggregation, mean: bool, tensors: Sequence[torch.Tensor], axis: Any
+) -> list[torch.Tensor]:
     sums, counts = [], []
     for tensor in tensors:
         axes = axes_of(axis, tensor)
@@ -146,16 +149,14 @@ def _reduce_along(group: Group, mean: bool, tensors: Sequence[torch.Tensor], axi
             count *= tensor.shape[one]
         counts.append(count)
     if not mean:
-        return [
-            total.to(_summed_dtype(tensor))
-            for total, tensor in zip(sum_over_replicas(group, sums), tensors, strict=True)
-        ]
+        totals = combine_over_replicas(aggregation, ReduceOp.SUM, sums)
+        return [total.to(_summed_dtype(tensor)) for total, tensor in zip(totals, tensors, strict=True)]
     # The counts travel with the sums: replicas may hold different numbers of examples.
     weights = [
         torch.tensor(count, dtype=torch.float64, device=tensor.device)
         for count, tensor in zip(counts, tensors, strict=True)
     ]
-    totals = sum_over_replicas(group, [*sums, *weights])
+    totals = combine_over_replicas(aggregation, ReduceOp.SUM, [*sums, *weights])
     pairs = zip(totals[: len(sums)], totals[len(sums) :], tensors, strict=True)
     return [(total / weight).to(tensor.dtype) for total, weight, tensor in pairs]
 

@@ -16,31 +16,30 @@ from distnb.runtime.reduction import python_number, tensor_of
 from distnb.values.structure import flatten, unflatten
 
 if TYPE_CHECKING:
-    from distnb.collectives.groups import Group
+    from distnb.collectives.cross_device.aggregation import Aggregation
 
 __all__ = ["all_gather_tree", "all_reduce_tree"]
 
 
-def all_reduce_tree(group: Group, op: ReduceOp, tree: Any) -> Any:
+def all_reduce_tree(aggregation: Aggregation, op: ReduceOp, tree: Any) -> Any:
     """Reduce every leaf over the replicas, all in one go. None stays None: gradients of unused parameters are."""
     every, shape = flatten(tree)
     places = [place for place, leaf in enumerate(every) if leaf is not None]
     if not places:
         return tree
     leaves = [every[place] for place in places]
-    mean = op is ReduceOp.MEAN
     tensors = []
     for leaf in leaves:
-        tensor = tensor_of(leaf, "all_reduce", torch_device(group.device))
+        tensor = tensor_of(leaf, "all_reduce", torch_device(aggregation.group.device))
         if tensor.dtype is torch.bool:
             raise DistributedValueError(
                 f"all_reduce {op.name} of booleans is not defined. Convert them first: value.long() counts."
             )
-        if mean and not (tensor.is_floating_point() or tensor.is_complex()):
+        if op is ReduceOp.MEAN and not (tensor.is_floating_point() or tensor.is_complex()):
             tensor = tensor.to(torch.float64)
         tensors.append(tensor)
     # Which leaves are None must be the same everywhere, or others would be added up in their place.
-    results = differentiable.all_reduce(group, mean, tensors, None if len(leaves) == len(every) else places)
+    results = differentiable.all_reduce(aggregation, op, tensors, None if len(leaves) == len(every) else places)
     for result in results:
         mark_aggregated(result)
     for place, result, leaf in zip(places, results, leaves, strict=True):
@@ -48,12 +47,12 @@ def all_reduce_tree(group: Group, op: ReduceOp, tree: Any) -> Any:
     return unflatten(shape, every)
 
 
-def all_gather_tree(group: Group | None, tree: Any, axis: int) -> Any:
-    """Gather every leaf along an axis; without a group only check that this could be done."""
+def all_gather_tree(aggregation: Aggregation | None, tree: Any, axis: int) -> Any:
+    """Gather every leaf along an axis; without replicas only check that this could be done."""
     leaves, shape = flatten(tree)
     tensors = [tensor_of(leaf, "all_gather") for leaf in leaves]
     axes = [checked_axis(axis, tensor, "all_gather") for tensor in tensors]
-    if group is None:
+    if aggregation is None:
         return tree
-    gathered = [differentiable.all_gather(group, tensor, one) for tensor, one in zip(tensors, axes, strict=True)]
+    gathered = [differentiable.all_gather(aggregation, tensor, one) for tensor, one in zip(tensors, axes, strict=True)]
     return unflatten(shape, gathered)

@@ -12,7 +12,7 @@ from distnb.values.distributed import PerReplica
 from distnb.values.structure import map_structure, select
 
 if TYPE_CHECKING:
-    from distnb.collectives.groups import Group
+    from distnb.collectives.cross_device.aggregation import Aggregation
 
 __all__ = ["ReplicaContext"]
 
@@ -27,8 +27,8 @@ class ReplicaContext:
     """
 
     __slots__ = (
+        "_aggregation",
         "_batch_size",
-        "_group",
         "_slice_size",
         "num_replicas_in_sync",
         "outsiders",
@@ -41,7 +41,7 @@ class ReplicaContext:
         strategy: Any,
         replica_id: int = 0,
         num_replicas: int = 1,
-        group: Group | None = None,
+        aggregation: Aggregation | None = None,
         batch_size: int | None = None,
         slice_size: int | None = None,
         outsiders: Any = None,
@@ -49,7 +49,7 @@ class ReplicaContext:
         self.strategy = strategy
         self.replica_id_in_sync_group = replica_id
         self.num_replicas_in_sync = num_replicas
-        self._group = group
+        self._aggregation = aggregation
         self._batch_size = batch_size
         self._slice_size = slice_size
         self.outsiders = outsiders  # asked by the hook that sees optimizers step
@@ -86,11 +86,11 @@ class ReplicaContext:
         """
         op = ReduceOp.parse(reduce_op)
         self._check(options)
-        if self._group is None or self.num_replicas_in_sync == 1:
+        if self._aggregation is None or self.num_replicas_in_sync == 1:
             return value
         from distnb.runtime.replica_collectives import all_reduce_tree
 
-        return all_reduce_tree(self._group, op, value)
+        return all_reduce_tree(self._aggregation, op, value)
 
     def all_gather(self, value: Any, axis: int, options: None = None) -> Any:
         """Concatenate the tensors of every replica; each gets the result. Gradients flow through.
@@ -107,7 +107,7 @@ class ReplicaContext:
         self._check(options)
         from distnb.runtime.replica_collectives import all_gather_tree
 
-        return all_gather_tree(None if self.num_replicas_in_sync == 1 else self._group, value, axis)
+        return all_gather_tree(None if self.num_replicas_in_sync == 1 else self._aggregation, value, axis)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -144,7 +144,7 @@ class ReplicaContext:
     def _check(self, options: object) -> None:
         if options is not None:
             raise OptionError(f"options={options!r} cannot be honoured by {self.strategy!r}; leave it out.")
-        if self._group is None:
+        if self._aggregation is None:
             return  # the default context is in force wherever no other is
         innermost = contexts.innermost()
         if innermost is None or innermost[1] is not self:

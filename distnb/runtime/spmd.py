@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from distnb.collectives import groups
+from distnb.collectives.cross_device.aggregation import Aggregation
+from distnb.collectives.cross_device.packs import Packs
 from distnb.collectives.gradients import GradientSync
 from distnb.collectives.groups import Group
 from distnb.errors import DistributedValueError, OptionError
@@ -196,17 +198,29 @@ class Spmd:
         self._strategy = strategy
         self._reduction = strategy.spec.option("gradient_reduction", "sum")
         options = strategy.spec.option("communication_options", CommunicationOptions())
+        self._ops = strategy.spec.option("cross_device_ops")
+        self._packs = Packs.larger_than(options.bytes_per_pack)
+        if self._ops is not None:
+            self._packs = Packs(count=self._ops.num_packs)
+        self._of_group: Aggregation | None = None
         self.preferences = (options.timeout_seconds, options.implementation is not CommunicationImplementation.RING)
         self._sync = GradientSync(
             lambda: process.group,
             self._reduction,
             check_mean_loss=strategy.spec.option("check_mean_loss", True),
-            # A pack is closed once it is larger.
-            pack_nbytes=options.bytes_per_pack + 1 if options.bytes_per_pack else None,
+            packs=self._packs,
+            sums=None if self._aggregation().exact else self._aggregation,
         )
         self._adoption = Adoption(strategy, self._sync, lambda: process.group)
         self._outsiders = OutsiderCheck(strategy, self._adoption.owns)
         self._open_scopes = 0
+
+    def _aggregation(self) -> Aggregation:
+        """How this strategy adds up, on the group of the present generation."""
+        group, found = self._process.group, self._of_group
+        if found is None or found.group is not group:
+            found = self._of_group = Aggregation(group, self._ops, self._packs)
+        return found
 
     @property
     def adoption(self) -> Adoption:
@@ -265,7 +279,8 @@ class Spmd:
         note = BatchNote()
         own_args = [select(arg, rank, size, note) for arg in args]
         own_kwargs = {name: select(arg, rank, size, note) for name, arg in kwargs.items()} if kwargs else {}
-        replica = ReplicaContext(strategy, rank, size, process.group, note.batch_size, note.slice_size, self._outsiders)
+        aggregation = self._aggregation()
+        replica = ReplicaContext(strategy, rank, size, aggregation, note.batch_size, note.slice_size, self._outsiders)
         if size > 1:
             self._outsiders.before_run(fn, own_args, own_kwargs)
         self._sync.weight(note.slice_size, note.batch_size)
@@ -307,7 +322,7 @@ class Spmd:
         places = [place for place, leaf in enumerate(leaves) if self._is_distributed(leaf, op)]
         own = [select(leaves[place], process.rank, process.size) for place in places]
         if own:
-            reduced = reduce_leaves(process.group, op, own, axis, torch_device(process.device))
+            reduced = reduce_leaves(self._aggregation(), op, own, axis, torch_device(process.device))
             for place, result in zip(places, reduced, strict=True):
                 results[place] = result
         return unflatten(shape, results)

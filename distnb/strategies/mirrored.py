@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
+from distnb.cluster.devices import available_gpus
+from distnb.collectives.cross_device.base import CrossDeviceOps, checked_ops
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
 from distnb.runtime import choice
@@ -20,7 +23,9 @@ class MirroredStrategy(Strategy):
     Args:
         devices: One per replica; None for all that the cluster (or the script's processes) have.
         num_gpus: Instead of devices: the first so many GPUs.
-        cross_device_ops: Must be None: NCCL and Gloo are chosen by the devices.
+        cross_device_ops: How gradients, and what reduce and all_reduce are given, are brought together: a
+            `distnb.NcclAllReduce`, `HierarchicalCopyAllReduce`, `ReductionToOneDevice`, or a `CrossDeviceOps` of your
+            own. None for NCCL where each replica has a GPU of its own, shared memory and Gloo elsewhere.
         gradient_reduction: "sum", as tf.distribute does, or "mean": weighted by the sizes of the replicas' slices.
         oversubscribe: Let a device be named more than once.
         check_mean_loss: With "sum", raise on a loss that is a mean over the replica's slice only.
@@ -35,7 +40,7 @@ class MirroredStrategy(Strategy):
         cls,
         devices: Sequence[str | Device] | str | None = None,
         num_gpus: int | None = None,
-        cross_device_ops: Any = None,
+        cross_device_ops: CrossDeviceOps | None = None,
         gradient_reduction: str = "sum",
         oversubscribe: bool = False,
         *,
@@ -48,17 +53,14 @@ class MirroredStrategy(Strategy):
                 f"{doubles[0]} was named for several replicas, which would share it. If that is what you mean (one "
                 "GPU for a classroom), say oversubscribe=True."
             )
-        if cross_device_ops is not None:
-            raise OptionError(
-                f"cross_device_ops={cross_device_ops!r} cannot be honoured: NCCL is used where each replica has a GPU "
-                "of its own, Gloo elsewhere. Leave it out."
-            )
         if gradient_reduction not in ("sum", "mean"):
             raise OptionError(f"gradient_reduction={gradient_reduction!r}: write 'sum' or 'mean'.")
         # Only what differs from the defaults, so that the magic's strategy is the same as the one made by hand.
         options: list[tuple[str, Any]] = []
         if not check_mean_loss:
             options.append(("check_mean_loss", False))
+        if cross_device_ops is not None:
+            options.append(("cross_device_ops", checked_ops(cross_device_ops)))
         if gradient_reduction != "sum":
             options.append(("gradient_reduction", gradient_reduction))
         if oversubscribe:
@@ -67,8 +69,18 @@ class MirroredStrategy(Strategy):
         if choice.has_remote() or choice.started_by_launcher():
             # In a notebook the engines start now, if there are none; in a script the replicas meet, and share their
             # random numbers from here on. Devices that they lack are refused here.
-            _ = strategy.num_replicas_in_sync
+            names = strategy.worker_devices
+        if cross_device_ops is not None:
+            names = names or _devices_here()
+            apart = len(set(names)) == len(names)
+            cross_device_ops.check(names, nccl=apart and all(name.startswith("cuda") for name in names))
         return strategy
+
+
+def _devices_here() -> tuple[str, ...]:
+    """The devices that replicas can have, once something has started them on this machine."""
+    gpus = tuple(f"cuda:{index}" for index in range(available_gpus()))
+    return gpus or tuple(f"cpu:{index}" for index in range(os.cpu_count() or 1))
 
 
 def _device_names(devices: Sequence[str | Device] | str | None, num_gpus: int | None) -> tuple[str, ...]:

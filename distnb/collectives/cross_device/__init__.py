@@ -1,0 +1,1 @@
+"""How replicas make one tensor of many: the algorithms that a strategy may be given, one in each file."""
