@@ -1,0 +1,218 @@
+"""Algorithms as objects: their arguments, what makes them equal, how they travel, and what is asked of them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import distnb
+from distnb import HierarchicalCopyAllReduce, NcclAllReduce, ReduceOp, ReductionToOneDevice, errors
+from distnb.collectives.cross_device.aggregation import Aggregation
+from distnb.collectives.cross_device.hierarchical_copy import tree
+from distnb.collectives.cross_device.packs import Packs
+from distnb.magics.request import read_request
+from distnb.topology import Device
+
+CPUS = ["cpu:0", "cpu:1"]
+
+
+class Own(distnb.CrossDeviceOps):
+    returns: Any = None
+
+    def reduce(self, op: ReduceOp, tensor: torch.Tensor, replicas: Any) -> Any:
+        return tensor if self.returns is None else self.returns
+
+
+@dataclass
+class Unhashable(Own):
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Frozen(Own):
+    factor: float = 1.0
+
+
+# -- packs, trees ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("packs", "sizes", "expected"),
+    [
+        (Packs(), [4, 4, 4], [[0, 1, 2]]),
+        (Packs(), [], []),
+        (Packs.larger_than(0), [4, 4, 4], [[0, 1, 2]]),
+        (Packs.larger_than(7), [4, 4, 4, 4], [[0, 1], [2, 3]]),
+        (Packs.larger_than(8), [4, 4, 4, 4], [[0, 1, 2], [3]]),  # 8 bytes are not larger than 8
+        (Packs.larger_than(1), [4, 400, 4], [[0], [1], [2]]),
+        (Packs(count=0), [4, 0, 4], [[0], [1], [2]]),
+        (Packs(count=1), [4, 4, 4], [[0, 1, 2]]),
+        (Packs(count=2), [4, 4, 4, 4], [[0, 1], [2, 3]]),
+        (Packs(count=2), [1, 1, 100], [[0, 1, 2]]),
+        (Packs(count=3), [100, 1, 1], [[0], [1, 2]]),
+        (Packs(count=9), [4, 4], [[0], [1]]),
+    ],
+)
+def test_where_a_pack_ends(packs: Packs, sizes: list[int], expected: list[list[int]]) -> None:
+    assert packs.cut(sizes) == expected
+
+
+@pytest.mark.parametrize("size", range(1, 20))
+def test_a_tree_brings_every_replica_to_the_root_once(size: int) -> None:
+    levels = tree(size)
+    assert len(levels) == (size - 1).bit_length()
+    held = {rank: {rank} for rank in range(size)}
+    for level in levels:
+        assert len({rank for edge in level for rank in edge}) == 2 * len(level)  # one message for each
+        for child, parent in level:
+            held[parent] |= held.pop(child)
+    assert held == {0: set(range(size))}
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [NcclAllReduce, HierarchicalCopyAllReduce])
+@pytest.mark.parametrize("num_packs", [-1, 1.5, True, "2"])
+def test_numbers_of_packs_that_make_no_sense(cls: Any, num_packs: Any) -> None:
+    with pytest.raises(ValueError, match="whole number, 0 or more"):
+        cls(num_packs=num_packs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"cross_device_ops": HierarchicalCopyAllReduce}, "give an instance of distnb.NcclAllReduce"),
+        ({"cross_device_ops": Unhashable()}, "cannot be hashed"),
+        ({"cross_device_ops": NcclAllReduce()}, "needs a GPU of its own for each replica, and .* cpu:0"),
+        ({"cross_device_ops": NcclAllReduce(), "devices": ["cuda:0", "cpu:0"]}, "have cuda:0, cpu:0"),
+        ({"cross_device_ops": NcclAllReduce(), "devices": ["cuda:0"] * 2, "oversubscribe": True}, "GPU of its own"),
+        ({"cross_device_ops": ReductionToOneDevice("gpu:3"), "devices": CPUS}, "'cuda:3' is the device of no replica"),
+        ({"cross_device_ops": ReductionToOneDevice("cpu:7"), "devices": CPUS}, "'cpu:7' is the device of no replica"),
+    ],
+)
+def test_what_a_strategy_refuses(arguments: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distnb.strategies.mirrored.available_gpus", lambda: 0)
+    with pytest.raises(errors.OptionError, match=text):
+        distnb.MirroredStrategy(**{"devices": None, **arguments})
+    with pytest.raises(errors.OptionError, match="no device"):
+        ReductionToOneDevice("nonsense:x")
+    with pytest.raises(errors.OptionError, match="function of a list of tensors"):
+        ReductionToOneDevice(accumulation_fn=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="abstract"):
+        distnb.CrossDeviceOps()  # type: ignore[abstract]
+
+
+def test_nccl_where_each_replica_has_a_gpu() -> None:
+    strategy = distnb.MirroredStrategy(["cuda:0", "cuda:1"], cross_device_ops=NcclAllReduce(2))
+    assert (
+        repr(strategy) == "MirroredStrategy(devices=['cuda:0', 'cuda:1'], cross_device_ops=NcclAllReduce(num_packs=2))"
+    )
+
+
+def test_the_magic_says_how_an_object_is_given() -> None:
+    with pytest.raises(errors.OptionError, match=r"MirroredStrategy\(cross_device_ops=NcclAllReduce\(\)\)"):
+        read_request("mirrored --cross-device-ops NcclAllReduce()", {})
+
+
+# -- which strategies are the same -------------------------------------------------------------------------------------
+
+
+def test_equal_algorithms_make_the_same_strategy() -> None:
+    def made(ops: distnb.CrossDeviceOps | None = None) -> distnb.Strategy:
+        return distnb.MirroredStrategy(CPUS, cross_device_ops=ops)
+
+    assert made(HierarchicalCopyAllReduce()) is made(HierarchicalCopyAllReduce(num_packs=1)) is not made()
+    assert made(HierarchicalCopyAllReduce(2)) is not made(HierarchicalCopyAllReduce(3))
+    assert made(ReductionToOneDevice("CPU:1", sum)) is made(ReductionToOneDevice("/cpu:1", sum))  # type: ignore[arg-type]
+    assert made(ReductionToOneDevice("cpu:1")) is not made(ReductionToOneDevice("cpu:0"))
+    assert NcclAllReduce() != HierarchicalCopyAllReduce()
+    one, other = Own(), Own()
+    assert made(one) is made(one) is not made(other)
+    assert made(Frozen(2.0)) is made(Frozen(2.0)) is not made(Frozen(3.0))
+
+
+def test_an_algorithm_is_the_same_object_wherever_it_arrives() -> None:
+    for ops in (
+        Own(),
+        Frozen(5.0),
+        HierarchicalCopyAllReduce(4),
+        ReductionToOneDevice(None, lambda tensors: tensors[0]),
+    ):
+        assert pickle.loads(pickle.dumps(ops)) is ops
+        assert copy.deepcopy(ops) is ops
+    # Where it never was: as in another process, of which the class knows nothing.
+    names: dict[str, Any] = {"distnb": distnb, "__name__": "__main__"}
+    exec("class Cell(distnb.CrossDeviceOps):\n    def reduce(self, op, tensor, replicas): return 7", names)
+    ops = names["Cell"]()
+    ops.note = "kept"
+    sent = pickle.dumps([ops, ops])
+    del ops, names
+    gc.collect()
+    first, second = pickle.loads(sent)
+    again = pickle.loads(sent)[0]
+    assert first is second is again
+    assert (first.note, first.reduce(None, None, None)) == ("kept", 7)
+    unsendable = Own()
+    unsendable.lock = (each for each in ())  # type: ignore[attr-defined]
+    with pytest.raises(errors.OptionError, match="cannot be sent to the replicas"):
+        pickle.dumps(unsendable)
+
+
+# -- what is asked of them ---------------------------------------------------------------------------------------------
+
+
+class Group:
+    rank, size, devices = 0, 2, (Device("cpu", 0), Device("cpu", 1))
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        self.calls.append((tuple(tensor.shape), op))
+        tensor.mul_(2)
+
+
+@pytest.mark.parametrize("returned", [3, torch.ones(2), torch.ones(3, dtype=torch.int32)])
+def test_a_result_of_another_kind_is_an_error(returned: Any) -> None:
+    ops = Own()
+    ops.returns = returned
+    with pytest.raises(
+        errors.OptionError, match=r"Own\.reduce was given torch\.float32.*must return a tensor of the same"
+    ):
+        Aggregation(Group(), ops).all_reduce(torch.ones(3))  # type: ignore[arg-type]
+
+
+def test_what_an_accumulation_function_returns() -> None:
+    ops = ReductionToOneDevice(accumulation_fn=lambda tensors: tensors[0].double())
+
+    class Replicas:
+        devices, size = CPUS, 2
+
+        def gather(self, tensor: torch.Tensor, to: int) -> list[torch.Tensor]:
+            return [tensor, tensor]
+
+    with pytest.raises(errors.OptionError, match=r"given 2 tensors, torch\.float32.* returned torch\.float64"):
+        ops.reduce(ReduceOp.SUM, torch.ones(3), Replicas())  # type: ignore[arg-type]
+
+
+def test_nccls_algorithm_is_the_groups_own_unless_it_is_replaced() -> None:
+    group: Any = Group()
+    plain = Aggregation(group, NcclAllReduce())
+    tensor = torch.ones(3)
+    plain.all_reduce(tensor, ReduceOp.MEAN)
+    assert (tensor.tolist(), group.calls, plain.exact) == ([2.0] * 3, [((3,), "mean")], True)
+
+    class Replaced(NcclAllReduce):
+        def reduce(self, op: ReduceOp, tensor: torch.Tensor, replicas: Any) -> torch.Tensor:
+            return super().reduce(op, tensor.repeat(2), replicas)[:3] + 1
+
+    replaced = Aggregation(group, Replaced())
+    replaced.all_reduce(tensor)
+    assert (tensor.tolist(), group.calls[1:], replaced.exact) == ([5.0] * 3, [((6,), "sum")], False)
