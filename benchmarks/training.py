@@ -32,27 +32,29 @@ class Ranks:
 
     Args:
         contender: "ddp" or "distnb".
+        worker: The module that they run; it answers to lines `WHAT HOW_OFTEN` with seconds.
+        replicas: How many processes.
     """
 
-    def __init__(self, contender: str) -> None:
+    def __init__(self, contender: str, worker: str = "benchmarks.training_worker", replicas: int = REPLICAS) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.training_worker", contender],
+                [sys.executable, "-m", worker, contender],
                 env={
-                    **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(REPLICAS),
-                    "LOCAL_WORLD_SIZE": str(REPLICAS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port),
+                    **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(replicas),
+                    "LOCAL_WORLD_SIZE": str(replicas), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port),
                     "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
                 },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for rank in range(REPLICAS)
+            for rank in range(replicas)
         ]  # fmt: skip
 
     def step(self, model: str, steps: int) -> float:
-        """Seconds per step, of the slowest replica."""
+        """Seconds per step of a model (or of whatever the worker knows), of the slowest replica."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(f"{model} {steps}\n")

@@ -226,7 +226,7 @@ class CommunicationImplementation(_Named):
     """How replicas communicate. Strings are accepted in any case."""
 
     AUTO = "AUTO"
-    """NCCL where each replica has a GPU of its own, Gloo elsewhere; shared memory between replicas of one machine."""
+    """NCCL where each replica has a GPU of its own; memory that the replicas of one machine share; else Gloo's ring."""
     RING = "RING"
     """Gloo's ring over sockets, also for GPUs, whose tensors go through host memory."""
     NCCL = "NCCL"
@@ -238,8 +238,8 @@ class CommunicationOptions:
     """How the replicas of a MultiWorkerMirroredStrategy communicate.
 
     Attributes:
-        bytes_per_pack: Gradients are reduced in packs, each of which is closed once it is larger than this. 0 leaves
-            the size to distnb.
+        bytes_per_pack: Gradients, and the tensors of one reduce or all_reduce, travel in packs, each of which is closed
+            once it is larger than this. 0 leaves the size to distnb.
         timeout_seconds: How long a replica waits in one collective for the others before it raises; None for as long
             as they are alive.
         implementation: See `CommunicationImplementation`; a name will do.

@@ -259,6 +259,19 @@ def test_steps_that_do_not_match_are_found() -> None:
         assert "group.pack(float32[3, 2], float32[1])" in rank.result
 
 
+def test_a_sum_never_meets_a_mean() -> None:
+    program = """
+    op = "sum" if os.environ["RANK"] == "0" else "mean"
+    try:
+        distnb.MirroredStrategy().run(lambda: distnb.get_replica_context().all_reduce(op, 1.0))
+    except distnb.errors.CollectiveMismatchError as error:
+        result = str(error)
+    """
+    for rank in run_ranks(_START + dedent(program), 2):
+        assert "replica 0 called group.all_reduce(float64[], sum)" in rank.result, rank
+        assert "replica 1 called group.all_reduce(float64[], avg)" in rank.result
+
+
 def test_what_an_algorithm_has_at_hand() -> None:
     program = """
     from distnb.collectives import groups
