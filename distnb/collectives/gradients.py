@@ -76,9 +76,6 @@ class GradientSync:
         check_mean_loss: With "sum", raise MeanLossError where a loss is a mean.
         packs: How gradients are packed, those of each device and dtype; None to choose.
         sums: Gives what adds up gradients, after the backward pass; None for the group, which may do so during it.
-
-    Attributes:
-        serial: Number of aggregations so far.
     """
 
     def __init__(

@@ -66,13 +66,13 @@ class MirroredStrategy(Strategy):
         if oversubscribe:
             options.append(("oversubscribe", True))
         strategy = cls._of(StrategySpec(cls.kind, names, 0, tuple(options)))
-        placed = choice.has_remote() or choice.started_by_launcher()
-        if placed:
+        placed, remote = choice.started_by_launcher(), choice.has_remote()
+        if placed or remote:
             # In a notebook the engines start now, if there are none; in a script the replicas meet, and share their
             # random numbers from here on. Devices that they lack are refused here.
             _ = strategy.num_replicas_in_sync
-        if cross_device_ops is not None:
-            names = strategy.worker_devices if placed else names or _devices_here()
+        if cross_device_ops is not None and (remote or not placed):  # replicas have checked it just now
+            names = strategy.worker_devices if remote else names or _devices_here()
             apart = len(set(names)) == len(names)
             cross_device_ops.check(names, nccl=apart and all(name.startswith("cuda") for name in names))
         return strategy
