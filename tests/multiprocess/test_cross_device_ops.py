@@ -193,6 +193,17 @@ def test_gradients_that_are_themselves_differentiated_and_sparse_ones() -> None:
     for name, ops in ALGORITHMS.items():
         for got, want in zip(grads(ops), expected, strict=True):
             assert torch.allclose(got, want, rtol=1e-12), name
+
+    # One that rounds: what distnb sends beside the tensors must not suffer.
+    class InHalfPrecision(distnb.CrossDeviceOps):
+        def reduce(self, op, tensor, replicas):
+            return replicas.all_reduce(tensor.half(), op).to(tensor.dtype)
+    for got, want in zip(grads(InHalfPrecision()), expected, strict=True):
+        assert torch.allclose(got, want, rtol=1e-2)
+    strategy = distnb.MirroredStrategy(cross_device_ops=InHalfPrecision())
+    for seed in range(20):  # of layouts
+        total = strategy.reduce("sum", strategy.run(lambda: [torch.ones(seed), torch.ones(2, seed)]), axis=None)
+        assert total[1].tolist() == [[2.0] * seed] * 2
     """
     for rank in run_ranks(_START + dedent(program), 2):
         rank.check()
