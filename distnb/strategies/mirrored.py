@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
@@ -74,6 +75,8 @@ class MirroredStrategy(Strategy):
         if cross_device_ops is not None and (remote or not placed):  # replicas have checked it just now
             names = strategy.worker_devices if remote else names or _devices_here()
             apart = len(set(names)) == len(names)
+            if remote:
+                pickle.dumps(cross_device_ops)  # what cannot travel is refused here, and not in mid-cell
             cross_device_ops.check(names, nccl=apart and all(name.startswith("cuda") for name in names))
         return strategy
 

@@ -410,6 +410,11 @@ def test_objects_travel_from_a_notebook_to_its_engines() -> None:
         failed = notebook.try_run("distnb.MirroredStrategy(cross_device_ops=distnb.NcclAllReduce())")
         assert failed.error_name == "OptionError"
         assert "needs a GPU of its own for each replica, and the replicas have cpu:0, cpu:1" in failed.error_text
+        failed = notebook.try_run(
+            "import threading\nlocked = Mine()\nlocked.lock = threading.Lock()\n"
+            "distnb.MirroredStrategy(cross_device_ops=locked)"
+        )
+        assert "cannot be sent to the replicas" in failed.error_text
         notebook.run(
             "def failing(tensors): raise ZeroDivisionError('no sum today')\n"
             "bad = distnb.MirroredStrategy(cross_device_ops=distnb.ReductionToOneDevice('cpu:1', failing))"

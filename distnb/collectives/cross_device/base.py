@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import uuid
 import weakref
 from abc import ABC, abstractmethod
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["CrossDeviceOps", "checked_ops", "checked_packs"]
 
 _here: weakref.WeakValueDictionary[str, CrossDeviceOps] = weakref.WeakValueDictionary()
+_packed: dict[str, bytes] = {}  # of those that were sent; strategies, and with them these objects, live for ever
 
 
 class CrossDeviceOps(ABC):
@@ -29,9 +31,9 @@ class CrossDeviceOps(ABC):
     A subclass says how, in `reduce`. Every replica is a process of its own, which runs that method with its own tensor;
     what it needs of the others it asks of `replicas`.
 
-    An object is the same in every process that it travels to; what it is made of travels once. Two strategies are the
-    same object if their `cross_device_ops` are equal: a subclass that wants its instances to be equal defines `__eq__`
-    and `__hash__`.
+    An object is the same in every process that it travels to, and arrives as it was when the first strategy was made
+    with it: functions and values that its methods read included. Two strategies are the same object if their
+    `cross_device_ops` are equal: a subclass that wants its instances to be equal defines `__eq__` and `__hash__`.
 
     Attributes:
         num_packs: Into so many messages the tensors go that are reduced together (those of one dtype of one backward
@@ -88,12 +90,15 @@ class CrossDeviceOps(ABC):
         return f"{type(self).__name__}()"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[str, bytes], CrossDeviceOps], tuple[str, bytes]]:
-        return _arrive, (self._token, self._packed())
+        packed = _packed.get(self._token)
+        if packed is None:
+            packed = _packed[self._token] = self._pack()
+        return _arrive, (self._token, packed)
 
-    def _packed(self) -> bytes:
+    def _pack(self) -> bytes:
         """The object for another process: by value, since its class may live in a notebook."""
         try:
-            packed: bytes = cloudpickle.dumps((type(self), {**vars(self)}))
+            packed: bytes = cloudpickle.dumps((type(self), dict(vars(self))))
             return packed
         except Exception as error:
             raise OptionError(
@@ -106,8 +111,6 @@ def _arrive(token: str, packed: bytes) -> CrossDeviceOps:
     known = _here.get(token)
     if known is not None:
         return known
-    import pickle
-
     cls, state = pickle.loads(packed)
     made: CrossDeviceOps = object.__new__(cls)
     vars(made).update(state)
