@@ -40,6 +40,9 @@ _WHERE = {
     "DistributedValues": "distnb.values",
     "PerReplica": "distnb.values",
     "Mirrored": "distnb.values",
+    "Variable": "distnb.strategies.variables",
+    "VariableAggregation": "distnb.options",
+    "VariableSynchronization": "distnb.options",
     "ReduceOp": "distnb.options",
     "RunOptions": "distnb.options",
     "InputOptions": "distnb.options",
@@ -70,6 +73,8 @@ if TYPE_CHECKING:
     from distnb.options import ReduceOp as ReduceOp
     from distnb.options import RunOptions as RunOptions
     from distnb.options import ValueContext as ValueContext
+    from distnb.options import VariableAggregation as VariableAggregation
+    from distnb.options import VariableSynchronization as VariableSynchronization
     from distnb.session import start as start
     from distnb.session import stop as stop
     from distnb.session.session import Session as Cluster  # noqa: F401
@@ -87,6 +92,7 @@ if TYPE_CHECKING:
     from distnb.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from distnb.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from distnb.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+    from distnb.strategies.variables import Variable as Variable
     from distnb.values import DistributedValues as DistributedValues
     from distnb.values import Mirrored as Mirrored
     from distnb.values import PerReplica as PerReplica

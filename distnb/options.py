@@ -19,6 +19,8 @@ __all__ = [
     "RunOptions",
     "StrategySpec",
     "ValueContext",
+    "VariableAggregation",
+    "VariableSynchronization",
 ]
 
 
@@ -47,6 +49,30 @@ class ReduceOp(_Named):
 
     SUM = "SUM"
     MEAN = "MEAN"
+
+
+class VariableSynchronization(_Named):
+    """When the replicas' components of a variable become one. Strings are accepted in any case."""
+
+    AUTO = "AUTO"
+    """ON_WRITE."""
+    NONE = "NONE"
+    """Never: refused, since a plain tensor does that."""
+    ON_WRITE = "ON_WRITE"
+    """At each assignment: all replicas hold the same value."""
+    ON_READ = "ON_READ"
+    """When it is read outside replicas: each replica assigns to, and reads, a component of its own."""
+
+
+class VariableAggregation(_Named):
+    """How the replicas' components become one value. Strings are accepted in any case."""
+
+    NONE = "NONE"
+    """Not at all: what would need it is an error."""
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+    """Replica 0's, of all replicas of all machines."""
 
 
 @dataclass(frozen=True)

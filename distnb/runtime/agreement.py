@@ -19,6 +19,7 @@ import torch
 from distnb.runtime.placement import torch_device
 from distnb.values.distributed import DistributedValues, PerReplica
 from distnb.values.structure import Spec, flatten, is_immutable, unflatten, unlike_structures
+from distnb.variables.variable import Variable
 from distnb.wire.immutables import SCALARS
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Agreement:
         signature: Any = (spec, kinds)
         plain = [place for place, kind in enumerate(kinds) if kind == "plain"]
         if signature in seen and not plain:
-            equal = [leaf is None for leaf in leaves]
+            equal = [kind != "tensor" for kind in kinds]
         else:
             equal = _compare(group, spec, kinds, leaves)
             seen.add(signature)
@@ -113,7 +114,10 @@ def _kind(leaf: Any) -> str:
         return "none"
     if isinstance(leaf, DistributedValues):
         leaf._refuse("was returned by a function that strategy.run called, and cannot be a replica's result")
-    return "plain" if is_immutable(leaf) else "tensor"
+    if is_immutable(leaf):
+        return "plain"
+    # One variable is the same thing on every replica, whatever its components are.
+    return f"variable {leaf.number}" if isinstance(leaf, Variable) and leaf.number else "tensor"
 
 
 def _describe(kind: str, leaf: Any) -> str:

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Callable
 
 from distnb.errors import NoClusterError, OptionError
+from distnb.options import StrategySpec
 from distnb.runtime.base import Owner, Runtime
 from distnb.runtime.in_process import InProcess
 
-__all__ = ["has_remote", "register_remote", "runtime_for", "started_by_launcher"]
+__all__ = ["DEFAULT", "has_remote", "is_in_process", "register_remote", "runtime_for", "started_by_launcher"]
 
-_IN_PROCESS_KINDS = ("default", "one_device")
+DEFAULT = "default"
+_IN_PROCESS_KINDS = (DEFAULT, "one_device")
 _MULTI_WORKER = "multi_worker"
 
 _remote: Callable[[Owner], Runtime] | None = None
@@ -39,6 +41,11 @@ def started_by_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_in_process(spec: StrategySpec) -> bool:
+    """Whether a strategy always computes in the calling process."""
+    return spec.kind in _IN_PROCESS_KINDS
+
+
 def runtime_for(strategy: Owner) -> Runtime:
     """Where a strategy runs from here.
 
@@ -47,7 +54,7 @@ def runtime_for(strategy: Owner) -> Runtime:
         OptionError: It was made for other devices than the replicas have.
     """
     spec = strategy.spec
-    if spec.kind in _IN_PROCESS_KINDS:
+    if is_in_process(spec):
         device = spec.devices[0] if spec.devices else None
         if device not in _in_process:
             _in_process[device] = InProcess(device)

@@ -12,7 +12,7 @@ from distnb.errors import ContextError
 if TYPE_CHECKING:
     from distnb.runtime.replica_context import ReplicaContext
 
-__all__ = ["enter_cross_replica", "entries", "innermost", "note_names", "require_cross_replica", "require_not_mixed"]
+__all__ = ["enter_cross_replica", "entries", "innermost", "mixing", "note_names", "require_cross_replica", "require_not_mixed"]
 
 
 def _nothing() -> None:
@@ -73,7 +73,7 @@ def require_cross_replica(strategy: Any, method: str) -> None:
             f"There, {_CURES.get(method, 'leave the function first')}."
         )
     if owner is not strategy:
-        raise _mixing(owner, strategy)
+        raise mixing(owner, strategy)
 
 
 def require_not_mixed(strategy: Any) -> None:
@@ -84,10 +84,11 @@ def require_not_mixed(strategy: Any) -> None:
     """
     stack = _here.stack
     if stack and stack[-1][0] is not strategy:
-        raise _mixing(stack[-1][0], strategy)
+        raise mixing(stack[-1][0], strategy)
 
 
-def _mixing(outer: Any, inner: Any) -> ContextError:
+def mixing(outer: Any, inner: Any) -> ContextError:
+    """The error for what belongs to one strategy and is used while another is in force."""
     return ContextError(
         f"Mixing different Strategy objects: {inner!r} was used while {outer!r} is in force. Leave the one's scope "
         "before the other is used; equal arguments give the same strategy object."

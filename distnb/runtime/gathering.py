@@ -15,7 +15,7 @@ from distnb.values.structure import flatten, unflatten
 if TYPE_CHECKING:
     from distnb.collectives.groups import Group
 
-__all__ = ["broadcast_bytes", "broadcast_tree", "checked_axis", "gather_tensor", "gathered_parts"]
+__all__ = ["broadcast_bytes", "broadcast_like", "broadcast_tree", "checked_axis", "gather_tensor", "gathered_parts"]
 
 _MAX_RANK = 16
 _DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
@@ -134,6 +134,16 @@ def broadcast_bytes(group: Group, data: bytes | None, source: int) -> bytes:
     if count:
         group.broadcast(message, source)
     return bytes(message.cpu().numpy().tobytes())
+
+
+def broadcast_like(group: Group, tensor: torch.Tensor, source: int) -> torch.Tensor:
+    """A new tensor with what the source replica gives; shapes and dtypes must be equal on all."""
+    with torch.no_grad():
+        # New memory: an expanded tensor shares its elements' and cannot be written to.
+        message = tensor.detach().to(torch_device(group.device)).clone(memory_format=torch.contiguous_format)
+        if message.numel():
+            group.broadcast(_as_bytes(message), source)
+        return message.to(tensor.device)
 
 
 def broadcast_tree(group: Group, tree: Any, source: int) -> Any:

@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distnb.collectives.mirrored import find_mirror
 from distnb.errors import ContextError
-from distnb.runtime import contexts
+from distnb.runtime import choice, contexts
+from distnb.variables.variable import Variable
 
 __all__ = ["OutsiderCheck"]
 
@@ -63,12 +64,22 @@ class OutsiderCheck:
             if isinstance(value, DistributedDataParallel):
                 self._wrapped.update((id(parameter), weakref.ref(parameter)) for parameter in value.parameters())
         for name, value in found:
+            self._check_variables([value])
             if isinstance(value, torch.nn.Module):
+                self._check_variables(value.parameters())
                 self._check(name, f"a {type(value).__name__}", value.parameters())
         try:
             self._checked[key] = True
         except TypeError:
             return  # looked at again at every call: what cannot be referred to weakly is rare
+
+    def _check_variables(self, values: Iterable[Any]) -> None:
+        """Refuse another strategy's variables, to be read as well: this replica's is not what that strategy says."""
+        for value in values:
+            if isinstance(value, Variable):
+                owner = value.distribute_strategy
+                if owner is not self._strategy and owner.spec.kind != choice.DEFAULT:
+                    raise contexts.mixing(self._strategy, owner)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse an optimizer whose parameters no scope of this strategy made."""
@@ -138,7 +149,9 @@ def _reachable(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     ]
     while waiting and len(seen) < _MAX_OBJECTS:
         name, value, depth = waiting.pop()
-        if id(value) in seen or value is None or isinstance(value, (torch.Tensor, str, bytes, int, float)):
+        if id(value) in seen or value is None or isinstance(value, (str, bytes, int, float)):
+            continue
+        if isinstance(value, torch.Tensor) and not isinstance(value, Variable):
             continue
         seen.add(id(value))
         yield name, value
@@ -146,7 +159,7 @@ def _reachable(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, torch.nn.Module):
+    if isinstance(value, (torch.nn.Module, torch.Tensor)):
         return
     if isinstance(value, types.FunctionType):
         if not _of_library(value.__module__):

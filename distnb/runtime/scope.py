@@ -18,6 +18,8 @@ from distnb.collectives.mirrored import find_mirror
 from distnb.errors import ContextError, StructureError
 from distnb.runtime import contexts, metric_binding
 from distnb.runtime.placement import torch_device
+from distnb.variables.sync_on_read import SyncOnReadVariable
+from distnb.variables.variable import Variable, component_of
 
 if TYPE_CHECKING:
     from distnb.collectives.gradients import GradientSync
@@ -54,9 +56,25 @@ class Adoption:
         self._group = group
         self._families: weakref.WeakKeyDictionary[torch.nn.Module, FamilyKey] = weakref.WeakKeyDictionary()
         self._buffers: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._made_variables = 0
+
+    @property
+    def group(self) -> Group:
+        """The replicas."""
+        return self._group()
+
+    def take_variable(self, variable: Variable) -> None:
+        """A variable was made, in a scope or in a replica: at once replica 0's value for all."""
+        if self.group.size > 1:
+            make_equal(self.group, [(f"Variable.{variable.name or ''}", component_of(variable))])
+        self._made_variables += 1
+        variable.number = self._made_variables
+        self._adopt(variable, FamilyKey(f"Variable {variable.name}" if variable.name else "Variable"))
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter was made in a scope of this strategy."""
+        if isinstance(parameter, SyncOnReadVariable):
+            return parameter.distribute_strategy is self.strategy
         mirror = find_mirror(parameter)
         return mirror is not None and mirror.sync() is self._sync
 
@@ -122,6 +140,11 @@ class Adoption:
         return True
 
     def _adopt(self, parameter: torch.nn.Parameter, key: FamilyKey) -> bool:
+        if isinstance(parameter, Variable):
+            if parameter.distribute_strategy is not self.strategy:
+                raise contexts.mixing(self.strategy, parameter.distribute_strategy)
+            if isinstance(parameter, SyncOnReadVariable):
+                return False  # its components differ
         mirror = find_mirror(parameter)
         if mirror is not None:
             if mirror.sync() is self._sync:

@@ -38,9 +38,11 @@ from distnb.runtime.reduction import reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.runtime.scope import Adoption, ScopeWatch
 from distnb.runtime.sync_check import assert_in_sync
+from distnb.runtime.variable_homes import ReplicaHome
 from distnb.topology import Device, Team
 from distnb.values.distributed import DistributedValues, PerReplica
 from distnb.values.structure import flatten, map_structure, select, unflatten
+from distnb.variables.variable import Variable, component_of
 
 __all__ = ["Spmd", "SpmdProcess", "current", "enter", "join_from_env", "leave", "results_left_to_caller"]
 
@@ -191,6 +193,7 @@ class Spmd:
 
     Attributes:
         preferences: See `GroupCore.prefer`.
+        home: Where the strategy's variables are.
     """
 
     def __init__(self, process: SpmdProcess, strategy: Owner) -> None:
@@ -212,6 +215,7 @@ class Spmd:
             sums=None if self._aggregation().exact else self._aggregation,
         )
         self._adoption = Adoption(strategy, self._sync, lambda: process.group)
+        self.home = ReplicaHome(self._adoption)
         self._outsiders = OutsiderCheck(strategy, self._adoption.owns)
         self._open_scopes = 0
 
@@ -320,7 +324,7 @@ class Spmd:
         leaves, shape = flatten(value)
         results = list(leaves)
         places = [place for place, leaf in enumerate(leaves) if self._is_distributed(leaf, op)]
-        own = [select(leaves[place], process.rank, process.size) for place in places]
+        own = [self._own(leaves[place]) for place in places]
         if own:
             reduced = reduce_leaves(self._aggregation(), op, own, axis, torch_device(process.device))
             for place, result in zip(places, reduced, strict=True):
@@ -328,7 +332,7 @@ class Spmd:
         return unflatten(shape, results)
 
     def _is_distributed(self, leaf: Any, op: ReduceOp) -> bool:
-        if isinstance(leaf, DistributedValues) or (isinstance(leaf, torch.Tensor) and self._adoption.owns(leaf)):
+        if self._has_components(leaf):
             return True
         if op is ReduceOp.MEAN and not isinstance(leaf, (bool, str, bytes, type(None))):
             return False  # the mean of equal values is that value
@@ -340,22 +344,26 @@ class Spmd:
             "tensor, and it stays per replica. If it is the sum you mean, multiply by strategy.num_replicas_in_sync."
         )
 
+    def _has_components(self, leaf: Any) -> bool:
+        """Whether a value has a component of its own on each replica."""
+        return isinstance(leaf, DistributedValues) or (isinstance(leaf, torch.Tensor) and self._adoption.owns(leaf))
+
+    def _own(self, leaf: Any) -> Any:
+        leaf = select(leaf, self._process.rank, self._process.size)
+        return component_of(leaf) if isinstance(leaf, Variable) else leaf
+
     def gather(self, strategy: Owner, value: Any, axis: int) -> Any:
         """Concatenate the replicas' components."""
         process = self._process
 
         def one(leaf: Any) -> torch.Tensor:
-            if (
-                process.size > 1
-                and not isinstance(leaf, DistributedValues)
-                and not (isinstance(leaf, torch.Tensor) and self._adoption.owns(leaf))
-            ):
+            if process.size > 1 and not self._has_components(leaf):
                 raise DistributedValueError(
                     f"gather got a plain {type(leaf).__name__}, which is the same on all {process.size} replicas, so "
                     "there is nothing to bring together. Give it what strategy.run returned per replica, or a value "
                     "of strategy.distribute_values_from_function."
                 )
-            tensor = tensor_of(select(leaf, process.rank, process.size), "gather")
+            tensor = tensor_of(self._own(leaf), "gather")
             place = checked_axis(axis, tensor, "gather")
             return tensor if process.size == 1 else gather_tensor(process.group, tensor, place, "gather")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from distnb.errors import OptionError
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
-from distnb.runtime import choice, contexts
+from distnb.runtime import choice, contexts, variable_homes  # noqa: F401  (finds homes from its import on)
 from distnb.runtime.arguments import check_call, check_input_function, check_input_options
 from distnb.runtime.base import Runtime
 from distnb.strategies.aliases import METHODS

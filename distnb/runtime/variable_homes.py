@@ -1,0 +1,139 @@
+"""Where the variables of strategies live in this process: alone, or as the components of one replica."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from distnb.errors import ContextError
+from distnb.runtime import choice, contexts
+from distnb.runtime.contexts import mixing
+from distnb.variables.homes import Home, register_homes
+
+if TYPE_CHECKING:
+    import torch
+
+    from distnb.runtime.scope import Adoption
+    from distnb.variables.variable import Variable
+
+__all__ = ["ReplicaHome"]
+
+
+class _Alone:
+    """One copy, in this process: under the default and one-device strategies, and of a copy fetched from replicas.
+
+    Args:
+        strategy: Which one it is.
+        is_copy: It was made on replicas, and this process is none.
+    """
+
+    alone = True
+    num_replicas = 1
+
+    def __init__(self, strategy: Any, *, is_copy: bool) -> None:
+        self._strategy = strategy
+        self._is_copy = is_copy
+
+    @property
+    def device(self) -> torch.device | None:
+        """That of a one-device strategy."""
+        if not self._strategy.spec.devices or self._is_copy:
+            return None
+        from distnb.runtime.placement import torch_device
+        from distnb.topology import parse_device
+
+        return torch_device(parse_device(self._strategy.spec.devices[0]))
+
+    def in_replica(self, *, writing: bool) -> bool:
+        """Whether a function that `run` called is under way."""
+        innermost = contexts.innermost()
+        if innermost is None:
+            return False
+        strategy, replica = innermost
+        if self._is_copy or strategy is self._strategy:
+            return replica is not None
+        if self._strategy.spec.kind != choice.DEFAULT:
+            raise mixing(strategy, self._strategy)
+        if writing and replica is not None and replica.num_replicas_in_sync > 1:
+            raise ContextError(
+                f"A variable that was made outside strategy.scope() was assigned to in strategy.run of {strategy!r}: "
+                "every replica would change a copy of its own. Make the variable within `with strategy.scope():`."
+            )
+        return replica is not None
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor."""
+        return tensor
+
+    def first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor."""
+        return tensor
+
+    def adopt(self, variable: Variable) -> None:
+        """Nothing: there is nobody to be in sync with."""
+
+
+class ReplicaHome:
+    """The variables of one strategy, as this replica holds them.
+
+    Args:
+        adoption: What keeps them in sync.
+    """
+
+    alone = False
+
+    def __init__(self, adoption: Adoption) -> None:
+        self._adoption = adoption
+
+    @property
+    def num_replicas(self) -> int:
+        """As many as the team has."""
+        return self._adoption.group.size
+
+    @property
+    def device(self) -> torch.device | None:
+        """This replica's."""
+        from distnb.runtime.placement import torch_device
+
+        return torch_device(self._adoption.group.device)
+
+    def in_replica(self, *, writing: bool) -> bool:
+        """Whether a function that `run` called is under way; outside every scope is cross-replica context."""
+        innermost = contexts.innermost()
+        if innermost is None:
+            return False
+        if innermost[0] is not self._adoption.strategy:
+            raise mixing(innermost[0], self._adoption.strategy)
+        return innermost[1] is not None
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Over the replicas."""
+        from distnb.runtime.packed_sums import sum_over_replicas
+
+        group = self._adoption.group
+        return sum_over_replicas(group, [tensor])[0] if group.size > 1 else tensor
+
+    def first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replica 0's."""
+        from distnb.runtime.gathering import broadcast_like
+
+        group = self._adoption.group
+        return broadcast_like(group, tensor, 0) if group.size > 1 else tensor
+
+    def adopt(self, variable: Variable) -> None:
+        """Replica 0's value for all; a mirrored one is kept in sync from then on."""
+        self._adoption.take_variable(variable)
+
+
+def _home_of(strategy: Any) -> Home:
+    if choice.is_in_process(strategy.spec):
+        return _Alone(strategy, is_copy=False)
+    spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it
+    process = spmd.current() if spmd is not None else None
+    if process is None:
+        return _Alone(strategy, is_copy=True)
+    home: Home = process.runtime_of(strategy).home
+    return home
+
+
+register_homes(_home_of)

@@ -1,0 +1,139 @@
+"""What a variable was asked to be, and what may be assigned to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distnb.errors import DistributedValueError, OptionError, StructureError
+from distnb.options import VariableAggregation, VariableSynchronization
+from distnb.values.distributed import DistributedValues, Mirrored
+
+__all__ = ["Settings", "initial_tensor", "parse_settings", "shown_dtype", "value_for"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The checked options of a variable; see `distnb.Variable`."""
+
+    trainable: bool
+    name: str | None
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+
+    @property
+    def on_read(self) -> bool:
+        """Whether each replica's component is its own until the variable is read."""
+        return self.synchronization is VariableSynchronization.ON_READ
+
+    @property
+    def label(self) -> str:
+        """How errors call the variable."""
+        return f"variable {self.name!r}" if self.name else "a variable"
+
+
+def parse_settings(trainable: Any, name: Any, dtype: torch.dtype, synchronization: Any, aggregation: Any) -> Settings:
+    """Check the options of a variable of some dtype.
+
+    Raises:
+        OptionError: An unknown name, or options that do not go together.
+    """
+    how, when = VariableAggregation.parse(aggregation), VariableSynchronization.parse(synchronization)
+    if when is VariableSynchronization.NONE:
+        raise OptionError(
+            "synchronization='NONE' would be a variable of one copy that nobody keeps in sync. A plain tensor is that; "
+            "of a variable say 'AUTO', 'ON_WRITE' or 'ON_READ'."
+        )
+    if trainable not in (None, True, False):
+        raise OptionError(f"trainable={trainable!r}: give True, False, or None to decide by the dtype.")
+    if name is not None and not isinstance(name, str):
+        raise OptionError(f"name={name!r}: give a string, or None.")
+    floating = dtype.is_floating_point or dtype.is_complex
+    if trainable and when is VariableSynchronization.ON_READ:
+        raise OptionError(
+            "trainable=True with synchronization='ON_READ': replicas of a trainable variable must be equal at every "
+            "step. Leave the synchronization out, or say trainable=False."
+        )
+    if trainable and not floating:
+        raise OptionError(f"trainable=True for {shown_dtype(dtype)}: only floating-point numbers have gradients.")
+    if how is VariableAggregation.MEAN and not floating:
+        raise OptionError(
+            f"aggregation='MEAN' for {shown_dtype(dtype)}: a mean is no whole number. Say dtype=torch.float32, or "
+            "another aggregation."
+        )
+    if how is VariableAggregation.SUM and dtype is torch.bool:
+        raise OptionError("aggregation='SUM' for booleans is not defined. Say dtype=torch.int64, which counts.")
+    if trainable is None:
+        trainable = floating and when is not VariableSynchronization.ON_READ
+    return Settings(bool(trainable), name, when, how)
+
+
+def shown_dtype(dtype: torch.dtype) -> str:
+    """A dtype's name, without the module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def initial_tensor(value: Any, dtype: Any, device: torch.device | None) -> torch.Tensor:
+    """A new tensor with the initial value of a variable.
+
+    Args:
+        value: A number, a list, an array, a tensor, or a function of no arguments that returns one of them.
+        dtype: What it becomes; None leaves it.
+        device: Where it lands; None leaves it.
+    """
+    if callable(value) and not isinstance(value, (torch.Tensor, DistributedValues)):
+        value = value()
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise OptionError(f"dtype={dtype!r}: give a torch.dtype, such as torch.float32.")
+    tensor = _as_tensor(value, "The initial value of a variable")
+    tensor = tensor.detach().to(device=device, dtype=dtype)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def value_for(variable: torch.Tensor, label: str, method: str, value: Any) -> torch.Tensor:
+    """A value as it can be assigned to a variable: of its shape, dtype and device.
+
+    Args:
+        variable: Its own component.
+        label: How errors call it.
+        method: The user's call, for errors.
+        value: A number, a list, an array or a tensor, whose shape is the variable's or can be broadcast to it.
+
+    Raises:
+        DistributedValueError: A PerReplica, or a dtype that does not fit.
+        StructureError: A shape that does not fit.
+    """
+    tensor = _as_tensor(value, f"{method} of {label}").detach()
+    if not torch.can_cast(tensor.dtype, variable.dtype):
+        raise DistributedValueError(
+            f"{method} of {label} got {shown_dtype(tensor.dtype)}, and the variable is {shown_dtype(variable.dtype)}: "
+            "something would be lost. Convert the value first, or make the variable with another dtype."
+        )
+    try:
+        return tensor.to(variable).expand(variable.shape)
+    except RuntimeError:
+        raise StructureError(
+            f"{method} of {label} got a value of shape {list(tensor.shape)}, which does not fit the variable's, "
+            f"{list(variable.shape)}. Give a value of that shape, or one that can be broadcast to it."
+        ) from None
+
+
+def _as_tensor(value: Any, what: str) -> torch.Tensor:
+    if isinstance(value, Mirrored) and value.replica_ids:
+        value = value.component(value.replica_ids[0])
+    if isinstance(value, DistributedValues):
+        raise DistributedValueError(
+            f"{what} got a {type(value).__name__}, which has another component on each replica. Make one value of it "
+            "first, strategy.reduce(op, value, axis=None), or assign in the function that strategy.run calls, with the "
+            "value in args: there the variable's aggregation combines the components."
+        )
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DistributedValueError(
+            f"{what} must be a number, a list, an array or a tensor, and got a {type(value).__name__}: {error}"
+        ) from None

@@ -1,0 +1,141 @@
+"""Variables whose replicas' components are aggregated when they are read in cross-replica context."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distnb.errors import ContextError, OptionError
+from distnb.options import VariableAggregation
+from distnb.values.structure import map_structure
+from distnb.variables.homes import Home, home_of
+from distnb.variables.variable import Variable, component_of
+
+__all__ = ["SyncOnReadVariable"]
+
+
+class SyncOnReadVariable(Variable):
+    """A variable made with synchronization=ON_READ; see `Variable`."""
+
+    def _seen(self, method: str) -> torch.Tensor:
+        home = home_of(self._strategy)
+        own = component_of(self)
+        if home.in_replica(writing=False) or home.alone:
+            return own
+        return self._aggregate(home, own, method)
+
+    def _from_replica(self, home: Home, value: torch.Tensor, method: str) -> torch.Tensor:
+        return value
+
+    def _from_outside(self, home: Home, value: torch.Tensor, method: str) -> torch.Tensor:
+        if self.aggregation is not VariableAggregation.SUM or home.num_replicas == 1:
+            return value
+        if method != "assign":
+            raise ContextError(
+                f"{method} of {self._settings.label} in cross-replica context: it is the sum of the replicas' "
+                "components, and each of them would change. Call it in the function that strategy.run calls, or "
+                "assign the new sum."
+            )
+        return _share(value, home.num_replicas, self._settings.label)
+
+    # In torch's operations ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, function: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(function, "__name__", "")
+        if _is_fact(function, name):
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        if _changes(name) and isinstance(args[0], SyncOnReadVariable) and not _has_one_component(args[0]):
+            return _change(args[0], function, name, args, kwargs)
+        if isinstance(out := kwargs.get("out"), SyncOnReadVariable) and not _has_one_component(out):
+            raise _refused(out, f"{name} with out=variable")
+        args, kwargs = map_structure(lambda leaf: _as_seen(leaf, name), (tuple(args), kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+
+def _share(value: torch.Tensor, num_replicas: int, label: str) -> torch.Tensor:
+    """What each replica takes of a sum."""
+    if value.is_floating_point() or value.is_complex():
+        return value / num_replicas
+    if bool((value % num_replicas).any()):
+        raise OptionError(
+            f"assign of {label} in cross-replica context: {value.tolist()} is to be the sum of {num_replicas} whole "
+            "numbers that are equal, and cannot. Make the variable of floating-point numbers, or assign a multiple of "
+            "strategy.num_replicas_in_sync."
+        )
+    return value // num_replicas
+
+
+def _as_seen(leaf: Any, name: str) -> Any:
+    if not isinstance(leaf, SyncOnReadVariable):
+        return leaf
+    # What changes it in a replica is given the variable itself, and returns it.
+    return leaf if _changes(name) else leaf._seen(name)
+
+
+def _has_one_component(variable: SyncOnReadVariable) -> bool:
+    home = home_of(variable._strategy)
+    return home.in_replica(writing=True) or home.alone
+
+
+_GETTERS = ("real", "imag", "T", "H", "mT", "mH")
+_FACTS = frozenset(
+    "size dim ndimension numel nelement element_size stride storage_offset data_ptr untyped_storage storage get_device "
+    "is_floating_point is_complex is_signed is_contiguous is_pinned is_shared is_same_size is_inference is_conj is_neg "
+    "requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook __len__ "
+    "__hash__ __dir__ has_names _is_view _has_compatible_shallow_copy_type".split()
+)
+
+
+def _is_fact(function: Any, name: str) -> bool:
+    """Whether a function of torch asks for what is the same on every replica: shapes, dtypes, flags, not the value."""
+    if name == "__get__":
+        owner = getattr(function, "__self__", None)
+        return not (isinstance(owner, types.GetSetDescriptorType) and owner.__name__ in _GETTERS)
+    return name in _FACTS
+
+
+def _changes(name: str) -> bool:
+    if name.startswith("__"):
+        return name in ("__set__", "__setitem__", "__delete__") or (name[2] == "i" and name[2:-2] in _IN_PLACE)
+    return name.endswith("_")
+
+
+_IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split())
+
+
+def _change(
+    variable: SyncOnReadVariable, function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """A change in cross-replica context: the few that say what the whole variable becomes."""
+    if name == "copy_":
+        return variable.assign(args[1])
+    if name == "zero_":
+        return variable.assign(0)
+    if name == "fill_":
+        return variable.assign(args[1])
+    owner = getattr(function, "__self__", None)
+    if name in ("__set__", "__delete__"):
+        attribute = getattr(owner, "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if attribute != "data":
+                return function(*args, **kwargs)
+            # As `module.to(...)` does: the whole value, converted or moved.
+            variable.data = variable._from_outside(home_of(variable._strategy), args[1], "assign")
+            return None
+    raise _refused(variable, name)
+
+
+def _refused(variable: SyncOnReadVariable, what: str) -> ContextError:
+    return ContextError(
+        f"{what} of {variable._settings.label} in cross-replica context would change each replica's component. Use "
+        "assign, which sets the whole variable, or call it in the function that strategy.run calls."
+    )

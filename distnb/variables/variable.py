@@ -1,0 +1,236 @@
+"""`distnb.Variable`: a tensor whose copies on the replicas a strategy keeps as one."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+
+from distnb.errors import ContextError, OptionError
+from distnb.options import VariableAggregation, VariableSynchronization
+from distnb.variables.homes import Home, current_strategy, home_of
+from distnb.variables.settings import Settings, initial_tensor, parse_settings, value_for
+
+__all__ = ["Variable", "component_of"]
+
+
+class Variable(torch.nn.Parameter):
+    """A value that programs read and assign to, kept by the strategy in whose scope (or `run`) it is made.
+
+    Under a strategy of several replicas each of them has a copy. With ON_WRITE, which AUTO means, the copies are
+    always equal: what the replicas assign in `strategy.run` is combined by the aggregation first. With ON_READ each
+    replica assigns to a component of its own, and what is read in cross-replica context is the aggregate of them; all
+    replicas must read it together. In cross-replica context an assigned value is the value of the whole variable.
+    Under the default and one-device strategies there is one copy, and both settings are without effect.
+
+    It is a `torch.nn.Parameter`: it takes part in torch's operations, a trainable one has gradients (which are
+    aggregated as those of all parameters made in a scope), and as an attribute of a module it is in `parameters()` and
+    `state_dict()`, which holds the value read in cross-replica context.
+
+    Args:
+        initial_value: A number, a list, an array, a tensor, or a function that returns one. It is copied; replica 0's
+            is everyone's.
+        trainable: Whether it has gradients; None: floating-point variables have, unless they are ON_READ.
+        name: For errors and logs.
+        dtype: A torch.dtype; None takes the initial value's.
+        synchronization: A `VariableSynchronization` or its name.
+        aggregation: A `VariableAggregation` or its name.
+
+    Raises:
+        OptionError: An unknown name, synchronization NONE, or options that do not go together: MEAN of integers, a
+            trainable ON_READ variable.
+
+    Example:
+        >>> total = Variable(10.0, aggregation="sum")
+        >>> float(total.assign_add(2.0))
+        12.0
+    """
+
+    _settings: Settings
+    _strategy: Any
+
+    number: int
+    """Which of its strategy's variables it is, the same on every replica; 0: a copy, or no replica's."""
+
+    def __new__(
+        cls,
+        initial_value: Any,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: torch.dtype | None = None,
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+    ) -> Variable:
+        strategy = current_strategy()
+        home = home_of(strategy)
+        component = initial_tensor(initial_value, dtype, home.device)
+        settings = parse_settings(trainable, name, component.dtype, synchronization, aggregation)
+        variable = make(component, settings, strategy)
+        home.adopt(variable)
+        return variable
+
+    # What it is -----------------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str | None:  # type: ignore[override]
+        """As given."""
+        return self._settings.name
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it was made to have gradients."""
+        return self._settings.trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """As given."""
+        return self._settings.synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """As given."""
+        return self._settings.aggregation
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """The strategy that made it."""
+        return self._strategy
+
+    # Reading --------------------------------------------------------------------------------------------------------
+
+    def read_value(self) -> torch.Tensor:
+        """A copy of its value: in a replica the component there, in cross-replica context the whole variable's."""
+        return self._seen("read_value").clone()
+
+    value = read_value
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Its value as an array of its own.
+
+        Args:
+            force: There for `torch.Tensor.numpy`'s sake; a copy is made in any case.
+        """
+        return self.read_value().cpu().numpy()
+
+    def _seen(self, method: str) -> torch.Tensor:
+        """The value in this context; it may share memory with the variable."""
+        home_of(self._strategy).in_replica(writing=False)
+        return component_of(self)
+
+    # Assigning ------------------------------------------------------------------------------------------------------
+
+    def assign(self, value: Any) -> Self:
+        """Set it to a value.
+
+        Args:
+            value: A number, a list, an array or a tensor that can be broadcast to the variable's shape.
+
+        Returns:
+            The variable.
+
+        Raises:
+            OptionError: In a replica, to a variable that says nothing of how the replicas' values are combined.
+            ContextError: While another strategy is in force.
+            DistributedValueError: A PerReplica in cross-replica context, or a dtype that does not fit.
+            StructureError: A shape that does not fit.
+        """
+        return self._write("assign", value)
+
+    def assign_add(self, value: Any) -> Self:
+        """Add a value to it; see `assign`."""
+        return self._write("assign_add", value)
+
+    def assign_sub(self, value: Any) -> Self:
+        """Subtract a value from it; see `assign`."""
+        return self._write("assign_sub", value)
+
+    def __iadd__(self, value: Any) -> Self:
+        return self.assign_add(value)
+
+    def __isub__(self, value: Any) -> Self:
+        return self.assign_sub(value)
+
+    def _write(self, method: str, value: Any) -> Self:
+        home = home_of(self._strategy)
+        in_replica = home.in_replica(writing=True)
+        own = component_of(self)
+        new = value_for(own, self._settings.label, method, value)
+        if not home.alone:
+            new = self._from_replica(home, new, method) if in_replica else self._from_outside(home, new, method)
+        with torch.no_grad():
+            if method == "assign":
+                own.copy_(new)
+            elif method == "assign_add":
+                own.add_(new)
+            else:
+                own.sub_(new)
+        return self
+
+    def _from_replica(self, home: Home, value: torch.Tensor, method: str) -> torch.Tensor:
+        """What one replica assigns, as each of them is to take it."""
+        if self.aggregation is VariableAggregation.NONE:
+            raise OptionError(
+                f"{method} of {self._settings.label} in a function that strategy.run calls: every replica assigns a "
+                "value, and the variable does not say what becomes of them. Make it with aggregation='sum', 'mean' or "
+                "'only_first_replica', or with synchronization='on_read' and one of these; or assign outside run."
+            )
+        return self._aggregate(home, value, "")
+
+    def _from_outside(self, home: Home, value: torch.Tensor, method: str) -> torch.Tensor:
+        """What is assigned in cross-replica context, as each replica is to take it."""
+        return value
+
+    def _aggregate(self, home: Home, value: torch.Tensor, method: str) -> torch.Tensor:
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return home.first(value)
+        if self.aggregation is VariableAggregation.SUM:
+            return home.sum(value)
+        if self.aggregation is VariableAggregation.MEAN:
+            return home.sum(value) / home.num_replicas
+        raise ContextError(
+            f"{method} of {self._settings.label} in cross-replica context: each replica has a component of its own, "
+            "and aggregation='NONE' does not say what they are together. Make it with an aggregation, or look at the "
+            "components: strategy.local_results(variable)."
+        )
+
+    # Being an object ------------------------------------------------------------------------------------------------
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        # Never communicates: it is called wherever something is shown, on some replicas only, too.
+        settings, home = self._settings, home_of(self._strategy)
+        name = f" {settings.name!r}" if settings.name else ""
+        if home.alone:
+            return f"<Variable{name}: {component_of(self)!r}>"
+        kind = settings.synchronization.name if settings.on_read else "ON_WRITE"
+        here = "this replica's component " if settings.on_read else ""
+        return f"<Variable{name} ({kind}, {settings.aggregation.name}): {here}{component_of(self)!r}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        if id(self) not in memo:
+            # Not kept in sync, as a copy of any parameter, unless a scope takes it in.
+            memo[id(self)] = make(component_of(self).clone(), self._settings, self._strategy)
+        copied: Variable = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return make, (component_of(self), self._settings, self._strategy, self.number)
+
+
+def component_of(variable: Variable) -> torch.Tensor:
+    """This process's copy, as a tensor in the same memory. Reading it communicates with nobody."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Tensor.detach(variable)
+
+
+def make(component: torch.Tensor, settings: Settings, strategy: Any, number: int = 0) -> Variable:
+    """A variable of a strategy that holds this tensor; nobody else is told."""
+    cls: type[Variable] = Variable
+    if settings.on_read:
+        from distnb.variables.sync_on_read import SyncOnReadVariable
+
+        cls = SyncOnReadVariable
+    variable: Variable = torch.Tensor._make_subclass(cls, component, settings.trainable)  # type: ignore[arg-type]
+    variable._settings = settings
+    variable._strategy = strategy
+    variable.number = number
+    return variable
