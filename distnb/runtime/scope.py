@@ -18,6 +18,7 @@ from distnb.collectives.mirrored import find_mirror
 from distnb.errors import ContextError, StructureError
 from distnb.runtime import contexts, metric_binding
 from distnb.runtime.placement import torch_device
+from distnb.runtime.scope_buffers import ScopeBuffers
 from distnb.variables.sync_on_read import SyncOnReadVariable
 from distnb.variables.variable import Variable, component_of
 
@@ -55,7 +56,7 @@ class Adoption:
         self._sync = sync
         self._group = group
         self._families: weakref.WeakKeyDictionary[torch.nn.Module, FamilyKey] = weakref.WeakKeyDictionary()
-        self._buffers: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.scope_buffers = ScopeBuffers(group)
         self._made_variables = 0
 
     @property
@@ -92,6 +93,7 @@ class Adoption:
         lazy: list[torch.nn.Module] = []
         for root in roots:
             key = self._families.setdefault(root, FamilyKey(type(root).__name__))
+            self.scope_buffers.take(root)
             new += [(f"{type(root).__name__}.{name}", tensor) for name, tensor in self._new_of(root, key)]
             lazy += [part for part in root.modules() if any(map(is_lazy, part.parameters(recurse=False)))]
         key = FamilyKey("parameters")
@@ -129,15 +131,8 @@ class Adoption:
             if self._adopt(parameter, key):
                 yield name, parameter
         for name, buffer in root.named_buffers():
-            if self._is_new_buffer(buffer):
+            if self.scope_buffers.is_new(buffer):
                 yield name, buffer
-
-    def _is_new_buffer(self, buffer: torch.Tensor) -> bool:
-        identity, known = id(buffer), self._buffers
-        if identity in known:
-            return False
-        known[identity] = weakref.ref(buffer, lambda _: known.pop(identity, None))
-        return True
 
     def _adopt(self, parameter: torch.nn.Parameter, key: FamilyKey) -> bool:
         if isinstance(parameter, Variable):

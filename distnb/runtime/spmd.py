@@ -346,7 +346,9 @@ class Spmd:
 
     def _has_components(self, leaf: Any) -> bool:
         """Whether a value has a component of its own on each replica."""
-        return isinstance(leaf, DistributedValues) or (isinstance(leaf, torch.Tensor) and self._adoption.owns(leaf))
+        if not isinstance(leaf, torch.Tensor):
+            return isinstance(leaf, DistributedValues)
+        return self._adoption.owns(leaf) or self._adoption.scope_buffers.owns(leaf)
 
     def _own(self, leaf: Any) -> Any:
         leaf = select(leaf, self._process.rank, self._process.size)

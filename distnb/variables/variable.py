@@ -112,6 +112,16 @@ class Variable(torch.nn.Parameter):
         """
         return self.read_value().cpu().numpy()
 
+    def item(self) -> Any:
+        """Its value as a Python number."""
+        return self._seen("item").item()
+
+    def __float__(self) -> float:
+        return float(self._seen("float"))
+
+    def __int__(self) -> int:
+        return int(self._seen("int"))
+
     def _seen(self, method: str) -> torch.Tensor:
         """The value in this context; it may share memory with the variable."""
         home_of(self._strategy).in_replica(writing=False)
