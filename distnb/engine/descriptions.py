@@ -88,7 +88,7 @@ class Describer:
         self, value: Any, space: Space, identity: ObjectId, kind: Any = "object", *, brief: bool = False
     ) -> Described:
         """Describe an object that stays on the engine, behind a handle."""
-        mirrored = is_mirrored(value)
+        mirrored, together = is_mirrored(value), _asked_of_scope("is_read_together", value)
         wrapped = isinstance(value, DistributedValues)
         # The content of a distributed value is not asked for: looking at it would wait for the device.
         compared = not mirrored and not wrapped
@@ -100,8 +100,10 @@ class Describer:
             kind,
             found.digest if compared and found is not None else None,
             identity=identity,
-            summary=summarise(value, brief=brief),
+            # This replica's part is not what it is: that is asked for when it is shown.
+            summary=summarise(value, brief=brief or together),
             mirrored=mirrored,
+            together=together,
             wrapped=wrapped,
             reads=None if found is None or found.dynamic else tuple(sorted(found.names)),
             holds=() if found is None else self._holds(identity, found),
@@ -167,8 +169,12 @@ def _may_be_code(value: Any) -> bool:
 
 def is_mirrored(value: Any) -> bool:
     """Whether an object was made in a scope, so that its replicas are kept equal."""
+    return _asked_of_scope("is_mirrored", value)
+
+
+def _asked_of_scope(question: str, value: Any) -> bool:
     scope = sys.modules.get("distnb.strategies.scope")
-    test = getattr(scope, "is_mirrored", None)
+    test = getattr(scope, question, None)
     return bool(test is not None and test(value))
 
 
@@ -181,7 +187,7 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
     """
     shown = own_part(value)
     name = _type_name(type(shown))
-    if is_array(shown) or is_tensor(shown):
+    if is_array(shown) or is_tensor(shown) or _is_variable(shown):
         shape, dtype = str(tuple(shown.shape)), str(shown.dtype).removeprefix("torch.")
         text = None if brief or shown.nbytes > _SHORT_ELEMENTS * 16 else _short_text(shown)
         return Summary(name, text, shape, dtype, str(getattr(shown, "device", "cpu")), kind="tensor")
@@ -195,6 +201,11 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
         signature=_signature(shown),
         kind="callable" if callable(shown) else "",
     )
+
+
+def _is_variable(value: Any) -> bool:
+    variables = sys.modules.get("distnb.variables.variable")
+    return variables is not None and isinstance(value, variables.Variable)
 
 
 def own_part(value: Any) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distnb.engine.descriptions import is_mirrored, own_part, summarise
 from distnb.engine.objects import Space
 from distnb.errors import NamespaceError, StaleHandleError
-from distnb.strategies.scope import spec_of
+from distnb.strategies.scope import read_together, spec_of
 from distnb.values import DistributedValues
 from distnb.wire.bindings import Described, Leaf, Request, follow
 from distnb.wire.codec import Parcel
@@ -126,6 +127,14 @@ def _contains(target: Any, args: Any, kwargs: Any) -> Any:
     return args[0] in target
 
 
+def _read(target: Any, args: Any, kwargs: Any) -> Any:
+    return read_together(target)
+
+
+def _read_summary(target: Any, args: Any, kwargs: Any) -> _Answer:
+    return _Answer(replace(summarise(target, brief=True), text=summarise(read_together(target)).text))
+
+
 def _summary(target: Any, args: Any, kwargs: Any) -> _Answer:
     return _Answer(summarise(target))
 
@@ -138,6 +147,8 @@ _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "get": _get,
     "get_item": _get_item,
     "length": _length,
+    "read": _read,
+    "read_summary": _read_summary,
     "set_attribute": _set_attribute,
     "set_item": _set_item,
     "summary": _summary,

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from distnb.collectives.mirrored import find_mirror
 from distnb.errors import ContextError, StructureError
+from distnb.options import VariableAggregation
 from distnb.runtime import contexts, metric_binding
 from distnb.runtime.placement import torch_device
 from distnb.runtime.scope_buffers import ScopeBuffers
@@ -66,10 +67,12 @@ class Adoption:
 
     def take_variable(self, variable: Variable) -> None:
         """A variable was made, in a scope or in a replica: at once replica 0's value for all."""
+        # Replica 0 counts: a replica that was replaced knows less.
+        number = torch.tensor(self._made_variables + 1)
         if self.group.size > 1:
-            make_equal(self.group, [(f"Variable.{variable.name or ''}", component_of(variable))])
-        self._made_variables += 1
-        variable.number = self._made_variables
+            label = f"Variable {variable.name or ''}".strip()
+            make_equal(self.group, [("number", number), (label, component_of(variable))])
+        variable.number = self._made_variables = int(number)
         self._adopt(variable, FamilyKey(f"Variable {variable.name}" if variable.name else "Variable"))
 
     def owns(self, parameter: torch.Tensor) -> bool:
@@ -111,6 +114,10 @@ class Adoption:
         """Adopt modules, optimizers and parameters that were copied from another replica, values included."""
         modules, loose = [], []
         for value in values:
+            for variable in _variables_in(value):
+                self._made_variables = max(self._made_variables, variable.number)
+                if isinstance(variable, SyncOnReadVariable) and variable.aggregation is VariableAggregation.SUM:
+                    component_of(variable).zero_()  # a copy of another replica's component would be added twice
             if isinstance(value, torch.nn.Module):
                 modules.append(value)
             elif isinstance(value, torch.optim.Optimizer):
@@ -150,6 +157,11 @@ class Adoption:
             )
         self._sync.adopt(parameter, key)
         return True
+
+
+def _variables_in(value: Any) -> list[Variable]:
+    parameters = value.parameters() if isinstance(value, torch.nn.Module) else [value]
+    return [parameter for parameter in parameters if isinstance(parameter, Variable)]
 
 
 def _roots(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -37,6 +37,7 @@ from distnb.runtime.randomness import streams
 from distnb.runtime.reduction import reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.runtime.scope import Adoption, ScopeWatch
+from distnb.runtime.scope_buffers import ScopeBuffers
 from distnb.runtime.sync_check import assert_in_sync
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.topology import Device, Team
@@ -98,6 +99,11 @@ class SpmdProcess:
     def strategy_of(self, parameter: torch.Tensor) -> Any:
         """The strategy in whose scope a parameter was made; None if there is none."""
         return next((strategy for strategy, each in self._runtimes.items() if each.adoption.owns(parameter)), None)
+
+    def buffers_of(self, value: torch.Tensor) -> ScopeBuffers | None:
+        """Where a tensor is known as a buffer of a model that a scope made."""
+        each = (runtime.adoption.scope_buffers for runtime in self._runtimes.values())
+        return next((buffers for buffers in each if buffers.owns(value)), None)
 
 
 _current: SpmdProcess | None = None

@@ -82,6 +82,11 @@ class RemoteState:
         """The class of the object, on the first replica that has one."""
         return next((fact.summary.type for fact in self.facts.values() if fact.summary), "object")
 
+    @property
+    def together(self) -> bool:
+        """Whether the replicas hold parts, of which they make one value together."""
+        return any(fact.together for fact in self.facts.values())
+
     def check(self) -> None:
         """Raise if the object is gone.
 
@@ -239,20 +244,23 @@ class RemoteMirrored(_Remote, Mirrored):
 
     def numpy(self) -> Any:
         """The array, fetched from the first replica."""
-        return _as_array(self.component(0))
+        return _as_array(self._read())
+
+    def _read(self) -> Any:
+        return state_of_handle(self).operations.read(self)
 
     def item(self) -> Any:
         """The number, fetched from the first replica."""
-        return self.component(0).item()
+        return self._read().item()
 
     def __float__(self) -> float:
-        return float(self.component(0))
+        return float(self._read())
 
     def __int__(self) -> int:
-        return int(self.component(0))
+        return int(self._read())
 
     def __index__(self) -> int:
-        return int(self.component(0).__index__())
+        return int(self._read().__index__())
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         array = self.numpy()

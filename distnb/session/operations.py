@@ -128,7 +128,7 @@ class Operations:
         unseen = any(fact.summary is not None and fact.summary.text is None for fact in state.facts.values())
         if state.space.ended or state.lost or not (state.dated or missing or unseen):
             return
-        effects = self._effects(handle, "summary", (), {}, ())
+        effects = self._effects(handle, "read_summary" if state.together else "summary", (), {}, ())
         for replica, one in effects.items():
             summary: Summary = one.result
             state.facts[replica] = replace(state.facts[replica], summary=replace(summary, text=summary.text or ""))
@@ -136,6 +136,13 @@ class Operations:
             state.space, {replica: replace(one, result=None) for replica, one in effects.items()}, with_result=False
         )
         state.dated = False
+
+    def read(self, handle: DistributedValues) -> Any:
+        """A copy of what a mirrored object is: replica 0's, or what all replicas read together."""
+        if not state_of_handle(handle).together:
+            return self.fetch_components(handle, (0,))[0]
+        whole = self.run(handle, "read")
+        return self.fetch_components(whole, (0,))[0] if isinstance(whole, HANDLES) else whole
 
     def fetch_components(self, handle: DistributedValues, replicas: Iterable[int]) -> dict[int, Any]:
         """Copies of the components of some replicas."""

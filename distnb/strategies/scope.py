@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from distnb.options import StrategySpec
+from distnb.options import StrategySpec, VariableAggregation
 
-__all__ = ["adopt_restored", "is_mirrored", "spec_of"]
+__all__ = ["adopt_restored", "is_mirrored", "is_read_together", "read_together", "spec_of"]
 
 
 def is_mirrored(value: Any) -> bool:
     """Whether an object was made in the scope of a strategy of several replicas, so that its replicas are kept equal.
 
     Args:
-        value: A parameter; a module or an optimizer, of which every trainable parameter must be; or a metric.
+        value: A parameter; a module or an optimizer, of which every trainable parameter must be; or a metric. What
+            is one value only when it is read (see `is_read_together`) counts as well.
     """
     torch = sys.modules.get("torch")
     registry = sys.modules.get("distnb.collectives.mirrored")
@@ -22,15 +23,43 @@ def is_mirrored(value: Any) -> bool:
         return False
     if isinstance(value, torch.nn.Module) and _is_metric(value):
         return _is_bound(value)
+    if is_read_together(value):
+        return True
     parameters = _parameters(value)
     trainable = [parameter for parameter in parameters if parameter.requires_grad] or parameters
     return bool(trainable) and all(map(registry.is_mirrored, trainable))
 
 
+def is_read_together(value: Any) -> bool:
+    """Whether replicas hold parts of an object, of which only reading makes one value: all of them read it together.
+
+    Args:
+        value: A sync-on-read variable that has an aggregation; a buffer of a module made in a scope.
+    """
+    torch, process = sys.modules.get("torch"), _process()
+    if torch is None or process is None or not isinstance(value, torch.Tensor):
+        return False
+    from distnb.variables.sync_on_read import SyncOnReadVariable
+
+    if isinstance(value, SyncOnReadVariable):
+        return value.aggregation is not VariableAggregation.NONE and process.runs(value.distribute_strategy)
+    return process.buffers_of(value) is not None
+
+
+def read_together(value: Any) -> Any:
+    """What an object is outside replicas. All of them call this with theirs; most objects are what they are."""
+    if not is_read_together(value):
+        return value
+    from distnb.variables.sync_on_read import SyncOnReadVariable
+
+    if isinstance(value, SyncOnReadVariable):
+        return value.read_value()
+    return _process().buffers_of(value).read([value])[0]
+
+
 def spec_of(value: Any) -> StrategySpec | None:
     """The strategy in whose scope a module, optimizer or parameter was made; None if there is none."""
-    spmd = sys.modules.get("distnb.runtime.spmd")
-    process = spmd.current() if spmd is not None else None
+    process = _process()
     if process is None or not is_mirrored(value):
         return None
     for parameter in _parameters(value):
@@ -57,6 +86,11 @@ def adopt_restored(value: Any, spec: StrategySpec | None) -> None:
         from distnb.strategies.base import resolve
 
         adopt(resolve(spec), value)
+
+
+def _process() -> Any:
+    spmd = sys.modules.get("distnb.runtime.spmd")
+    return spmd.current() if spmd is not None else None
 
 
 def _parameters(value: Any) -> list[Any]:

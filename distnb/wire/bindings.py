@@ -166,6 +166,7 @@ class Described:
         wrapped: It is a distributed value that holds this replica's component.
         reads: Global names that its code reads; None if unknown.
         holds: Ids of objects with twins within it.
+        together: The replicas hold parts; what it is as a whole, they read together.
     """
 
     kind: Literal["plain", "code", "module", "known", "object"]
@@ -177,6 +178,7 @@ class Described:
     wrapped: bool = False
     reads: tuple[str, ...] | None = ()
     holds: tuple[ObjectId, ...] = ()
+    together: bool = False
 
 
 class Leaf:
