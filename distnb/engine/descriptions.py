@@ -91,7 +91,7 @@ class Describer:
         mirrored, together = is_mirrored(value), _asked_of_scope("is_read_together", value)
         wrapped = isinstance(value, DistributedValues)
         # The content of a distributed value is not asked for: looking at it would wait for the device.
-        compared = not mirrored and not wrapped
+        compared = not (mirrored or wrapped or _asked_of_scope("is_apart", value))
         found: Fingerprint | None = None
         with contextlib.suppress(Exception):  # many objects cannot be pickled: then nothing is known of them
             found = fingerprint(value, self._side, space.twins, contents=compared, neighbours=True, keep_memo=True)

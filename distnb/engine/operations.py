@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distnb.engine.descriptions import is_mirrored, own_part, summarise
 from distnb.engine.objects import Space
 from distnb.errors import NamespaceError, StaleHandleError
-from distnb.strategies.scope import read_together, spec_of
+from distnb.strategies.scope import drift_report, read_together, spec_of
 from distnb.values import DistributedValues
 from distnb.wire.bindings import Described, Leaf, Request, follow
 from distnb.wire.codec import Parcel
@@ -127,6 +127,10 @@ def _contains(target: Any, args: Any, kwargs: Any) -> Any:
     return args[0] in target
 
 
+def _check(target: Any, args: Any, kwargs: Any) -> Any:
+    return drift_report(target)
+
+
 def _read(target: Any, args: Any, kwargs: Any) -> Any:
     return read_together(target)
 
@@ -141,6 +145,7 @@ def _summary(target: Any, args: Any, kwargs: Any) -> _Answer:
 
 _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "call": _call,
+    "check": _check,
     "contains": _contains,
     "delete_attribute": _delete_attribute,
     "delete_item": _delete_item,

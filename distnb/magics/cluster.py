@@ -12,6 +12,7 @@ from distnb.errors import NoClusterError, OptionError
 from distnb.magics.arguments import LineParser, closest, parse_count
 from distnb.magics.presenting import presented
 from distnb.magics.request import Request
+from distnb.session.checking import drift_reports
 from distnb.session.html_table import html_table, human_bytes
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ HELP = """\
 %distnb stacks                             where each engine is in the program that it runs
 %distnb interrupt                          end the program that runs, as the stop button does
 %distnb variables                          where each variable of the notebook lives
+%distnb check [NAME …]                     whether the replicas hold the same bits of what is mirrored
 %distnb output [REPLICA] [--save FILE]     everything that the replicas wrote in the latest distributed cell
 %distnb live auto|widget|picture|text|off  how distnb.live and the replicas are drawn
 %distnb help                               this"""
@@ -57,6 +59,7 @@ class ClusterMagic:
             "stacks": self.stacks,
             "interrupt": self.interrupt,
             "variables": self.variables,
+            "check": self.check,
             "output": self.output,
             "live": self.live,
             "help": self.help,
@@ -186,6 +189,12 @@ class ClusterMagic:
         header = ("variable", "kind", "type", "shape", "dtype", "lives on", "size")
         cells = [(v.name, v.kind, v.type_name, v.shape, v.dtype, v.devices, human_bytes(v.nbytes)) for v in rows]
         self._table(header, cells, numeric=(6,))
+
+    def check(self, line: str) -> None:
+        """`%distnb check [NAME …]`."""
+        self._session()
+        reports = drift_reports(self._shell.user_ns, line.split())
+        print("\n".join(f"{name}: {text}" for name, text in reports.items()) or "Nothing is mirrored.")
 
     def output(self, line: str) -> None:
         """`%distnb output [REPLICA] [--save FILE]`."""

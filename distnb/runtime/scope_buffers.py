@@ -23,7 +23,7 @@ from distnb.runtime.placement import torch_device
 if TYPE_CHECKING:
     from distnb.collectives.groups import Group
 
-__all__ = ["ScopeBuffers"]
+__all__ = ["ScopeBuffers", "is_scope_buffer"]
 
 
 class ScopeBuffers:
@@ -105,6 +105,11 @@ def _largest(group: Group, tensor: torch.Tensor) -> torch.Tensor:
 
 _books: weakref.WeakSet[ScopeBuffers] = weakref.WeakSet()
 _plain_save: Any = None
+
+
+def is_scope_buffer(value: torch.Tensor) -> bool:
+    """Whether a tensor is a buffer of a model that a scope of some strategy made."""
+    return any(book.owns(value) for book in _books)
 
 
 def _install(book: ScopeBuffers) -> None:

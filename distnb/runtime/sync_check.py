@@ -8,18 +8,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distnb.errors import OutOfSyncError
+from distnb.runtime.scope_buffers import is_scope_buffer
 from distnb.values.structure import flatten, paths
+from distnb.variables.sync_on_read import SyncOnReadVariable
 
 if TYPE_CHECKING:
     from distnb.collectives.groups import Group
 
-__all__ = ["assert_in_sync"]
+__all__ = ["assert_in_sync", "drift_report"]
 
 _SHOWN = 5
 
 
 def assert_in_sync(group: Group, value: Any) -> None:
     """Compare modules, optimizers, tensors and plain values of all replicas bit by bit.
+
+    What replicas hold parts of (sync-on-read variables, buffers of models made in a scope) is left out.
 
     Args:
         group: The replicas.
@@ -28,36 +32,63 @@ def assert_in_sync(group: Group, value: Any) -> None:
     Raises:
         OutOfSyncError: It names what differs, where, and by how much.
     """
+    total, unlike = _compare(group, value)
+    if unlike:
+        raise OutOfSyncError(
+            f"The replicas are out of sync: {len(unlike)} of {total} differ.\n" + "\n".join(_shown(unlike)) + "\n"
+            "strategy.broadcast(value) gives every replica what replica 0 holds."
+        )
+
+
+def drift_report(group: Group, value: Any) -> str:
+    """What `assert_in_sync` finds, in words; the same text on every replica, all of which call this."""
+    if group.size == 1:
+        return "there is one replica, which is in sync with itself."
+    total, unlike = _compare(group, value)
+    if not unlike:
+        return f"in sync. {group.size} replicas hold the same bits ({total} {'value' if total == 1 else 'values'})."
+    return f"OUT OF SYNC. {len(unlike)} of {total} values differ:\n" + "\n".join(_shown(unlike))
+
+
+def _compare(group: Group, value: Any) -> tuple[int, dict[str, str]]:
+    """How many values there are, and in what those differ that do, by name."""
     mine = _named_leaves(value)
     digests = {name: _digest(leaf) for name, leaf in mine.items()}
     told: list[dict[str, str]] = group.all_gather_object(digests)
     names = list(dict.fromkeys(name for one in told for name in one))
     unlike = [name for name in names if any(one.get(name) != told[0].get(name) for one in told)]
-    if not unlike:
-        return
-    lines = []
+    found = {name: "" for name in unlike}
     for name in unlike[:_SHOWN]:
-        leaves = group.all_gather_object(_portable(mine.get(name)))
-        lines.append(f"  {name or 'the value'}: {_difference(leaves)}")
-    if len(unlike) > _SHOWN:
-        lines.append(f"  … and {len(unlike) - _SHOWN} more")
-    raise OutOfSyncError(
-        f"The replicas are out of sync: {len(unlike)} of {len(names)} differ.\n" + "\n".join(lines) + "\n"
-        "strategy.broadcast(value) gives every replica what replica 0 holds."
-    )
+        # Those that differ from replica 0 show what they hold; a large tensor is not sent by all.
+        differing = told[group.rank].get(name) != told[0].get(name) or group.rank == 0
+        leaves = group.all_gather_object((_portable(mine.get(name)),) if differing else None)
+        found[name] = _difference({replica: leaf[0] for replica, leaf in enumerate(leaves) if leaf is not None})
+    return len(names), found
+
+
+def _shown(unlike: dict[str, str]) -> list[str]:
+    lines = [f"  {name or 'the value'}: {text}" for name, text in list(unlike.items())[:_SHOWN]]
+    return [*lines, f"  … and {len(unlike) - _SHOWN} more"] if len(unlike) > _SHOWN else lines
 
 
 def _named_leaves(value: Any) -> dict[str, Any]:
     leaves = dict(zip(paths(value), flatten(value)[0], strict=True))
     named: dict[str, Any] = {}
     for path, leaf in leaves.items():
-        state = leaf.state_dict() if isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)) else None
-        if state is None:
+        if isinstance(leaf, torch.nn.Module):
+            state: Any = leaf.state_dict(keep_vars=True)  # with what is here, not with what it would be as a whole
+        elif isinstance(leaf, torch.optim.Optimizer):
+            state = leaf.state_dict()
+        else:
             named[path] = leaf
             continue
         inner = dict(zip(paths(state), flatten(state)[0], strict=True))
         named.update({f"{path} {type(leaf).__name__}{key}".strip(): part for key, part in inner.items()})
-    return named
+    return {name: leaf for name, leaf in named.items() if not _is_part(leaf)}
+
+
+def _is_part(leaf: Any) -> bool:
+    return isinstance(leaf, SyncOnReadVariable) or (isinstance(leaf, torch.Tensor) and is_scope_buffer(leaf))
 
 
 def _digest(leaf: Any) -> str:
@@ -84,27 +115,30 @@ def _portable(leaf: Any) -> Any:
     return repr(leaf) if tensor is None else tensor.detach().cpu()
 
 
-def _difference(leaves: list[Any]) -> str:
-    first = leaves[0]
-    for replica, other in enumerate(leaves):
-        if not (isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor)):
-            if first != other or type(first) is not type(other):
-                return f"replica 0 has {_short(first)}, replica {replica} has {_short(other)}"
-        elif first.shape != other.shape or first.dtype != other.dtype:
-            return f"replica 0 has {_kind(first)}, replica {replica} has {_kind(other)}"
-        elif (text := _first_unequal(first, other)) is not None:
-            return text.format(replica=replica)
-    return "the bits differ, the values do not"
+def _difference(leaves: dict[int, Any]) -> str:
+    """In words, how other replicas' values differ from replica 0's."""
+    texts: dict[str, list[int]] = {}
+    for replica, other in leaves.items():
+        if replica:
+            texts.setdefault(_difference_of(leaves[0], other), []).append(replica)
+    return "; ".join(
+        f"replica{'s' * (len(replicas) > 1)} {', '.join(map(str, replicas))}: {text}"
+        for text, replicas in texts.items()
+    )
 
 
-def _first_unequal(first: torch.Tensor, other: torch.Tensor) -> str | None:
+def _difference_of(first: Any, other: Any) -> str:
+    if not (isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return f"{_short(other)}, where replica 0 has {_short(first)}"
+    if first.shape != other.shape or first.dtype != other.dtype:
+        return f"{_kind(other)}, where replica 0 has {_kind(first)}"
     unequal = (first != other) & ~((first != first) & (other != other))
     if not bool(unequal.any()):
-        return None
+        return "the bits differ, the values do not"
     where = tuple(int(index) for index in unequal.nonzero()[0])
-    values = f"{first[where].item()!r} on replica 0 and {other[where].item()!r} on replica {{replica}}"
-    count = int(unequal.sum())
-    text = f"{count} of {first.numel()} elements, the first at {list(where)}: {values}" if first.ndim else values
+    text = f"{other[where].item()!r}, where replica 0 has {first[where].item()!r}"
+    if first.ndim:
+        text = f"{int(unequal.sum())} of {first.numel()} elements, the first at {list(where)}: {text}"
     if first.dtype is not torch.bool:
         gap = (first - other).abs()
         text += f" (at most {gap[unequal].max().item():.3g} apart)"

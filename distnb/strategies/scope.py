@@ -7,7 +7,7 @@ from typing import Any
 
 from distnb.options import StrategySpec, VariableAggregation
 
-__all__ = ["adopt_restored", "is_mirrored", "is_read_together", "read_together", "spec_of"]
+__all__ = ["adopt_restored", "drift_report", "is_apart", "is_mirrored", "is_read_together", "read_together", "spec_of"]
 
 
 def is_mirrored(value: Any) -> bool:
@@ -44,6 +44,28 @@ def is_read_together(value: Any) -> bool:
     if isinstance(value, SyncOnReadVariable):
         return value.aggregation is not VariableAggregation.NONE and process.runs(value.distribute_strategy)
     return process.buffers_of(value) is not None
+
+
+def is_apart(value: Any) -> bool:
+    """Whether an object's components are different things, even while they are equal: of a variable without aggregation.
+
+    Args:
+        value: Any object.
+    """
+    variables = sys.modules.get("distnb.variables.sync_on_read")
+    return (
+        variables is not None
+        and isinstance(value, variables.SyncOnReadVariable)
+        and value.aggregation is VariableAggregation.NONE
+        and _process() is not None
+    )
+
+
+def drift_report(value: Any) -> str:
+    """Whether the replicas hold the same bits of an object, in words. All of them call this with theirs."""
+    from distnb.runtime.sync_check import drift_report as report
+
+    return report(_process().group, value)
 
 
 def read_together(value: Any) -> Any:
