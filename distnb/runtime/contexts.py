@@ -12,7 +12,15 @@ from distnb.errors import ContextError
 if TYPE_CHECKING:
     from distnb.runtime.replica_context import ReplicaContext
 
-__all__ = ["enter_cross_replica", "entries", "innermost", "mixing", "note_names", "require_cross_replica", "require_not_mixed"]
+__all__ = [
+    "enter_cross_replica",
+    "entries",
+    "innermost",
+    "mixing",
+    "note_names",
+    "require_cross_replica",
+    "require_not_mixed",
+]
 
 
 def _nothing() -> None:

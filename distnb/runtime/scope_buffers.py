@@ -1,4 +1,4 @@
-"""Buffers of modules made in a scope: each replica updates its own, and what is saved outside replicas is the aggregate.
+"""Buffers of modules made in a scope: each replica updates its own; what is saved outside replicas is the aggregate.
 
 A batch-norm layer's running statistics differ between replicas, as each sees its own slices. They are brought together
 when they are read, never while training: floating-point buffers by their mean, whole numbers and booleans by their

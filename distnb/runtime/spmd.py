@@ -25,7 +25,7 @@ from distnb.options import (
     RunOptions,
     ValueContext,
 )
-from distnb.runtime import contexts, progress, randomness
+from distnb.runtime import contexts, progress, randomness, sync_batch_norm
 from distnb.runtime.agreement import Agreement
 from distnb.runtime.arguments import BatchNote
 from distnb.runtime.base import Owner
@@ -142,6 +142,10 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
     return process
 
 
+def _current_group() -> Group | None:
+    return None if _current is None else _current.group
+
+
 def adopt_restored(strategy: Owner, value: Any) -> None:
     """Keep in sync, from the next program on, what was copied to this process from another replica.
 
@@ -224,6 +228,7 @@ class Spmd:
         self.home = ReplicaHome(self._adoption)
         self._outsiders = OutsiderCheck(strategy, self._adoption.owns)
         self._open_scopes = 0
+        sync_batch_norm.install(_current_group)
 
     def _aggregation(self) -> Aggregation:
         """How this strategy adds up, on the group of the present generation."""

@@ -57,7 +57,7 @@ def _compare(group: Group, value: Any) -> tuple[int, dict[str, str]]:
     told: list[dict[str, str]] = group.all_gather_object(digests)
     names = list(dict.fromkeys(name for one in told for name in one))
     unlike = [name for name in names if any(one.get(name) != told[0].get(name) for one in told)]
-    found = {name: "" for name in unlike}
+    found = dict.fromkeys(unlike, "")
     for name in unlike[:_SHOWN]:
         # Those that differ from replica 0 show what they hold; a large tensor is not sent by all.
         differing = told[group.rank].get(name) != told[0].get(name) or group.rank == 0

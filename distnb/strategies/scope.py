@@ -47,7 +47,7 @@ def is_read_together(value: Any) -> bool:
 
 
 def is_apart(value: Any) -> bool:
-    """Whether an object's components are different things, even while they are equal: of a variable without aggregation.
+    """Whether an object's components are different things, even while equal: those of a variable without aggregation.
 
     Args:
         value: Any object.

@@ -44,7 +44,7 @@ class SyncOnReadVariable(Variable):
     # In torch's operations ------------------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls, function: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
@@ -88,11 +88,15 @@ def _has_one_component(variable: SyncOnReadVariable) -> bool:
 
 _GETTERS = ("real", "imag", "T", "H", "mT", "mH")
 _FACTS = frozenset(
-    "size dim ndimension numel nelement element_size stride storage_offset data_ptr untyped_storage storage get_device "
-    "is_floating_point is_complex is_signed is_contiguous is_pinned is_shared is_same_size is_inference is_conj is_neg "
-    "requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook __len__ "
-    "__hash__ __dir__ has_names _is_view _has_compatible_shallow_copy_type".split()
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "__len__"),
+        *("data_ptr", "untyped_storage", "storage", "get_device", "is_pinned", "is_shared", "_is_view", "__hash__"),
+        *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "is_conj", "is_neg"),
+        *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "has_names"),
+        *("is_same_size", "_has_compatible_shallow_copy_type", "__dir__"),
+    }
 )
+_IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"})
 
 
 def _is_fact(function: Any, name: str) -> bool:
@@ -107,9 +111,6 @@ def _changes(name: str) -> bool:
     if name.startswith("__"):
         return name in ("__set__", "__setitem__", "__delete__") or (name[2] == "i" and name[2:-2] in _IN_PLACE)
     return name.endswith("_")
-
-
-_IN_PLACE = frozenset("iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split())
 
 
 def _change(

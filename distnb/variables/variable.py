@@ -72,7 +72,7 @@ class Variable(torch.nn.Parameter):
     # What it is -----------------------------------------------------------------------------------------------------
 
     @property
-    def name(self) -> str | None:  # type: ignore[override]
+    def name(self) -> str | None:
         """As given."""
         return self._settings.name
 
@@ -154,10 +154,10 @@ class Variable(torch.nn.Parameter):
         """Subtract a value from it; see `assign`."""
         return self._write("assign_sub", value)
 
-    def __iadd__(self, value: Any) -> Self:
+    def __iadd__(self, value: Any) -> Self:  # type: ignore[misc]
         return self.assign_add(value)
 
-    def __isub__(self, value: Any) -> Self:
+    def __isub__(self, value: Any) -> Self:  # type: ignore[misc]
         return self.assign_sub(value)
 
     def _write(self, method: str, value: Any) -> Self:
@@ -239,7 +239,7 @@ def make(component: torch.Tensor, settings: Settings, strategy: Any, number: int
         from distnb.variables.sync_on_read import SyncOnReadVariable
 
         cls = SyncOnReadVariable
-    variable: Variable = torch.Tensor._make_subclass(cls, component, settings.trainable)  # type: ignore[arg-type]
+    variable: Variable = torch.Tensor._make_subclass(cls, component, settings.trainable)
     variable._settings = settings
     variable._strategy = strategy
     variable.number = number
