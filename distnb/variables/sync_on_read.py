@@ -52,8 +52,9 @@ class SyncOnReadVariable(Variable):
         if _is_fact(function, name):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        if _changes(name) and isinstance(args[0], SyncOnReadVariable) and not _has_one_component(args[0]):
-            return _change(args[0], function, name, args, kwargs)
+        target = args[0] if args else kwargs.get("tensor")  # as torch.nn.init's functions call it
+        if _changes(name) and isinstance(target, SyncOnReadVariable) and not _has_one_component(target):
+            return _change(target, function, name, args, kwargs)
         if isinstance(out := kwargs.get("out"), SyncOnReadVariable) and not _has_one_component(out):
             raise _refused(out, f"{name} with out=variable")
         args, kwargs = map_structure(lambda leaf: _as_seen(leaf, name), (tuple(args), kwargs))

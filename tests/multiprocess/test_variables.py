@@ -1,0 +1,259 @@
+"""SEMANTICS of variables on real replicas: the table, contexts, gradients, buffers, drift, synchronised batch norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(170)
+
+_PRELUDE = """
+import distnb
+strategy = distnb.MirroredStrategy(check_mean_loss=False)
+me, n = distnb.replica_id(), strategy.num_replicas_in_sync
+result = {}
+
+def error(call):
+    try:
+        call()
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return None
+
+def variable(*args, **options):
+    with strategy.scope():
+        return distnb.Variable(*args, **options)
+"""
+
+
+def ranks(program: str, n: int = 2) -> list[Any]:
+    import textwrap
+
+    ended = run_ranks(_PRELUDE + textwrap.dedent(program), n, timeout_s=120)
+    return [rank.check().result for rank in ended]
+
+
+_FAILS = None
+_TABLE = {
+    # (component of replica 0, of replica 1, what is read outside) after assign, assign_add, assign_sub
+    ("ON_WRITE", "SUM"): [(3, 3, 3), (13, 13, 13), (7, 7, 7)],
+    ("ON_WRITE", "MEAN"): [(1.5, 1.5, 1.5), (11.5, 11.5, 11.5), (8.5, 8.5, 8.5)],
+    ("ON_WRITE", "ONLY_FIRST_REPLICA"): [(1, 1, 1), (11, 11, 11), (9, 9, 9)],
+    ("ON_WRITE", "NONE"): [_FAILS, _FAILS, _FAILS],
+    ("ON_READ", "SUM"): [(1, 2, 3), (11, 12, 23), (9, 8, 17)],
+    ("ON_READ", "MEAN"): [(1, 2, 1.5), (11, 12, 11.5), (9, 8, 8.5)],
+    ("ON_READ", "ONLY_FIRST_REPLICA"): [(1, 2, 1), (11, 12, 11), (9, 8, 9)],
+    ("ON_READ", "NONE"): [(1, 2, None), (11, 12, None), (9, 8, None)],
+}
+
+
+def test_the_table() -> None:
+    """Start 10; replicas supply 1 and 2."""
+    found = ranks(
+        """
+        for synchronization in ("ON_WRITE", "ON_READ"):
+            for aggregation in ("SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE"):
+                cells = result[synchronization, aggregation] = []
+                for method in ("assign", "assign_add", "assign_sub"):
+                    v = variable(10.0, synchronization=synchronization, aggregation=aggregation)
+
+                    def step():
+                        getattr(v, method)(distnb.replica_id() + 1.0)
+                        return float(v)
+                    if (failed := error(lambda: strategy.run(step))) is not None:
+                        cells.append(failed)
+                        continue
+                    component = []
+                    strategy.run(lambda: component.append(float(v)))
+                    outside = error(lambda: float(v))
+                    cells.append((component[0], float(v) if outside is None else outside))
+        """
+    )
+    for setting, expected in _TABLE.items():
+        for place, cell in enumerate(expected):
+            cells = [rank[setting][place] for rank in found]
+            if cell is _FAILS:
+                assert all(text.startswith("OptionError") and "aggregation='sum'" in text for text in cells), cells
+                continue
+            assert [component for component, _ in cells] == list(cell[:2]), (setting, cells)
+            for _, outside in cells:
+                if cell[2] is None:
+                    assert outside.startswith("ContextError"), outside
+                else:
+                    assert outside == cell[2], (setting, cells)
+
+
+def test_across_replicas_and_beyond_the_scope() -> None:
+    found = ranks(
+        """
+        write, total = variable([1.0, 2.0], aggregation="sum"), variable(0, synchronization="on_read", aggregation="sum")
+        mean = variable(1.0, synchronization="on_read", aggregation="mean")
+        initial = variable(float(me))
+        result["initial"] = initial.item()
+        result["assigned"] = write.assign(5.0).tolist()
+        result["per replica"] = error(lambda: write.assign(distnb.PerReplica([1.0, 2.0])))
+        result["sum"] = (total.assign(4).item(), strategy.run(lambda: total.item()), int(total))
+        result["odd"] = error(lambda: total.assign(3))
+        result["added"] = error(lambda: total.assign_add(2))
+        result["in place"] = error(lambda: total.mul_(2))
+        result["mean"] = (float(mean.assign(6.0)), strategy.run(lambda: mean.item()), float(mean.assign_add(1.0)))
+        strategy.run(lambda: total.assign_add(distnb.replica_id()))
+        result["torch"] = [(total + 1).item(), torch.stack([total, total]).tolist(), total.tolist(), total == 5]
+        result["shape"] = (total.shape, total.dtype, repr(total))
+        result["reduce"] = [strategy.reduce("sum", each, axis=None).tolist() for each in (total, write)]
+        result["returned"] = strategy.run(lambda: (write, total.assign_add(0))) == (write, total)
+        result["context"] = distnb.in_cross_replica_context()
+        result["lazy"] = strategy.run(lambda: distnb.Variable(float(distnb.replica_id() + 5))).item()
+
+        one = distnb.OneDeviceStrategy("cpu:0")
+        with one.scope():
+            other = distnb.Variable(1.0)
+            result["read there"], result["written there"] = error(write.read_value), error(lambda: total.assign(2))
+        default = distnb.Variable(1.0)
+        result["mixed"] = [error(lambda: strategy.run(step)) for step in (lambda: other + 1, lambda: other.assign(1))]
+        result["default"] = error(lambda: strategy.run(lambda: default.assign_add(1)))
+        """
+    )
+    for rank, one in enumerate(found):
+        assert one["initial"] == 0.0
+        assert one["assigned"] == [5.0, 5.0]
+        assert "strategy.reduce" in one["per replica"]
+        assert one["sum"] == (4, 2, 4)
+        assert "OptionError" in one["odd"]
+        assert all("ContextError" in one[name] for name in ("added", "in place"))
+        assert one["mean"] == (6.0, 6.0, 7.0)
+        assert one["torch"][:3] == [6, [5, 5], 5]
+        assert bool(one["torch"][3])
+        assert one["shape"][:2] == ((), found[0]["shape"][1])
+        assert f"component tensor({2 + rank})" in one["shape"][2]
+        assert one["reduce"] == [5, [10.0, 10.0]]
+        assert one["returned"]
+        assert not one["context"]
+        assert one["lazy"] == 5.0
+        texts = [one["read there"], one["written there"], *one["mixed"]]
+        assert all(text is not None and "Mixing different Strategy objects" in text for text in texts), texts
+        assert "with strategy.scope()" in one["default"]
+
+
+def test_training_modules_and_saving() -> None:
+    found = ranks(
+        """
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = distnb.Variable([1.0, 2.0])
+                self.steps = distnb.Variable(0, aggregation="only_first_replica")
+                self.seen = distnb.Variable(0.0, synchronization="on_read", aggregation="sum")
+                self.mean = distnb.Variable(0.0, synchronization="on_read", aggregation="mean")
+                self.late = None
+
+            def forward(self, x):
+                if self.late is None:
+                    self.late = distnb.Variable([float(distnb.replica_id())] * 2)  # in the first forward
+                self.steps.assign_add(1)
+                self.seen.assign_add(x)
+                self.mean.assign(x)
+                return (self.weight * x).sum() + (self.late * x).sum()
+
+        with strategy.scope():
+            model = Model()
+        optimizers = []
+
+        def step(x):
+            loss = model(x)
+            if not optimizers:
+                optimizers.append(torch.optim.SGD(model.parameters(), lr=1.0))
+            optimizers[0].zero_grad()
+            loss.backward()
+            optimizers[0].step()
+        x = strategy.distribute_values_from_function(lambda context: context.replica_id_in_sync_group + 1.0)
+        for _ in range(2):
+            strategy.run(step, args=(x,))
+        saved = model.state_dict()
+        result["saved"] = {name: value.tolist() for name, value in saved.items()}
+        model.load_state_dict(saved)
+        result["again"] = {name: value.tolist() for name, value in model.state_dict().items()}
+        strategy.assert_in_sync(model)
+        model.double()
+        result["converted"] = {name: value.tolist() for name, value in model.state_dict().items()}
+        """
+    )
+    # Two steps of gradient 1 + 2 each; replica 0's first value of the late one.
+    expected = {"weight": [-5.0, -4.0], "steps": 2, "seen": 6.0, "mean": 1.5, "late": [-6.0, -6.0]}
+    for one in found:
+        assert one["saved"] == one["again"] == one["converted"] == expected
+
+
+def test_buffers_drift_and_synchronised_batch_norm() -> None:
+    found = ranks(
+        """
+        from torch.nn import BatchNorm1d, Linear, Module, Sequential, SyncBatchNorm
+
+        def build():
+            torch.manual_seed(0)
+            return Sequential(Linear(3, 4), BatchNorm1d(4), Linear(4, 1))
+
+        # Running statistics are the replicas' own until they are saved.
+        with strategy.scope():
+            plain = Sequential(BatchNorm1d(1, momentum=1.0))
+            plain.register_buffer("mask", torch.tensor([0.1, float("-inf")]))
+        batch = strategy.distribute_values_from_function(
+            lambda context: torch.tensor([[0.0], [2.0]]) + 10 * context.replica_id_in_sync_group)
+        strategy.run(plain, args=(batch,))
+        saved = plain.state_dict()
+        result["saved"] = {name: value.tolist() for name, value in saved.items()}
+        result["own"] = plain[0].running_mean.tolist()
+        result["part"] = plain[0].state_dict()["running_mean"].tolist()
+        result["in a replica"] = strategy.run(
+            lambda: torch.equal(plain.state_dict()["0.running_mean"], plain[0].running_mean))
+        result["reduced"] = strategy.reduce("mean", plain[0].running_mean, axis=None).tolist()
+        plain.load_state_dict(saved)
+        result["restored"] = plain[0].running_mean.tolist()
+
+        # Uneven slices, against one replica that sees everything.
+        with strategy.scope():
+            model = SyncBatchNorm.convert_sync_batchnorm(build())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        alone = build()
+        alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        x = 5 * torch.randn(5, 3, generator=torch.Generator().manual_seed(1)) + 10
+
+        def step(model, optimizer, x):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        for _ in range(2):
+            for batch in strategy.distribute_dataset(x, batch_size=5):
+                strategy.run(step, args=(model, optimizer, batch))
+            step(alone, alone_optimizer, x)
+        theirs = alone.state_dict()
+        result["apart"] = [name for name, value in model.state_dict().items()
+                           if not torch.allclose(value, theirs[name], rtol=1e-4, atol=1e-4)]
+        result["trained"] = not torch.allclose(model[0].weight, build()[0].weight)
+        result["evaluated"] = torch.allclose(model.eval()(x), alone.eval()(x), rtol=1e-3, atol=1e-3)
+
+        # Drift is seen, and where.
+        strategy.assert_in_sync([model, plain, optimizer])
+        with torch.no_grad():
+            if me:
+                model[0].weight[1, 2] += 0.5
+        result["drift"] = error(lambda: strategy.assert_in_sync(model))
+        """,
+        n=3,
+    )
+    for rank, one in enumerate(found):
+        assert one["saved"]["0.running_mean"] == one["part"] == one["reduced"] == one["restored"] == [11.0]
+        assert one["saved"]["0.num_batches_tracked"] == 1
+        assert one["saved"]["mask"][0] == found[0]["saved"]["mask"][0]
+        assert abs(one["saved"]["mask"][0] - 0.1) < 1e-7
+        assert one["own"] == [1.0 + 10 * rank]
+        assert one["in a replica"] is True
+        assert one["apart"] == []
+        assert one["trained"]
+        assert one["evaluated"]
+        assert one["drift"].startswith("OutOfSyncError: The replicas are out of sync: 1 of 6 differ."), one["drift"]
+        assert "Sequential['0.weight']: replicas 1, 2: 1 of 12 elements, the first at [1, 2]: " in one["drift"]
+        assert "(at most 0.5 apart)" in one["drift"]
