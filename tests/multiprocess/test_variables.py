@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,3 +259,19 @@ def test_buffers_drift_and_synchronised_batch_norm() -> None:
         assert one["drift"].startswith("OutOfSyncError: The replicas are out of sync: 1 of 6 differ."), one["drift"]
         assert "Sequential['0.weight']: replicas 1, 2: 1 of 12 elements, the first at [1, 2]: " in one["drift"]
         assert "(at most 0.5 apart)" in one["drift"]
+
+
+def test_the_program_of_the_readme() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"## Variables\n.*?```python\n(.*?)```", readme, flags=re.DOTALL)
+    assert {rank.check().stdout for rank in run_ranks(program, 2)} == {"3 steps, 10 examples\n"}
+
+
+def test_saving_on_one_replica_alone_ends_with_an_error() -> None:
+    first, _ = run_ranks(
+        _PRELUDE
+        + "with strategy.scope():\n    model = torch.nn.BatchNorm1d(1)\nif me == 0:\n    model.state_dict()\n",
+        2,
+    )
+    assert first.returncode != 0
+    assert "model.state_dict()" in first.stderr
