@@ -41,7 +41,8 @@ class Variable(torch.nn.Parameter):
             trainable ON_READ variable.
 
     Example:
-        >>> total = Variable(10.0, aggregation="sum")
+        >>> import distnb
+        >>> total = distnb.Variable(10.0, aggregation="sum")
         >>> float(total.assign_add(2.0))
         12.0
     """

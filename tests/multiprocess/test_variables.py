@@ -269,8 +269,7 @@ def test_the_program_of_the_readme() -> None:
 
 def test_saving_on_one_replica_alone_ends_with_an_error() -> None:
     first, _ = run_ranks(
-        _PRELUDE
-        + "with strategy.scope():\n    model = torch.nn.BatchNorm1d(1)\nif me == 0:\n    model.state_dict()\n",
+        _PRELUDE + "with strategy.scope():\n    model = torch.nn.BatchNorm1d(1)\nif me == 0:\n    model.state_dict()\n",
         2,
     )
     assert first.returncode != 0

@@ -361,6 +361,13 @@ def test_status_and_output(shell: InteractiveShell, session: ReplaySession, tmp_
     assert "I am 1" in (tmp_path / "all.txt").read_text()
 
 
+def test_checking_for_drift(shell: InteractiveShell, session: ReplaySession) -> None:
+    assert "Nothing is mirrored." in run(shell, "%distnb check")[1]
+    assert "`nothing` is no variable" in error_of(shell, "%distnb check nothing")
+    run(shell, "here = 1")
+    assert "`here` lives in the notebook" in error_of(shell, "%distnb check here")
+
+
 # -- the live view in a terminal -------------------------------------------------------------------------------------
 
 
@@ -406,10 +413,3 @@ def test_completion(shell: InteractiveShell, line: str, expected: set[str]) -> N
 def test_names_complete_inside_a_distributed_cell(shell: InteractiveShell) -> None:
     shell.user_ns["learning_rate"] = 0.1
     assert "learning_rate" in complete(shell, "%%distribute mirrored\nx = learning_r")
-
-
-def test_checking_for_drift(shell: InteractiveShell, session: ReplaySession) -> None:
-    assert "Nothing is mirrored." in run(shell, "%distnb check")[1]
-    assert "`nothing` is no variable" in error_of(shell, "%distnb check nothing")
-    run(shell, "here = 1")
-    assert "`here` lives in the notebook" in error_of(shell, "%distnb check here")
