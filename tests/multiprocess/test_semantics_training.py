@@ -214,9 +214,9 @@ def test_assert_in_sync_names_what_and_where() -> None:
     """
     for model, tree, shapes in ranks(program, 2):
         assert "1.weight" in model
-        assert "[0, 1]: 0.5 on replica 0 and 0.75 on replica 1" in model
+        assert "replica 1: 1 of 2 elements, the first at [0, 1]: 0.75, where replica 0 has 0.5" in model
         assert "1 of 4 differ" in model
-        assert "['b']: replica 0 has 0, replica 1 has 1" in tree
+        assert "['b']: replica 1: 1, where replica 0 has 0" in tree
         assert "float32[1]" in shapes
         assert "float32[2]" in shapes
 
