@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from distnb.errors import CollectiveMismatchError
 from distnb.runtime import contexts
 from distnb.runtime.packed_sums import sum_over_replicas
 from distnb.runtime.placement import torch_device
@@ -134,4 +135,11 @@ def _save_to_state_dict(module: torch.nn.Module, destination: Any, prefix: str, 
         if buffer is not None and prefix + name in destination and not is_lazy(buffer)
     }
     strided = {key: buffer for key, buffer in named.items() if buffer.layout is torch.strided}
-    destination.update(zip(strided, book.read(list(strided.values())), strict=True))
+    try:
+        destination.update(zip(strided, book.read(list(strided.values())), strict=True))
+    except CollectiveMismatchError as error:
+        error.add_note(
+            f"state_dict() of a {type(module).__name__} that was made in a scope brings its buffers together, so all "
+            "replicas call it. To save on one of them, call it before `if distnb.is_chief():`."
+        )
+        raise

@@ -13,6 +13,7 @@ import torch
 from distnb.collectives import groups
 from distnb.collectives.cross_device.aggregation import Aggregation
 from distnb.collectives.cross_device.packs import Packs
+from distnb.collectives.eager import always_eager
 from distnb.collectives.gradients import GradientSync
 from distnb.collectives.groups import Group
 from distnb.errors import DistributedValueError, OptionError
@@ -92,6 +93,11 @@ class SpmdProcess:
         self.group.process_group.prefer(*runtime.preferences)
         return runtime
 
+    @always_eager
+    def home_of(self, strategy: Owner) -> ReplicaHome:
+        """Where the variables of a strategy are in this process."""
+        return self.runtime_of(strategy).home
+
     def runs(self, strategy: Any) -> bool:
         """Whether this is a strategy whose replicas are those of the team (and not one that computes here alone)."""
         return strategy in self._runtimes
@@ -140,10 +146,6 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
         strategy, values = _restored.popitem()
         process.runtime_of(strategy).adoption.take_restored(values)
     return process
-
-
-def _current_group() -> Group | None:
-    return None if _current is None else _current.group
 
 
 def adopt_restored(strategy: Owner, value: Any) -> None:
@@ -228,7 +230,7 @@ class Spmd:
         self.home = ReplicaHome(self._adoption)
         self._outsiders = OutsiderCheck(strategy, self._adoption.owns)
         self._open_scopes = 0
-        sync_batch_norm.install(_current_group)
+        sync_batch_norm.install(lambda: None if _current is None else _current.group)
 
     def _aggregation(self) -> Aggregation:
         """How this strategy adds up, on the group of the present generation."""
@@ -387,7 +389,7 @@ class Spmd:
         process = self._process
         if not 0 <= source < process.size:
             raise OptionError(f"broadcast from replica {source}: the replicas are 0 to {process.size - 1}.")
-        own = select(value, process.rank, process.size)
+        own = map_structure(self._own, select(value, process.rank, process.size))
         return own if process.size == 1 else broadcast_tree(process.group, own, source)
 
     def local_results(self, strategy: Owner, value: Any) -> tuple[Any, ...]:

@@ -132,7 +132,7 @@ def _home_of(strategy: Any) -> Home:
     process = spmd.current() if spmd is not None else None
     if process is None:
         return _Alone(strategy, is_copy=True)
-    home: Home = process.runtime_of(strategy).home
+    home: Home = process.home_of(strategy)
     return home
 
 

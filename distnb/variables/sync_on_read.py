@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distnb.errors import ContextError, OptionError
+from distnb.errors import CollectiveMismatchError, ContextError, OptionError
 from distnb.options import VariableAggregation
 from distnb.values.structure import map_structure
 from distnb.variables.homes import Home, home_of
@@ -25,7 +25,14 @@ class SyncOnReadVariable(Variable):
         own = component_of(self)
         if home.in_replica(writing=False) or home.alone:
             return own
-        return self._aggregate(home, own, method)
+        try:
+            return self._aggregate(home, own, method)
+        except CollectiveMismatchError as error:
+            error.add_note(
+                f"{method} of {self._settings.label} outside strategy.run brings the replicas' components together, so "
+                "all replicas read it. To use the value on one of them, read it before `if distnb.is_chief():`."
+            )
+            raise
 
     def _from_replica(self, home: Home, value: torch.Tensor, method: str) -> torch.Tensor:
         return value
