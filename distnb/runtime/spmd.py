@@ -44,6 +44,7 @@ from distnb.runtime.variable_homes import ReplicaHome
 from distnb.topology import Device, Team
 from distnb.values.distributed import DistributedValues, PerReplica
 from distnb.values.structure import flatten, map_structure, select, unflatten
+from distnb.variables.sync_on_read import SyncOnReadVariable
 from distnb.variables.variable import Variable, component_of
 
 __all__ = ["Spmd", "SpmdProcess", "current", "enter", "join_from_env", "leave", "results_left_to_caller"]
@@ -394,6 +395,8 @@ class Spmd:
 
     def local_results(self, strategy: Owner, value: Any) -> tuple[Any, ...]:
         """This replica's component, in a tuple."""
+        if any(isinstance(leaf, SyncOnReadVariable) for leaf in flatten(value)[0]):
+            value = map_structure(self._own, value)  # its value outside replicas would be that of all components
         return local_components(value)
 
     def assert_in_sync(self, strategy: Owner, value: Any) -> None:

@@ -106,6 +106,7 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         result["torch"] = [(total + 1).item(), torch.stack([total, total]).tolist(), total.tolist(), total == 5]
         result["shape"] = (total.shape, total.dtype, repr(total))
         result["reduce"] = [strategy.reduce("sum", each, axis=None).tolist() for each in (total, write)]
+        result["local"] = strategy.local_results({"v": total})[0]["v"].item()
         result["returned"] = strategy.run(lambda: (write, total.assign_add(0))) == (write, total)
         result["context"] = distnb.in_cross_replica_context()
         result["lazy"] = strategy.run(lambda: distnb.Variable(float(distnb.replica_id() + 5))).item()
@@ -132,6 +133,7 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         assert one["shape"][:2] == ((), found[0]["shape"][1])
         assert f"component tensor({2 + rank})" in one["shape"][2]
         assert one["reduce"] == [5, [10.0, 10.0]]
+        assert one["local"] == 2 + rank
         assert one["returned"]
         assert not one["context"]
         assert one["lazy"] == 5.0
