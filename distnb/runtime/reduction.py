@@ -16,7 +16,7 @@ from distnb.runtime.packed_sums import combine_over_replicas
 if TYPE_CHECKING:
     from distnb.collectives.cross_device.aggregation import Aggregation
 
-__all__ = ["axes_of", "python_number", "reduce_alone", "reduce_leaves", "tensor_of"]
+__all__ = ["axes_of", "plain_value_error", "python_number", "reduce_alone", "reduce_leaves", "tensor_of"]
 
 
 def tensor_of(value: Any, method: str, device: torch.device | None = None) -> torch.Tensor:
@@ -56,6 +56,17 @@ def _plain_type(value: Any) -> type:
 def _shown(value: Any) -> str:
     text = repr(value)
     return f"a {type(value).__name__}: {text if len(text) <= 80 else text[:77] + '...'}"
+
+
+def plain_value_error(op: ReduceOp, value: Any, num_replicas: int) -> DistributedValueError:
+    """The error for a plain value where components are reduced."""
+    text = repr(value)
+    return DistributedValueError(
+        f"reduce {op.name} over {num_replicas} replicas got a plain value, the same on all of them: "
+        f"{text if len(text) <= 80 else text[:77] + '...'}. It sums what strategy.run returned per replica. If a "
+        "function returns a Python number, replicas that return the same one give a plain value: return a "
+        "tensor, and it stays per replica. If it is the sum you mean, multiply by strategy.num_replicas_in_sync."
+    )
 
 
 def python_number(tensor: torch.Tensor, value: Any) -> Any:

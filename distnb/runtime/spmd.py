@@ -35,7 +35,7 @@ from distnb.runtime.in_process import local_components
 from distnb.runtime.outsiders import OutsiderCheck
 from distnb.runtime.placement import placed_on, torch_device, use_device
 from distnb.runtime.randomness import streams
-from distnb.runtime.reduction import reduce_alone, reduce_leaves, tensor_of
+from distnb.runtime.reduction import plain_value_error, reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.runtime.scope import Adoption, ScopeWatch
 from distnb.runtime.scope_buffers import ScopeBuffers
@@ -350,13 +350,7 @@ class Spmd:
             return True
         if op is ReduceOp.MEAN and not isinstance(leaf, (bool, str, bytes, type(None))):
             return False  # the mean of equal values is that value
-        text = repr(leaf)
-        raise DistributedValueError(
-            f"reduce {op.name} over {self._process.size} replicas got a plain value, the same on all of them: "
-            f"{text if len(text) <= 80 else text[:77] + '...'}. It sums what strategy.run returned per replica. If a "
-            "function returns a Python number, replicas that return the same one give a plain value: return a "
-            "tensor, and it stays per replica. If it is the sum you mean, multiply by strategy.num_replicas_in_sync."
-        )
+        raise plain_value_error(op, leaf, self._process.size)
 
     def _has_components(self, leaf: Any) -> bool:
         """Whether a value has a component of its own on each replica."""
