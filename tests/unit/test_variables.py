@@ -123,4 +123,4 @@ def test_strategies_are_not_mixed() -> None:
         default.assign(2.0)
     assert variable.distribute_strategy is first
     assert float(variable.assign(3.0)) == 3.0  # outside the scope, by way of the strategy that it remembers
-    assert float(first.run(lambda: variable + default)) == 5.0
+    assert first.run(lambda: variable + default).item() == 5.0
