@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from distnb.collectives.cross_device.aggregation import Aggregation
 from distnb.errors import CollectiveMismatchError
+from distnb.options import ReduceOp
 from distnb.runtime import contexts
-from distnb.runtime.packed_sums import sum_over_replicas
+from distnb.runtime.packed_sums import combine_over_replicas
 from distnb.runtime.placement import torch_device
 
 if TYPE_CHECKING:
@@ -90,7 +92,7 @@ def _digest(tensor: torch.Tensor) -> int:
 
 def _aggregated(group: Group, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     floats = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-    means = iter([total / group.size for total in sum_over_replicas(group, floats)])
+    means = iter(combine_over_replicas(Aggregation(group), ReduceOp.MEAN, floats))
     return [
         next(means) if tensor.is_floating_point() or tensor.is_complex() else _largest(group, tensor)
         for tensor in tensors

@@ -228,7 +228,7 @@ class Spmd:
             sums=None if self._aggregation().exact else self._aggregation,
         )
         self._adoption = Adoption(strategy, self._sync, lambda: process.group)
-        self.home = ReplicaHome(self._adoption)
+        self.home = ReplicaHome(self._adoption, self._aggregation)
         self._outsiders = OutsiderCheck(strategy, self._adoption.owns)
         self._open_scopes = 0
         sync_batch_norm.install(lambda: None if _current is None else _current.group)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distnb.collectives.cross_device.aggregation import Aggregation
+from distnb.options import ReduceOp
 from distnb.runtime import differentiable
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ def _forward(layer: Any, input: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _sum(group: Group, values: torch.Tensor) -> torch.Tensor:
-    return values if group.size == 1 else differentiable.all_reduce(group, False, [values])[0]
+    return values if group.size == 1 else differentiable.all_reduce(Aggregation(group), ReduceOp.SUM, [values])[0]
 
 
 def _track(layer: Any, mean: torch.Tensor, variance: torch.Tensor, total: torch.Tensor) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
+from distnb.options import ReduceOp
 from distnb.runtime import choice, contexts
 from distnb.runtime.contexts import mixing
 from distnb.variables.homes import Home, register_homes
@@ -13,6 +15,7 @@ from distnb.variables.homes import Home, register_homes
 if TYPE_CHECKING:
     import torch
 
+    from distnb.collectives.cross_device.aggregation import Aggregation
     from distnb.runtime.scope import Adoption
     from distnb.variables.variable import Variable
 
@@ -78,12 +81,14 @@ class ReplicaHome:
 
     Args:
         adoption: What keeps them in sync.
+        aggregation: Gives the way in which the strategy adds up, on the group of the present generation.
     """
 
     alone = False
 
-    def __init__(self, adoption: Adoption) -> None:
+    def __init__(self, adoption: Adoption, aggregation: Callable[[], Aggregation]) -> None:
         self._adoption = adoption
+        self._aggregation = aggregation
 
     @property
     def num_replicas(self) -> int:
@@ -108,10 +113,11 @@ class ReplicaHome:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Over the replicas."""
-        from distnb.runtime.packed_sums import sum_over_replicas
+        from distnb.runtime.packed_sums import combine_over_replicas
 
-        group = self._adoption.group
-        return sum_over_replicas(group, [tensor])[0] if group.size > 1 else tensor
+        if self.num_replicas == 1:
+            return tensor
+        return combine_over_replicas(self._aggregation(), ReduceOp.SUM, [tensor])[0]
 
     def first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replica 0's."""
