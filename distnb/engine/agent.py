@@ -46,9 +46,6 @@ __all__ = ["Agent", "install"]
 
 Program = RunCell | CallFunction | Apply
 
-# After a program the next one often comes at once, and to be told of it by the event loop takes longer than to run it.
-_LINGER_MS = 2
-
 
 class Agent:
     """Serves programs, one at a time and in order, on the engine's main thread.
@@ -142,11 +139,10 @@ class Agent:
         if self._serving:
             return  # user code runs the event loop: the loop below goes on when that program has ended
         self._serving = True
-        linger_ms = 0
         try:
             while True:
                 try:
-                    message = self._calls.read(self._programs.receive(linger_ms))
+                    message = self._calls.read(self._programs.receive())
                 except Exception as error:  # noqa: BLE001  # whatever it is, the notebook waits for a reply
                     self._programs.send(Unread(failure.report(error)))
                     continue
@@ -155,7 +151,6 @@ class Agent:
                 self._programs.send(self._replies.write(self.perform(message)))
                 # Only now: what a failed cell held may take seconds to end (a DataLoader waits for its workers).
                 self._failure = None
-                linger_ms = _LINGER_MS
         except BaseException:
             IOLoop.current().add_callback(self._serve_programs)  # more may wait, and nothing else would tell
             raise

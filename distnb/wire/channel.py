@@ -137,9 +137,9 @@ def _send(socket: zmq.Socket[bytes], frames: list[Frame]) -> None:
     socket.send(frames[-1])
 
 
-def _has_message(socket: zmq.Socket[bytes], timeout_ms: int = 0) -> bool:
+def _has_message(socket: zmq.Socket[bytes]) -> bool:
     # Trying to receive would do, but the exception that says "nothing" costs as much as a message.
-    return bool(zmq.zmq_poll([(socket, _POLLIN)], timeout_ms))
+    return bool(zmq.zmq_poll([(socket, _POLLIN)], 0))
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[Frame]:
@@ -191,16 +191,13 @@ class Link:
             frames, _ = freight.ship(frames, {0: self._passage})
         _send(self.socket, frames)
 
-    def receive(self, timeout_ms: int = 0) -> Any:
+    def receive(self) -> Any:
         """The next message, or None when there is none yet.
-
-        Args:
-            timeout_ms: How long to wait for one.
 
         Raises:
             MessageError: It cannot be read.
         """
-        if not _has_message(self.socket, timeout_ms):
+        if not _has_message(self.socket):
             return None
         frames = _receive(self.socket)
         return decode(freight.unload(frames, self._passage) if freight.is_manifest(frames[0]) else frames)
