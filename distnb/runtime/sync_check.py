@@ -45,6 +45,8 @@ def drift_report(group: Group, value: Any) -> str:
     if group.size == 1:
         return "there is one replica, which is in sync with itself."
     total, unlike = _compare(group, value)
+    if not total:
+        return "nothing to compare: each replica holds a part of its own, and reading makes one value of them."
     if not unlike:
         return f"in sync. {group.size} replicas hold the same bits ({total} {'value' if total == 1 else 'values'})."
     return f"OUT OF SYNC. {len(unlike)} of {total} values differ:\n" + "\n".join(_shown(unlike))

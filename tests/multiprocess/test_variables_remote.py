@@ -83,6 +83,7 @@ def test_drift_is_told(names: dict[str, Any]) -> None:
     strategy, model = names["strategy"], names["model"]
     reports = drift_reports(names)
     assert {"v", "total", "model"} <= set(reports)
+    assert reports.pop("total").startswith("nothing to compare")
     assert all("in sync" in text for text in reports.values())
 
     def spoil() -> None:
