@@ -4,50 +4,25 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from distnb.collectives import groups
-from distnb.collectives.cross_device.aggregation import Aggregation
-from distnb.collectives.cross_device.packs import Packs
 from distnb.collectives.eager import always_eager
-from distnb.collectives.gradients import GradientSync
 from distnb.collectives.groups import Group
-from distnb.errors import DistributedValueError, OptionError
-from distnb.options import (
-    CommunicationImplementation,
-    CommunicationOptions,
-    InputContext,
-    InputOptions,
-    ReduceOp,
-    RunOptions,
-    ValueContext,
-)
-from distnb.runtime import contexts, progress, randomness, sync_batch_norm
+from distnb.runtime import contexts, randomness, sync_batch_norm
 from distnb.runtime.agreement import Agreement
-from distnb.runtime.arguments import BatchNote
 from distnb.runtime.base import Owner
-from distnb.runtime.gathering import broadcast_tree, checked_axis, gather_tensor
-from distnb.runtime.in_process import local_components
-from distnb.runtime.outsiders import OutsiderCheck
-from distnb.runtime.placement import placed_on, torch_device, use_device
+from distnb.runtime.placement import use_device
 from distnb.runtime.randomness import streams
-from distnb.runtime.reduction import plain_value_error, reduce_alone, reduce_leaves, tensor_of
-from distnb.runtime.replica_context import ReplicaContext
-from distnb.runtime.scope import Adoption, ScopeWatch
+from distnb.runtime.replica import Spmd
 from distnb.runtime.scope_buffers import ScopeBuffers
-from distnb.runtime.sync_check import assert_in_sync
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.topology import Device, Team
-from distnb.values.distributed import DistributedValues, PerReplica
-from distnb.values.structure import flatten, map_structure, select, unflatten
-from distnb.variables.sync_on_read import SyncOnReadVariable
-from distnb.variables.variable import Variable, component_of
 
-__all__ = ["Spmd", "SpmdProcess", "current", "enter", "join_from_env", "leave", "results_left_to_caller"]
+__all__ = ["SpmdProcess", "current", "enter", "join_from_env", "leave", "results_left_to_caller"]
 
 
 class SpmdProcess:
@@ -135,6 +110,7 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
     global _current
     if _current is None:
         _current = SpmdProcess(team, rank, device, group)
+        sync_batch_norm.install(lambda: None if _current is None else _current.group)
     process = _current
     process.team, process.rank, process.device, process.group = team, rank, device, group
     process.agreement.forget()
@@ -195,229 +171,3 @@ def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None)
         # Each process was started with random numbers of its own; outside replicas they must be the same.
         randomness.share(group)
     return process
-
-
-class Spmd:
-    """One strategy on this replica. Every replica makes the same calls in the same order.
-
-    Args:
-        process: What this process is.
-        strategy: Whose runtime this is.
-
-    Attributes:
-        preferences: See `GroupCore.prefer`.
-        home: Where the strategy's variables are.
-    """
-
-    def __init__(self, process: SpmdProcess, strategy: Owner) -> None:
-        self._process = process
-        self._strategy = strategy
-        self._reduction = strategy.spec.option("gradient_reduction", "sum")
-        options = strategy.spec.option("communication_options", CommunicationOptions())
-        self._ops = strategy.spec.option("cross_device_ops")
-        self._packs = Packs.larger_than(options.bytes_per_pack)
-        if self._ops is not None:
-            self._packs = Packs(count=self._ops.num_packs)
-        self._of_group: Aggregation | None = None
-        self.preferences = (options.timeout_seconds, options.implementation is not CommunicationImplementation.RING)
-        self._sync = GradientSync(
-            lambda: process.group,
-            self._reduction,
-            check_mean_loss=strategy.spec.option("check_mean_loss", True),
-            packs=self._packs,
-            sums=None if self._aggregation().exact else self._aggregation,
-        )
-        self._adoption = Adoption(strategy, self._sync, lambda: process.group)
-        self.home = ReplicaHome(self._adoption, self._aggregation)
-        self._outsiders = OutsiderCheck(strategy, self._adoption.owns)
-        self._open_scopes = 0
-        sync_batch_norm.install(lambda: None if _current is None else _current.group)
-
-    def _aggregation(self) -> Aggregation:
-        """How this strategy adds up, on the group of the present generation."""
-        group, found = self._process.group, self._of_group
-        if found is None or found.group is not group:
-            found = self._of_group = Aggregation(group, self._ops, self._packs)
-        return found
-
-    @property
-    def adoption(self) -> Adoption:
-        """The strategy's variables on this replica."""
-        return self._adoption
-
-    def num_replicas(self, strategy: Owner) -> int:
-        """As many as the team has."""
-        return self._process.team.size
-
-    def worker_devices(self, strategy: Owner) -> tuple[str, ...]:
-        """The device of each replica, in order."""
-        return tuple(map(str, self._process.team.devices))
-
-    # Where variables are made -----------------------------------------------------------------------------------
-
-    @contextmanager
-    def scope(self, strategy: Owner) -> Iterator[Any]:
-        """Parameters made here start equal and are kept in sync; new tensors land on the replica's device."""
-        with contexts.enter_cross_replica(strategy), placed_on(self._process.device):
-            if self._open_scopes:
-                yield strategy
-                return
-            self._heal()
-            self._open_scopes += 1
-            take_back = contexts.note_names()
-            try:
-                with ScopeWatch(self._adoption):
-                    yield strategy
-            except BaseException:
-                take_back()  # the variables that they name were never made equal
-                raise
-            finally:
-                self._open_scopes -= 1
-
-    def _heal(self) -> None:
-        # A program that ended half-way through a step may have left the replicas' variables unequal.
-        if self._sync.healed != self._process.group.generation:
-            self._sync.heal(self._adoption.buffers())
-
-    # Computing on replicas --------------------------------------------------------------------------------------
-
-    def run(
-        self,
-        strategy: Owner,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        options: RunOptions | None,
-    ) -> Any:
-        """Call the function once, as this replica, with this replica's components of the arguments."""
-        process = self._process
-        if self._sync.healed != process.group.generation:
-            self._heal()
-        rank, size = process.rank, process.team.size
-        note = BatchNote()
-        own_args = [select(arg, rank, size, note) for arg in args]
-        own_kwargs = {name: select(arg, rank, size, note) for name, arg in kwargs.items()} if kwargs else {}
-        aggregation = self._aggregation()
-        replica = ReplicaContext(strategy, rank, size, aggregation, note.batch_size, note.slice_size, self._outsiders)
-        if size > 1:
-            self._outsiders.before_run(fn, own_args, own_kwargs)
-        self._sync.weight(note.slice_size, note.batch_size)
-        result = self._call(strategy, replica, fn, own_args, own_kwargs)
-        progress.steps += 1
-        if note.slice_size:
-            progress.examples += note.slice_size
-        return result if size == 1 else process.agreement.regroup(process.group, fn, result)
-
-    def _call(self, strategy: Owner, replica: ReplicaContext, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        stack = contexts.entries()
-        several = replica.num_replicas_in_sync > 1
-        stack.append((strategy, replica))
-        if several:
-            streams.enter(replica.replica_id_in_sync_group)
-        try:
-            if self._process.device.type == "cpu":
-                return fn(*args, **kwargs)
-            with placed_on(self._process.device):
-                return fn(*args, **kwargs)
-        finally:
-            if several:
-                streams.leave()
-            stack.pop()
-
-    def no_sync(self, strategy: Owner) -> AbstractContextManager[None]:
-        """Backward passes within gather gradients on this replica only."""
-        return self._sync.no_sync()
-
-    # Bringing values together -----------------------------------------------------------------------------------
-
-    def reduce(self, strategy: Owner, op: ReduceOp, value: Any, axis: Any) -> Any:
-        """Combine the replicas' components."""
-        process = self._process
-        if process.size == 1:
-            return map_structure(lambda leaf: reduce_alone(op, leaf, axis), select(value, 0, 1))
-        leaves, shape = flatten(value)
-        results = list(leaves)
-        places = [place for place, leaf in enumerate(leaves) if self._is_distributed(leaf, op)]
-        own = [self._own(leaves[place]) for place in places]
-        if own:
-            reduced = reduce_leaves(self._aggregation(), op, own, axis, torch_device(process.device))
-            for place, result in zip(places, reduced, strict=True):
-                results[place] = result
-        return unflatten(shape, results)
-
-    def _is_distributed(self, leaf: Any, op: ReduceOp) -> bool:
-        if self._has_components(leaf):
-            return True
-        if op is ReduceOp.MEAN and not isinstance(leaf, (bool, str, bytes, type(None))):
-            return False  # the mean of equal values is that value
-        raise plain_value_error(op, leaf, self._process.size)
-
-    def _has_components(self, leaf: Any) -> bool:
-        """Whether a value has a component of its own on each replica."""
-        if not isinstance(leaf, torch.Tensor):
-            return isinstance(leaf, DistributedValues)
-        return self._adoption.owns(leaf) or self._adoption.scope_buffers.owns(leaf)
-
-    def _own(self, leaf: Any) -> Any:
-        leaf = select(leaf, self._process.rank, self._process.size)
-        return component_of(leaf) if isinstance(leaf, Variable) else leaf
-
-    def gather(self, strategy: Owner, value: Any, axis: int) -> Any:
-        """Concatenate the replicas' components."""
-        process = self._process
-
-        def one(leaf: Any) -> torch.Tensor:
-            if process.size > 1 and not self._has_components(leaf):
-                raise DistributedValueError(
-                    f"gather got a plain {type(leaf).__name__}, which is the same on all {process.size} replicas, so "
-                    "there is nothing to bring together. Give it what strategy.run returned per replica, or a value "
-                    "of strategy.distribute_values_from_function."
-                )
-            tensor = tensor_of(self._own(leaf), "gather")
-            place = checked_axis(axis, tensor, "gather")
-            return tensor if process.size == 1 else gather_tensor(process.group, tensor, place, "gather")
-
-        return map_structure(one, value)
-
-    def broadcast(self, strategy: Owner, value: Any, source: int) -> Any:
-        """Replica `source`'s component, on all."""
-        process = self._process
-        if not 0 <= source < process.size:
-            raise OptionError(f"broadcast from replica {source}: the replicas are 0 to {process.size - 1}.")
-        own = map_structure(self._own, select(value, process.rank, process.size))
-        return own if process.size == 1 else broadcast_tree(process.group, own, source)
-
-    def local_results(self, strategy: Owner, value: Any) -> tuple[Any, ...]:
-        """This replica's component, in a tuple."""
-        if any(isinstance(leaf, SyncOnReadVariable) for leaf in flatten(value)[0]):
-            value = map_structure(self._own, value)  # its value outside replicas would be that of all components
-        return local_components(value)
-
-    def assert_in_sync(self, strategy: Owner, value: Any) -> None:
-        """Compare the replicas' bits."""
-        if self._process.size > 1:
-            assert_in_sync(self._process.group, select(value, self._process.rank, self._process.size))
-
-    # Values and data ----------------------------------------------------------------------------------------------
-
-    def distribute_values_from_function(self, strategy: Owner, fn: Callable[[ValueContext], Any]) -> Any:
-        """What the function returns for this replica, as a component."""
-        rank, size = self._process.rank, self._process.size
-        value = fn(ValueContext(rank, size))
-        return value if size == 1 else map_structure(lambda leaf: PerReplica.own(rank, leaf, size), value)
-
-    def distribute_dataset(
-        self, strategy: Owner, dataset: Any, batch_size: int | None, options: InputOptions | None
-    ) -> Any:
-        """This replica's slices of the dataset's global batches."""
-        from distnb.runtime.data import dataset_of
-
-        return dataset_of(self._process, dataset, batch_size, options)
-
-    def distribute_datasets_from_function(
-        self, strategy: Owner, fn: Callable[[InputContext], Any], options: InputOptions | None
-    ) -> Any:
-        """This replica's batches of its worker's pipeline."""
-        from distnb.runtime.data import dataset_of_pipelines
-
-        return dataset_of_pipelines(self._process, fn, options)
