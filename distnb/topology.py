@@ -54,6 +54,7 @@ class Team:
         devices: One device per replica.
         generation: Grows whenever the process group must be formed anew (after an abort, a death, a restart).
         store_host, store_port: The rendezvous store (torch's TCPStore, served by the notebook side).
+        hosts: The machine of each replica, by any name; empty where all are on one.
     """
 
     engines: tuple[int, ...]
@@ -61,6 +62,19 @@ class Team:
     generation: int
     store_host: str
     store_port: int
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def apart(self) -> bool:
+        """Whether each replica has a device of its own."""
+        hosts = self.hosts or ("",) * self.size
+        return len(set(zip(hosts, self.devices, strict=True))) == self.size
+
+    def beside(self, rank: int) -> tuple[int, ...]:
+        """The replicas on the machine of one of them, itself among them, in order."""
+        if not self.hosts:
+            return tuple(range(self.size))
+        return tuple(other for other, host in enumerate(self.hosts) if host == self.hosts[rank])
 
     @property
     def size(self) -> int:

@@ -63,6 +63,7 @@ class Connection:
         notebook_pid: The process whose end is the engines' end.
         harbour_name, harbour_token: Where engines of its host get large frames through shared memory, and what lets
             them in (see `wire.freight`); empty: nowhere.
+        controller: Whether ipyparallel's controller will be there, for its own clients.
     """
 
     program_url: str
@@ -75,6 +76,7 @@ class Connection:
     notebook_pid: int
     harbour_name: str = ""
     harbour_token: str = ""
+    controller: bool = True
 
     def write(self, directory: Path) -> Path:
         """Write the connection file (mode 0600) and return its path."""

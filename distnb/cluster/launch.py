@@ -1,4 +1,4 @@
-"""The engines of one machine, from their start to their end."""
+"""The engines of a cluster, from their start to their end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from distnb.cluster.connection import Connection, make_run_directory, remove_run_directory
-from distnb.cluster.orphans import forget_group, record_group
+from distnb.cluster.ground import EngineOrder, Ground, ThisMachine
+from distnb.cluster.orphans import end_group, forget_group, record_group
 from distnb.cluster.processes import Processes
-from distnb.cluster.surroundings import AGENT_VARIABLE, REPLACES_VARIABLE, engine_environment
 from distnb.cluster.watcher import Watcher
 from distnb.errors import NoClusterError, StartError
 from distnb.topology import Device
@@ -36,7 +36,7 @@ class EngineProcess:
 
     Attributes:
         engine: Its id.
-        pid: Its process id; it leads a process group of its own.
+        pid: Its process id (for an engine on another machine that of ssh); it leads a process group of its own.
         device: Where it computes.
         ready: Whether its agent serves programs.
         ended: How the process ended, in words; empty while it lives.
@@ -50,7 +50,7 @@ class EngineProcess:
 
 
 class Cluster:
-    """Engines on this machine, launched through ipyparallel, with a watcher that knows at once when one ends.
+    """Engines launched through ipyparallel, with a watcher that knows at once when one ends.
 
     It is started once. All methods run in the notebook process, and any thread may call them.
 
@@ -60,6 +60,7 @@ class Cluster:
         on_exit: Called with (engine, pid, status in words) in the watcher's thread when an engine ends unasked.
         on_progress: Called with a line of text, in the thread that starts, each time there is news.
         agent: Module whose `install(shell, connection, engine, device)` makes an engine of a process.
+        ground: Where the engines run; None for this machine.
     """
 
     def __init__(
@@ -70,12 +71,14 @@ class Cluster:
         on_exit: OnExit = lambda engine, pid, status: None,
         on_progress: OnProgress = lambda text: None,
         agent: str = "distnb.engine.agent",
+        ground: Ground | None = None,
     ) -> None:
         self.devices = tuple(devices)
         self._connection = connection
         self._on_exit = on_exit
         self._on_progress = on_progress
         self._agent = agent
+        self.ground = ground if ground is not None else ThisMachine(len(self.devices))
         self._lock = threading.RLock()  # one start, stop or restart at a time
         self._engines: dict[int, EngineProcess] = {}
         self._processes: Processes | None = None
@@ -155,7 +158,7 @@ class Cluster:
                 meanwhile()
                 self._wait_until_ready(self._processes, range(len(self.devices)), timeout_s)
                 # Its imports would take the cores from the engines', and nothing of ours waits for it.
-                self._launch_controller(self._processes)
+                self._launch_guardian(self._processes)
             except BaseException:
                 self.stop()
                 raise
@@ -186,27 +189,21 @@ class Cluster:
                 if engine not in self._engines:
                     raise StartError(f"There is no engine {engine!r}; there are engines 0 to {len(self.devices) - 1}.")
             self._on_progress = on_progress
-            self._processes.end([self._engines[engine].pid for engine in wanted])
+            self._end(self._processes, [self._engines[engine].pid for engine in wanted])
             try:
                 for engine in wanted:
                     self._launch(self._processes, engine, replaces=True)
                 self._wait_until_ready(self._processes, wanted, timeout_s)
             except BaseException:
-                self._processes.end([self._engines[engine].pid for engine in wanted])
+                self._end(self._processes, [self._engines[engine].pid for engine in wanted])
                 raise
 
     def _launch(self, processes: Processes, engine: int, *, replaces: bool = False) -> None:
-        # Imported late: `distnb run` and those who only ask for devices need no ipyparallel.
-        from distnb.cluster.launchers import launch_engine
-
-        environment = engine_environment(engine, self.devices[engine], len(self.devices), self.directory)
-        environment[AGENT_VARIABLE] = self._agent
-        if replaces:
-            environment[REPLACES_VARIABLE] = "1"
-        start = partial(launch_engine, engine, self.directory, self._log_path(engine), environment)
+        log = self._log_path(engine)
+        order = EngineOrder(engine, self.devices[engine], self.directory, log, self._agent, replaces)
         with processes.changed:
             try:
-                pid = processes.launch(start, partial(self._engine_ended, engine))
+                pid = processes.launch(partial(self.ground.launch, order), partial(self._engine_ended, engine))
             except OSError as error:
                 raise StartError(f"The process of engine {engine} could not be started: {error}.") from error
             self._engines[engine] = EngineProcess(engine, pid, self.devices[engine])
@@ -251,19 +248,44 @@ class Cluster:
                 self._engines[engine] = replace(self._engines[engine], ready=True)
                 processes.changed.notify_all()
 
-    def _engine_ended(self, engine: int, pid: int, status: str, expected: bool) -> None:
+    def _engine_ended(self, engine: int, pid: int, words: str, expected: bool) -> None:
         processes, directory = self._processes, self._directory
         if processes is None or directory is None:
             return
         forget_group(directory, pid)
+        status = processes.status(pid)
+        self._bury(processes, engine, pid, self.ground.describe(engine, status, words), expected)
+        if expected:
+            return
+        for other in self.ground.lost_with(engine, status):
+            process = self._engines[other]
+            if not process.ended:
+                end_group(process.pid)  # it is reaped in this thread, so the number is still its own
+                self._bury(processes, other, process.pid, self.ground.describe(other, status, words), False)
+
+    def _bury(self, processes: Processes, engine: int, pid: int, status: str, expected: bool) -> None:
+        """Note an engine's end, once."""
         with processes.changed:
-            if self._engines[engine].pid == pid:
-                self._engines[engine] = replace(self._engines[engine], ended=status)
-                processes.changed.notify_all()
+            process = self._engines[engine]
+            if process.pid != pid or process.ended:
+                return
+            self._engines[engine] = replace(process, ended=status)
+            processes.changed.notify_all()
         if not expected:
             self._on_exit(engine, pid, status)
 
     # -- ipyparallel's controller -----------------------------------------------------------------------------------
+
+    def _launch_guardian(self, processes: Processes) -> None:
+        """The controller, which is the guard too; where it cannot reach the engines, the guard alone."""
+        if self.ground.has_controller:
+            self._launch_controller(processes)
+            return
+        from distnb.cluster.launchers import launch_guard
+
+        self._controller_trouble = "ipyparallel's own channel is not there for engines on other machines."
+        start = partial(launch_guard, self.directory, self.directory / "log" / "guard.log")
+        self._controller_pid = processes.launch(start, lambda pid, status, expected: None)
 
     def _launch_controller(self, processes: Processes) -> None:
         from distnb.cluster.launchers import launch_controller
@@ -294,6 +316,10 @@ class Cluster:
 
     # -- end --------------------------------------------------------------------------------------------------------
 
+    def _end(self, processes: Processes, pids: Sequence[int], ask: Callable[[], None] | None = None) -> None:
+        """End engines: they are let go, then come SIGTERM and SIGKILL."""
+        processes.end(pids, ask or self.ground.letting_go(pids), self.ground.patience_s)
+
     def stop(self, ask: Callable[[], None] | None = None) -> None:
         """End every process of the cluster and remove its files. Does nothing when it is not running.
 
@@ -306,11 +332,16 @@ class Cluster:
         if os.getpid() != self._owner:
             return  # a forked child: these are not its processes
         with self._lock:
-            processes, directory, controller = self._processes, self._directory, self._controller_pid
+            processes, directory = self._processes, self._directory
+            controller = [] if self._controller_pid is None else [self._controller_pid]
             try:
                 if processes is not None:
                     pids = [process.pid for process in self._engines.values()]
-                    processes.end([*pids, *([controller] if controller is not None else [])], ask)
+                    together = controller if self.ground.has_controller else []
+                    try:
+                        self._end(processes, [*pids, *together], ask)
+                    finally:
+                        processes.end([pid for pid in controller if pid not in together])
             finally:
                 self._processes = self._directory = self._controller_pid = None
                 atexit.unregister(self.stop)

@@ -12,7 +12,14 @@ from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineLau
 from distnb.cluster.surroundings import import_environment
 from distnb.cluster.watcher import Watcher
 
-__all__ = ["ControllerProcessLauncher", "EngineProcessLauncher", "launch_controller", "launch_engine"]
+__all__ = [
+    "ControllerProcessLauncher",
+    "EngineProcessLauncher",
+    "Watched",
+    "launch_controller",
+    "launch_engine",
+    "launch_guard",
+]
 
 # -P: a file of the user's, such as random.py beside the notebook, must not stand in for a module that we import.
 _PYTHON = (sys.executable, "-P", "-m")
@@ -22,7 +29,7 @@ Reaped = Callable[[int, int | None], None]
 """Called with (pid, exit status or None) when a process has ended."""
 
 
-class _Watched(LocalProcessLauncher):  # type: ignore[misc]
+class Watched(LocalProcessLauncher):  # type: ignore[misc]
     """A launcher whose process is reaped by a `Watcher`, and whose log stays until the cluster's directory goes."""
 
     watcher: Watcher
@@ -44,11 +51,11 @@ class _Watched(LocalProcessLauncher):  # type: ignore[misc]
         """Never: under a debugging log level every line of the log would be copied into the user's cell."""
 
 
-class EngineProcessLauncher(_Watched, LocalEngineLauncher):  # type: ignore[misc]
+class EngineProcessLauncher(Watched, LocalEngineLauncher):  # type: ignore[misc]
     """Starts one engine."""
 
 
-class ControllerProcessLauncher(_Watched, LocalControllerLauncher):  # type: ignore[misc]
+class ControllerProcessLauncher(Watched, LocalControllerLauncher):  # type: ignore[misc]
     """Starts ipyparallel's controller."""
 
 
@@ -88,7 +95,21 @@ def launch_controller(directory: Path, log: Path, watcher: Watcher, ended: Reape
     return _start(launcher, watcher, ended)
 
 
-def _start(launcher: _Watched, watcher: Watcher, ended: Reaped) -> int:
+def launch_guard(directory: Path, log: Path, watcher: Watcher, ended: Reaped) -> int:
+    """Start the guard alone, where there is no controller to double as it, and return its pid."""
+    launcher = ControllerProcessLauncher(
+        controller_cmd=[*_PYTHON, "distnb.cluster.guard", str(os.getpid()), str(directory)],
+        controller_args=[],
+        environment=import_environment(),
+        identifier="guard",
+        output_file=str(log),
+        profile_dir=str(directory),
+        work_dir=os.getcwd(),
+    )
+    return _start(launcher, watcher, ended)
+
+
+def _start(launcher: Watched, watcher: Watcher, ended: Reaped) -> int:
     launcher.watcher, launcher.ended = watcher, ended
     launcher.start()
     return int(launcher.pid)

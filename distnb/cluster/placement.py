@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-import psutil
-
+from distnb.cluster.network import addresses_by_interface
 from distnb.cluster.resolvers.base import ClusterResolver
 from distnb.cluster.resolvers.spec import ClusterSpec
 from distnb.errors import OptionError, StartError
@@ -128,10 +127,7 @@ def own_interface(placement: Placement) -> tuple[str, str]:
     Raises:
         StartError: The address is none of this machine's, or others could not reach it.
     """
-    there = {
-        name: [address.address.partition("%")[0] for address in addresses if address.family in _FAMILIES]
-        for name, addresses in psutil.net_if_addrs().items()
-    }
+    there = addresses_by_interface()
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if named:
         if not there.get(named):
@@ -151,9 +147,6 @@ def own_interface(placement: Placement) -> tuple[str, str]:
         f"(they have {all_of_them}). Is it the right task? "
         "Behind address translation, name the interface to use: GLOO_SOCKET_IFNAME=eth0."
     )
-
-
-_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def _host(address: str) -> str:

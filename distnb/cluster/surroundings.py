@@ -23,6 +23,7 @@ __all__ = [
     "compute_environment",
     "cores",
     "engine_environment",
+    "hash_seed",
     "import_environment",
     "keep_temporary_sockets_in",
     "rank_environment",
@@ -65,10 +66,15 @@ def compute_environment(processes: int) -> dict[str, str]:
         "TP_SOCKET_IFNAME": _LOOPBACK,
         "NCCL_SOCKET_IFNAME": _LOOPBACK,
         "NCCL_RAS_ENABLE": "0",  # a monitoring port of its own, which nobody here reads
-        # Sets of strings have the same order on all replicas: a loop over one may call collectives.
-        "PYTHONHASHSEED": seed if (seed := os.environ.get("PYTHONHASHSEED", "0")).isdigit() else "0",
+        "PYTHONHASHSEED": hash_seed(),
     }
     return environment | import_environment()
+
+
+def hash_seed() -> str:
+    """Sets of strings have the same order on all replicas: a loop over one may call collectives."""
+    seed = os.environ.get("PYTHONHASHSEED", "0")
+    return seed if seed.isdigit() else "0"
 
 
 def import_environment() -> dict[str, str]:

@@ -74,7 +74,7 @@ def join(team: Team, rank: int, device: Device, *, timeout_s: float | None = Non
     if member is not None and member is _active and member.generation == team.generation and _group is not None:
         return _group
     client = StoreClient.at(team.store_host, team.store_port)
-    return _join(team.engines, team, rank, device, client, timeout_s, apart=len(set(team.devices)) == team.size)
+    return _join(team.engines, team, rank, device, client, timeout_s, apart=team.apart)
 
 
 def _join(

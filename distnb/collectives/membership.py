@@ -211,12 +211,13 @@ class Member:
         if self.key[0] < 0:
             return  # it came from the environment
         # Programs select their GPU by LOCAL_RANK.
-        local = self.device.index if self.device.type == "cuda" else self.rank
+        beside = team.beside(self.rank)
+        local = self.device.index if self.device.type == "cuda" else beside.index(self.rank)
         os.environ.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.size),
             LOCAL_RANK=str(local),
-            LOCAL_WORLD_SIZE=str(self.size),
+            LOCAL_WORLD_SIZE=str(len(beside)),
             MASTER_ADDR=team.store_host,
             MASTER_PORT=str(team.store_port),
         )

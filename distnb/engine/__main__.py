@@ -44,6 +44,7 @@ def main() -> None:
 
     app = EngineApp.instance(id=engine)
     app.initialize([f"--profile-dir={path.parent}", "--log-level=WARN"])
+    app.joins = connection.controller
     app.replaces = REPLACES_VARIABLE in os.environ
 
     def prepare(shell: Any) -> None:

@@ -43,6 +43,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
 
     name = "distnb-engine"
     prepare: Callable[[Any], None] = staticmethod(lambda shell: None)
+    joins = True  # whether there will be a controller
     replaces = False  # whether an engine of the same id was registered before
 
     def init_engine(self) -> None:
@@ -69,11 +70,12 @@ class EngineApp(IPEngine):  # type: ignore[misc]
     async def _start(self) -> None:
         self._build_kernel()
         self.prepare(self.kernel.shell)
-        joining = asyncio.ensure_future(self._join_controller())
+        joining = asyncio.ensure_future(self._join_controller()) if self.joins else None
         if self._kernel_start_future is not None:
             await self._kernel_start_future
         await asyncio.Event().wait()
-        joining.cancel()
+        if joining is not None:
+            joining.cancel()
 
     # -- the kernel, on sockets that lead nowhere yet ----------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ __all__ = ["ClusterMagic"]
 HELP = """\
 %distnb start [-n N] [--devices cuda:0,cuda:1] [--oversubscribe]
                                            start engines; by default one per GPU, else two on the CPU
+%distnb start --hosts a,b [--per-host N] [--interface eth0] [--ssh-args "-p 2222"] [--launcher ssh]
+                                           the same on other machines, which ssh reaches
 %distnb stop                               end them
 %distnb restart [ENGINE …] [--missing]     replace engines by new processes: all, those named, or those that have ended
 %distnb status                             what each engine is, and does
@@ -99,20 +102,32 @@ class ClusterMagic:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def start(self, line: str) -> None:
-        """`%distnb start [-n N] [--devices cuda:0,cuda:1] [--oversubscribe]`."""
-        parser = LineParser("%distnb start", "%distnb start [-n N] [--devices cuda:0,cuda:1] [--oversubscribe]")
+        """`%distnb start [-n N] [--devices …] [--oversubscribe] [--hosts a,b [--per-host N] …]`."""
+        parser = LineParser(
+            "%distnb start",
+            "%distnb start [-n N] [--devices cuda:0,cuda:1] [--oversubscribe] [--hosts a,b] [--per-host N] "
+            '[--interface eth0] [--ssh-args "-p 2222"] [--launcher ssh]',
+        )
         parser.add_argument("-n", dest="count", action=parse_count, default=None)
         parser.add_argument("--devices", default=None)
         parser.add_argument("--oversubscribe", action="store_true")
+        parser.add_argument("--hosts", default=None)
+        parser.add_argument("--per-host", action=parse_count, default=None)
+        parser.add_argument("--interface", default=None)
+        parser.add_argument("--ssh-args", default="", type=shlex.split)
+        parser.add_argument("--launcher", default=None)
         found = parser.read(line)
-        self._start(found.count, found.devices, found.oversubscribe)
+        where = {name: getattr(found, name) for name in ("hosts", "per_host", "interface", "ssh_args", "launcher")}
+        self._start(found.count, found.devices, found.oversubscribe, **where)
 
-    def _start(self, count: int | None, devices: Any, oversubscribe: bool) -> Session:
+    def _start(self, count: int | None, devices: Any, oversubscribe: bool, **where: Any) -> Session:
         tell = _Progress(self._shell)
-        session = sessions.start(count, devices, oversubscribe=oversubscribe, on_progress=tell.say)
+        session = sessions.start(count, devices, oversubscribe=oversubscribe, on_progress=tell.say, **where)
         self._front.attach(session)
         rows = session.status()
-        tell.say(f"{_count(len(rows), 'engine')} ready: {', '.join(f'{row.engine} on {row.device}' for row in rows)}.")
+        several = len({row.host for row in rows}) > 1
+        places = (f"{row.engine} on {row.device}" + (f" of {row.host}" if several else "") for row in rows)
+        tell.say(f"{_count(len(rows), 'engine')} ready: {', '.join(places)}.")
         return session
 
     def stop(self, line: str) -> None:

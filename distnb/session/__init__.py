@@ -44,14 +44,30 @@ def start(
     devices: str | Sequence[str | Device] | None = None,
     *,
     oversubscribe: bool = False,
+    hosts: str | Sequence[str] | None = None,
+    per_host: int | None = None,
+    launcher: str | None = None,
+    interface: str | None = None,
+    ssh_args: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Session:
-    """Start engines on this machine: `%distnb start` does the same.
+    """Start engines, on this machine or on others: `%distnb start` does the same.
+
+    Other machines are reached by ssh, without a password; they have the same Python environment at the same path.
+    What notebook and engines say to each other is encrypted and authenticated. What replicas say to each other (the
+    rendezvous store; gradients over Gloo or NCCL) is neither: it stays on one network interface of each machine, and
+    everyone who can reach that must be trusted.
 
     Args:
         n: How many. Nothing given: one per GPU, else two on the CPU.
-        devices: Their devices, as a sequence or as text with commas ("cuda:0,cuda:1").
+        devices: Their devices, as a sequence or as text with commas ("cuda:0,cuda:1"); with `hosts` those of each.
         oversubscribe: Let several engines share one device.
+        hosts: The machines where the engines run, as ssh names them; None for this one.
+        per_host: How many engines each of them gets. Nothing given: one per GPU, else two on the CPU.
+        launcher: "local" or "ssh"; None for what `hosts` says.
+        interface: The network interface of this machine, or the address, where it listens for the hosts; None for the
+            one that leads to them.
+        ssh_args: More arguments for ssh.
         on_progress: Told, in words, how far the start is.
 
     Returns:
@@ -65,9 +81,11 @@ def start(
     Example:
         >>> import distnb
         >>> cluster = distnb.start(2)       # doctest: +SKIP
+        >>> cluster = distnb.start(hosts=["gpu1", "gpu2"], per_host=4)       # doctest: +SKIP
         >>> distnb.stop()                   # doctest: +SKIP
     """
     global _current
+    from distnb.cluster.hosts import read_host_options
     from distnb.runtime import choice
     from distnb.session.remote import Remote
     from distnb.session.session import Session
@@ -80,7 +98,12 @@ def start(
                 "or end it first: %distnb stop, or distnb.stop()."
             )
         session = Session.start(
-            n, devices, oversubscribe=oversubscribe, user_ns=_user_namespace(), on_progress=on_progress
+            n,
+            devices,
+            oversubscribe=oversubscribe,
+            options=read_host_options(hosts, per_host, launcher, interface, ssh_args, n=n),
+            user_ns=_user_namespace(),
+            on_progress=on_progress,
         )
         _current = session
         choice.register_remote(lambda strategy: Remote(require))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distnb.cluster.connection import Connection, Keys, make_keys
-from distnb.cluster.devices import plan_devices
+from distnb.cluster.hosts import HostOptions, Plan, make_plan
 from distnb.cluster.launch import Cluster
 from distnb.cluster.store import RendezvousStore
 from distnb.errors import NoClusterError, OptionError, StartError
@@ -55,9 +55,12 @@ class Session:
         events: Everything that happens on the engines; widgets and output listen here.
         namespace: The notebook's side of the one namespace.
         user_ns: The notebook's variables.
+
+    Args:
+        address: Where to listen, on this machine.
     """
 
-    def __init__(self, user_ns: dict[str, Any]) -> None:
+    def __init__(self, user_ns: dict[str, Any], address: str) -> None:
         self.user_ns = user_ns
         self.events = EventHub()
         self._keys: Keys = make_keys()
@@ -65,10 +68,11 @@ class Session:
             server_secret=self._keys.server_secret.encode(),
             server_public=self._keys.server_public.encode(),
             client_public=self._keys.client_public.encode(),
+            host=address,
         )
         self._supervisor = Supervisor(self._switchboard.control, self.events)
         self._dispatch = Dispatch(self._switchboard.program, self._supervisor, self._switchboard.harbour)
-        self._store = RendezvousStore()
+        self._store = RendezvousStore(host=address)
         self._cluster: Cluster | None = None
         self._ended: dict[int, str] = {}
         self._generation = 1
@@ -86,14 +90,16 @@ class Session:
         devices: str | Sequence[str | Device] | None = None,
         *,
         oversubscribe: bool = False,
+        options: HostOptions | None = None,
         user_ns: dict[str, Any],
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> Session:
-        """Start a cluster on this machine and wait until every engine is ready.
+        """Start a cluster and wait until every engine is ready.
 
         Args:
             n: Number of engines; None for one per GPU, else two on the CPU.
             devices: Their devices, as `plan_devices` reads them.
+            options: The machines where they run; None for this one.
             oversubscribe: Let several engines share one device.
             user_ns: The notebook's variables.
             on_progress: Told, in words, how far the start is.
@@ -101,16 +107,16 @@ class Session:
         Raises:
             OptionError, StartError: Nothing was left behind.
         """
-        planned = plan_devices(n, devices, oversubscribe=oversubscribe)
-        session = cls(user_ns)
+        plan = make_plan(n, devices, options, on_progress, oversubscribe=oversubscribe)
+        session = cls(user_ns, plan.address)
         try:
-            session._launch(planned, on_progress)
+            session._launch(plan, on_progress)
         except BaseException:
             session.stop()
             raise
         return session
 
-    def _launch(self, devices: tuple[Device, ...], on_progress: Callable[[str], None]) -> None:
+    def _launch(self, plan: Plan, on_progress: Callable[[str], None]) -> None:
         connection = Connection(
             program_url=self._switchboard.program_url,
             control_url=self._switchboard.control_url,
@@ -123,7 +129,8 @@ class Session:
             harbour_name=self._switchboard.harbour.name,
             harbour_token=self._switchboard.harbour.token,
         )
-        self._cluster = Cluster(devices, connection, on_exit=self._on_exit, on_progress=on_progress)
+        ground = plan.ground(connection)
+        self._cluster = Cluster(plan.devices, connection, on_exit=self._on_exit, on_progress=on_progress, ground=ground)
         self._cluster.start(meanwhile=self._store.serve)  # torch loads here while it loads in the engines
         self._await_engines(self._cluster.engines, on_progress)
 
@@ -220,8 +227,9 @@ class Session:
             state = self._ended.get(engine) or (
                 f"busy with program {stuck[engine]}, which was ended" if engine in stuck else "idle"
             )
-            host = hellos[engine].host if engine in hellos else ""
-            rows.append(EngineStatus(engine, str(process.device), process.pid, host, state))
+            hello = hellos.get(engine)
+            pid, host = (hello.pid, hello.host) if hello else (process.pid, cluster.ground.host(engine))
+            rows.append(EngineStatus(engine, str(process.device), pid, host, state))
         return tuple(rows)
 
     # -- programs --------------------------------------------------------------------------------------------------
@@ -243,9 +251,11 @@ class Session:
         return team
 
     def _team_of(self, engines: Sequence[int]) -> Team:
-        processes = self._require_cluster().engines
+        cluster = self._require_cluster()
+        processes = cluster.engines
         devices = tuple(processes[engine].device for engine in engines)
-        return Team(tuple(engines), devices, self._generation, self._store.host, self._store.port)
+        hosts = tuple(cluster.ground.host(engine) for engine in engines)
+        return Team(tuple(engines), devices, self._generation, self._store.host, self._store.port, hosts)
 
     def run_cell(
         self, source: str, spec: StrategySpec, *, filename: str, label: str = "", in_scope: bool = False

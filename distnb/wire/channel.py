@@ -59,8 +59,8 @@ class Switchboard:
         self._keys = (server_secret, server_public)
         self.program = self._bind_socket()
         self.control = self._bind_socket()
-        self.program_url = _bind_loopback(self.program, host)
-        self.control_url = _bind_loopback(self.control, host)
+        self.program_url = _bind(self.program, host)
+        self.control_url = _bind(self.control, host)
         self.harbour = Harbour()
 
     def _bind_socket(self) -> zmq.Socket[bytes]:
@@ -83,9 +83,10 @@ class Switchboard:
         self._context.destroy(linger=0)
 
 
-def _bind_loopback(socket: zmq.Socket[bytes], host: str) -> str:
-    port = socket.bind_to_random_port(f"tcp://{host}")
-    return f"tcp://{host}:{port}"
+def _bind(socket: zmq.Socket[bytes], host: str) -> str:
+    socket.ipv6 = ":" in host
+    address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+    return f"{address}:{socket.bind_to_random_port(address)}"
 
 
 def send_to(
@@ -182,6 +183,7 @@ class Link:
         self.socket.curve_secretkey = client_secret
         self.socket.sndhwm = self.socket.rcvhwm = 0
         self.socket.linger = 1000
+        self.socket.ipv6 = "[" in url
         self.socket.connect(url)
 
     def send(self, message: Any) -> None:

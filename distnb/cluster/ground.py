@@ -1,0 +1,114 @@
+"""Where a cluster's engines run, as far as starting and ending them goes: on this machine, or on others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distnb.cluster.processes import Reaped
+from distnb.cluster.surroundings import AGENT_VARIABLE, REPLACES_VARIABLE, engine_environment
+from distnb.cluster.watcher import Watcher
+from distnb.topology import Device
+
+__all__ = ["EngineOrder", "Ground", "ThisMachine"]
+
+
+@dataclass(frozen=True)
+class EngineOrder:
+    """One engine that is to be started.
+
+    Attributes:
+        engine: Its id.
+        device: Where it computes.
+        directory: The cluster's run directory on this machine.
+        log: The file for what it writes outside programs.
+        agent: Module whose `install` makes an engine of the process.
+        replaces: Whether an engine of the same id was there before.
+    """
+
+    engine: int
+    device: Device
+    directory: Path
+    log: Path
+    agent: str
+    replaces: bool
+
+
+class Ground(ABC):
+    """Starts engines. Each is a process of this machine to the cluster, which leads a process group of its own.
+
+    Attributes:
+        has_controller: Whether ipyparallel's controller reaches the engines.
+        patience_s: How long an engine that was let go may take.
+    """
+
+    has_controller: bool
+    patience_s: float
+
+    @abstractmethod
+    def launch(self, order: EngineOrder, watcher: Watcher, ended: Reaped) -> int:
+        """Start an engine and return its pid here. `ended` is called in the watcher's thread."""
+
+    @abstractmethod
+    def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:
+        """What asks engines to end; None where a signal does."""
+
+    @abstractmethod
+    def host(self, engine: int) -> str:
+        """The name of an engine's machine; "" for this one."""
+
+    @abstractmethod
+    def describe(self, engine: int, status: int | None, words: str) -> str:
+        """How an engine ended, in words that follow its name.
+
+        Args:
+            status: The exit status of its process here.
+            words: The same in words, as of a process of this machine.
+        """
+
+    @abstractmethod
+    def lost_with(self, engine: int, status: int | None) -> tuple[int, ...]:
+        """Other engines that are gone for the same reason: their machine cannot be reached any more."""
+
+
+class ThisMachine(Ground):
+    """Engines beside the notebook, through ipyparallel's local launcher.
+
+    Args:
+        engines: How many there are.
+    """
+
+    has_controller = True
+    patience_s = 2.0
+
+    def __init__(self, engines: int) -> None:
+        self._engines = engines
+
+    def launch(self, order: EngineOrder, watcher: Watcher, ended: Reaped) -> int:
+        """Start an engine."""
+        # Imported late: `distnb run` and those who only ask for devices need no ipyparallel.
+        from distnb.cluster.launchers import launch_engine
+
+        environment = engine_environment(order.engine, order.device, self._engines, order.directory)
+        environment[AGENT_VARIABLE] = order.agent
+        if order.replaces:
+            environment[REPLACES_VARIABLE] = "1"
+        return launch_engine(order.engine, order.directory, order.log, environment, watcher, ended)
+
+    def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:
+        """A signal does that here."""
+        return None
+
+    def host(self, engine: int) -> str:
+        """This machine."""
+        return ""
+
+    def describe(self, engine: int, status: int | None, words: str) -> str:
+        """As of any process."""
+        return words
+
+    def lost_with(self, engine: int, status: int | None) -> tuple[int, ...]:
+        """None: the notebook would be gone too."""
+        return ()

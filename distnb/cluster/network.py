@@ -1,0 +1,86 @@
+"""Which addresses and interfaces this machine has, and by which of them it reaches another."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+
+import psutil
+
+from distnb.errors import StartError
+
+__all__ = ["address_towards", "addresses_by_interface", "interface_of", "listening_address"]
+
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_ANY_PORT = 9  # nothing is sent there
+
+
+def addresses_by_interface() -> dict[str, list[str]]:
+    """The addresses of each network interface of this machine, as numbers."""
+    return {
+        name: [address.address.partition("%")[0] for address in addresses if address.family in _FAMILIES]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine from which packets to a host leave, as a number.
+
+    Raises:
+        StartError: The host is unknown, or there is no way to it.
+    """
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as asked:
+            asked.connect(there)  # a datagram socket only looks up the route
+            return str(asked.getsockname()[0]).partition("%")[0]
+    except OSError as error:
+        raise StartError(
+            f"This machine knows no way to {host!r}: {error}. If only ssh knows it, name the network interface that "
+            "leads there: interface='eth0'."
+        ) from error
+
+
+def interface_of(address: str) -> str:
+    """The interface that has an address. Raises StartError where none has it."""
+    wanted = "127.0.0.1" if address.startswith("127.") else address  # all of 127.0.0.0/8 is this machine
+    there = addresses_by_interface()
+    for name, addresses in there.items():
+        if wanted in addresses:
+            return name
+    raise StartError(f"No network interface of this machine has the address {address}; they are {_list(there)}.")
+
+
+def listening_address(hosts: Iterable[str], interface: str | None) -> str:
+    """Where this machine listens for engines on other ones.
+
+    Args:
+        hosts: Names or numbers of the machines.
+        interface: An interface of this machine, or one of its addresses; None for the one that leads to the hosts.
+
+    Raises:
+        StartError: There is no such interface, or the hosts are reached by different ones.
+    """
+    if interface is not None:
+        return _named_address(interface)
+    found = {host: address_towards(host) for host in hosts}
+    if len(set(found.values())) > 1:
+        raise StartError(
+            "The hosts are reached from different addresses of this machine "
+            f"({', '.join(f'{host} from {address}' for host, address in found.items())}), and engines must all reach "
+            "one. Name the interface, or the address, that all of them can reach: interface='eth0'."
+        )
+    return next(iter(found.values()))
+
+
+def _named_address(interface: str) -> str:
+    there = addresses_by_interface()
+    if there.get(interface):
+        return min(there[interface], key=lambda address: ":" in address)
+    if any(interface in addresses for addresses in there.values()):
+        return interface
+    raise StartError(f"There is no network interface, and no address, {interface!r} here; there are {_list(there)}.")
+
+
+def _list(there: dict[str, list[str]]) -> str:
+    return ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in there.items() if addresses)
