@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "start": "distnb.session",
     "stop": "distnb.session",
+    "Server": "distnb.cluster.server",
     "Cluster": "distnb.session.session:Session",
     "errors": "distnb.errors:",
     "nn": "distnb.strategies.nn:",
@@ -59,6 +60,7 @@ _WHERE = {
 __all__ = [*_WHERE, "__version__"]
 
 if TYPE_CHECKING:
+    from distnb.cluster.server import Server as Server
     from distnb.collectives.cross_device.base import CrossDeviceOps as CrossDeviceOps
     from distnb.collectives.cross_device.hierarchical_copy import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
     from distnb.collectives.cross_device.nccl import NcclAllReduce as NcclAllReduce

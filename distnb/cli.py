@@ -1,4 +1,4 @@
-"""The command `distnb`: `distnb run script.py -n 2` runs a script on several replicas of this machine."""
+"""The command `distnb`: `distnb run script.py -n 2` runs a script on several replicas, `distnb worker` is a server."""
 
 from __future__ import annotations
 
@@ -50,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if words[0] == "run":
         return _run(words[1:])
+    if words[0] == "worker":
+        from distnb.server import main as serve
+
+        return serve(words[1:], "distnb worker")
     parser.parse_args(words)  # --help, --version, or an error that lists what there is
     parser.print_help()
     return _USAGE_ERROR
@@ -63,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"distnb {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     commands.add_parser("run", help="run a script on several replicas of this machine", add_help=False)
+    commands.add_parser("worker", help="wait for a notebook that uses this machine", add_help=False)
     return parser
 
 

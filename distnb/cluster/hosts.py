@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
 from distnb.cluster.ground import Ground, ThisMachine
 from distnb.cluster.network import listening_address
+from distnb.cluster.placement import split_address
+from distnb.cluster.resolvers.base import ClusterResolver
+from distnb.cluster.secret import secret_path
 from distnb.errors import OptionError
 from distnb.topology import Device
 
+if TYPE_CHECKING:
+    from distnb.cluster.remote import Way
+
 __all__ = ["HostOptions", "Plan", "make_plan", "read_host_options"]
 
-_LAUNCHERS = ("local", "ssh")
+_LAUNCHERS = ("local", "ssh", "server")
 _NOT_YET = ("slurm", "mpi", "pbs", "sge", "lsf", "htcondor")
 _NAME = re.compile(r"[^\s-]\S*")
 
@@ -30,12 +39,25 @@ class HostOptions:
         interface: The interface of this machine, or its address, where it listens for them; None for the one that
             leads to them.
         ssh_args: More arguments for ssh.
+        secret: The secret file, where the machines run servers; hosts are their addresses then. None for ssh.
     """
 
     hosts: tuple[str, ...]
     per_host: int | None = None
     interface: str | None = None
     ssh_args: tuple[str, ...] = ()
+    secret: Path | None = None
+
+    def way(self) -> Way:
+        """How the machines are reached."""
+        # Imported late: engines on this machine need none of it.
+        if self.secret is not None:
+            from distnb.cluster.served import Served
+
+            return Served(self.secret)
+        from distnb.cluster.ssh import SSH
+
+        return SSH(self.ssh_args)
 
 
 def read_host_options(
@@ -44,6 +66,8 @@ def read_host_options(
     launcher: str | None = None,
     interface: str | None = None,
     ssh_args: Sequence[str] = (),
+    cluster_resolver: ClusterResolver | None = None,
+    secret: str | os.PathLike[str] | None = None,
     *,
     n: int | None = None,
 ) -> HostOptions | None:
@@ -54,12 +78,23 @@ def read_host_options(
 
     Raises:
         OptionError: It makes no sense.
+        StartError: Servers are to be called, and no secret file is named.
 
     Example:
         >>> read_host_options("a,b", per_host=2).hosts
         ('a', 'b')
     """
     _check_launcher(launcher)
+    if cluster_resolver is not None:
+        given: dict[str, Any] = {"n": n, "hosts": hosts, "ssh_args": ssh_args or None}
+        extra = next((name for name, value in given.items() if value is not None), None)
+        if extra is not None or launcher not in (None, "server"):
+            what = f"{extra}={given[extra]!r}" if extra else f"launcher={launcher!r}"
+            raise OptionError(f"{what} cannot be given with cluster_resolver, which names the machines with servers.")
+        servers = _servers(cluster_resolver)
+        return HostOptions(servers, per_host, interface, secret=secret_path(secret))
+    if launcher == "server" or secret is not None:
+        raise OptionError("Engines of servers are started by cluster_resolver=…, which says where the servers are.")
     if hosts is None:
         given = {"per_host": per_host, "interface": interface, "ssh_args": ssh_args or None}
         extra = next((name for name, value in given.items() if value is not None), None)
@@ -76,6 +111,23 @@ def read_host_options(
     return HostOptions(_read_names(hosts), per_host, interface, tuple(ssh_args))
 
 
+def _servers(resolver: ClusterResolver) -> tuple[str, ...]:
+    """The addresses of a cluster's chief and workers, without this process's own."""
+    spec = resolver.cluster_spec()
+    found = [
+        spec.task_address(job, index)
+        for job in ("chief", "worker")
+        if job in spec.jobs
+        for index in spec.task_indices(job)
+        if (job, index) != (resolver.task_type, resolver.task_id)
+    ]
+    if not found:
+        raise OptionError(f"The cluster {spec.as_dict()} has no worker beside this process, so there is no server.")
+    for address in found:
+        split_address(address)
+    return tuple(found)
+
+
 def _check_launcher(launcher: str | None) -> None:
     if launcher in _NOT_YET:
         raise OptionError(
@@ -83,7 +135,7 @@ def _check_launcher(launcher: str | None) -> None:
             "of your cluster manager, give its machines as hosts=[…]."
         )
     if launcher is not None and launcher not in _LAUNCHERS:
-        raise OptionError(f"launcher={launcher!r}: the launchers are {' and '.join(map(repr, _LAUNCHERS))}.")
+        raise OptionError(f"launcher={launcher!r}: the launchers are {', '.join(map(repr, _LAUNCHERS))}.")
 
 
 def _read_names(hosts: str | Sequence[str]) -> tuple[str, ...]:
@@ -120,9 +172,9 @@ class Plan:
         """Where the engines of a cluster with this connection are started."""
         if self.options is None:
             return ThisMachine(len(self.devices))
-        from distnb.cluster.ssh import Hosts
+        from distnb.cluster.remote import Hosts
 
-        return Hosts(self.hosts, connection, self.address, self.options.ssh_args)
+        return Hosts(self.hosts, connection, self.address, self.options.way())
 
 
 def make_plan(
@@ -146,9 +198,10 @@ def make_plan(
     """
     if options is None:
         return Plan(plan_devices(n, devices, oversubscribe=oversubscribe))
-    from distnb.cluster.ssh import names_of, plan_hosts
+    from distnb.cluster.remote import plan_hosts
 
     on_progress(f"asking {', '.join(options.hosts)}")
-    address = listening_address(names_of(options.hosts, options.ssh_args), options.interface)
-    hosts, planned = plan_hosts(options, devices, oversubscribe=oversubscribe)
+    way = options.way()
+    address = listening_address(map(way.network_name, options.hosts), options.interface)
+    hosts, planned = plan_hosts(options.hosts, way, options.per_host, devices, oversubscribe=oversubscribe)
     return Plan(planned, address, hosts, options)

@@ -1,8 +1,8 @@
-"""`python -m distnb.cluster.keeper`: what ssh starts on another machine for each engine there.
+"""`python -m distnb.cluster.keeper`: what ssh, or a server, starts on another machine for each engine there.
 
 It stands for the notebook on its machine: it makes the run directory, writes the secret connection file, starts the
 engine, and ends it when the notebook lets go or cannot be reached any more. It never computes, so nothing that an
-engine does can keep it from noticing. Two things tell it of the notebook: its standard input, which ssh keeps open for
+engine does can keep it from noticing. Two things tell it of the notebook: its standard input, which is kept open for
 as long as the notebook wants the engine, and a connection to the notebook's control channel, whose other end the
 kernel probes. A notebook that merely stands still confirms probes.
 
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -101,16 +102,18 @@ class Keeper:
 
     def __init__(self, assignment: Assignment) -> None:
         self._assignment = assignment
-        self._reasons: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._reasons: queue.SimpleQueue[tuple[str, int, bool]] = queue.SimpleQueue()
 
-    def let_go(self, why: str = "", status: int = _LET_GO) -> None:
+    def let_go(self, why: str = "", status: int = _LET_GO, *, asked: bool = False) -> None:
         """End the engine, from any thread.
 
         Args:
             why: What is to be written to the log; empty for nothing.
             status: The keeper's exit status.
+            asked: The notebook wants it: the engine may end by itself first. Else it is killed, as it would be beside
+                a notebook that has ended: were it to end by itself, its part of a program would count as finished.
         """
-        self._reasons.put((why, status))
+        self._reasons.put((why, status, asked))
 
     def keep(self) -> int:
         """Start the engine, wait for a reason to end, and leave nothing behind. Returns the exit status."""
@@ -129,10 +132,14 @@ class Keeper:
         try:
             start = partial(self._start_engine, self._environment(directory, interface))
             pid = processes.launch(start, lambda pid, words, expected: self.let_go(status=_status_of(processes, pid)))
-            why, status = self._reasons.get()
+            why, status, asked = self._reasons.get()
             if why:
-                print(f"distnb: {why}", file=sys.stderr, flush=True)
-            processes.end([pid])
+                with suppress(OSError):  # nobody may read it any more
+                    print(f"distnb: {why}", file=sys.stderr, flush=True)
+            if asked:
+                processes.end([pid])
+            else:
+                processes.kill([pid])
         finally:
             watcher.close()
         return status
@@ -189,9 +196,9 @@ def _forward(source: int) -> None:
 
 
 def _await_end_of_input(keeper: Keeper) -> None:
-    while os.read(0, 4096):
-        pass
-    keeper.let_go()
+    """A word says that the engine is not wanted any more. Without one the notebook is gone, or the way to it."""
+    asked = bool(os.read(0, 4096))
+    keeper.let_go("" if asked else "the notebook let go of its engine here without a word; it is ended.", asked=asked)
 
 
 def _probe() -> None:
@@ -208,7 +215,7 @@ def main(task: str) -> int:
         keeper = Keeper(Assignment.decode(sys.stdin.buffer.readline()))
 
         def end(number: int, frame: FrameType | None) -> None:
-            keeper.let_go()
+            keeper.let_go(asked=True)
 
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, end)

@@ -99,8 +99,18 @@ class Processes:
             self._signal(pids, signal.SIGTERM)
             self._wait(pids, patience_s)
         finally:
-            self._signal(pids, signal.SIGKILL)
-            self._wait(pids, _KILL_S)
+            self.kill(pids)
+
+    def kill(self, pids: Sequence[int]) -> None:
+        """End processes and their groups by SIGKILL.
+
+        Raises:
+            ClusterError: One did not even end by that.
+        """
+        with self.changed:
+            self._expected.update(pids)
+        self._signal(pids, signal.SIGKILL)
+        self._wait(pids, _KILL_S)
         stuck = [pid for pid in pids if pid not in self._ended]
         if stuck:
             raise ClusterError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from distnb.errors import NoClusterError, StartError
 
 if TYPE_CHECKING:
+    from distnb.cluster.resolvers.base import ClusterResolver
     from distnb.session.session import Session
     from distnb.topology import Device
 
@@ -49,6 +51,8 @@ def start(
     launcher: str | None = None,
     interface: str | None = None,
     ssh_args: Sequence[str] = (),
+    cluster_resolver: ClusterResolver | None = None,
+    secret: str | os.PathLike[str] | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Session:
     """Start engines, on this machine or on others: `%distnb start` does the same.
@@ -64,10 +68,13 @@ def start(
         oversubscribe: Let several engines share one device.
         hosts: The machines where the engines run, as ssh names them; None for this one.
         per_host: How many engines each of them gets. Nothing given: one per GPU, else two on the CPU.
-        launcher: "local" or "ssh"; None for what `hosts` says.
+        launcher: "local", "ssh" or "server"; None for what the other arguments say.
         interface: The network interface of this machine, or the address, where it listens for the hosts; None for the
             one that leads to them.
         ssh_args: More arguments for ssh.
+        cluster_resolver: Instead of `hosts`: a cluster whose workers each run a `distnb.Server`.
+        secret: The secret file (mode 0600) that those servers have too; None for the one that the environment
+            variable DISTNB_SECRET_FILE names.
         on_progress: Told, in words, how far the start is.
 
     Returns:
@@ -101,7 +108,7 @@ def start(
             n,
             devices,
             oversubscribe=oversubscribe,
-            options=read_host_options(hosts, per_host, launcher, interface, ssh_args, n=n),
+            options=read_host_options(hosts, per_host, launcher, interface, ssh_args, cluster_resolver, secret, n=n),
             user_ns=_user_namespace(),
             on_progress=on_progress,
         )

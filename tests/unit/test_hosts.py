@@ -11,7 +11,8 @@ from distnb.cluster.connection import Connection
 from distnb.cluster.hosts import HostOptions, make_plan, read_host_options
 from distnb.cluster.keeper import Assignment
 from distnb.cluster.network import address_towards, interface_of, listening_address
-from distnb.cluster.ssh import Hosts
+from distnb.cluster.remote import Hosts
+from distnb.cluster.ssh import SSH
 from distnb.errors import OptionError, StartError
 from distnb.topology import Device, Team
 
@@ -35,7 +36,7 @@ def test_options_are_read() -> None:
         ({"ssh_args": ["-v"]}, "is for engines on other machines"),
         ({"launcher": "slurm"}, "not there yet"),
         ({"launcher": "mpi", "hosts": ["a"]}, "not there yet"),
-        ({"launcher": "rsh", "hosts": ["a"]}, "the launchers are 'local' and 'ssh'"),
+        ({"launcher": "rsh", "hosts": ["a"]}, "the launchers are 'local', 'ssh', 'server'"),
         ({"launcher": "local", "hosts": ["a"]}, "Leave one out"),
         ({"hosts": ["a"], "n": 2}, "per_host says"),
         ({"hosts": []}, "hosts is empty"),
@@ -72,7 +73,7 @@ def test_an_assignment_travels_as_one_line() -> None:
 
 
 def test_how_an_end_is_told() -> None:
-    ground = Hosts(("a", "a", "b"), CONNECTION, "10.0.0.1", ())
+    ground = Hosts(("a", "a", "b"), CONNECTION, "10.0.0.1", SSH())
     assert ground.describe(1, 255, "") == "was lost: its machine a cannot be reached any more"
     assert ground.lost_with(1, 255) == (0,)
     assert ground.describe(2, 128 + signal.SIGKILL, "exited with code 137") == "(on b) was killed by SIGKILL"

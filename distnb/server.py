@@ -1,0 +1,60 @@
+"""`python -m distnb.server`, or `distnb worker`: this machine waits for a notebook that uses it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from distnb.cluster.resolvers import TFConfigClusterResolver
+from distnb.cluster.secret import SECRET_VARIABLE
+from distnb.cluster.server import Server, serve_until_signal
+from distnb.errors import DistnbError, OptionError
+
+__all__ = ["Server", "main"]
+
+_USAGE_ERROR = 2
+
+_TEXT = """\
+TF_CONFIG says which cluster there is, and which task of it this machine is. The server listens on that task's address
+and waits for a notebook that calls distnb.start(cluster_resolver=…); it keeps the engines that the notebook asks for,
+and ends with SIGTERM or Ctrl-C, and they with it.
+
+Notebook and servers authenticate by a secret file, equal on all of their machines and readable by you alone:
+  (umask 077; head -c 48 /dev/urandom | base64 > ~/.distnb-secret)
+"""
+
+
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m distnb.server") -> int:
+    """The command line, without the program's name; None for the process's own. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=_TEXT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--secret-file", metavar="PATH", help=f"the secret file; else {SECRET_VARIABLE} names it")
+    options = parser.parse_args(arguments)
+    try:
+        serve_until_signal(_server(options.secret_file))
+    except OptionError as error:
+        parser.error(str(error))
+    except DistnbError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _server(secret: str | None) -> Server:
+    resolver = TFConfigClusterResolver()
+    spec, kind, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
+    if not spec or kind is None or index is None:
+        raise OptionError(
+            'TF_CONFIG does not say which task this machine is. Set it, such as {"cluster": {"worker": '
+            '["10.0.0.1:2222", "10.0.0.2:2222"]}, "task": {"type": "worker", "index": 0}}.'
+        )
+    return Server(spec, kind, index, secret=secret)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Servers that wait for a notebook, and the notebook that uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import distnb
+from distnb.cluster_resolver import SimpleClusterResolver
+from distnb.errors import OptionError, StartError
+from tests import processes
+from tests.kernel import Notebook
+
+pytestmark = pytest.mark.timeout(170)
+
+
+@dataclass
+class Servers:
+    """Two workers of one cluster."""
+
+    addresses: list[str]
+    processes: list[subprocess.Popen[str]]
+    secret: Path
+
+    def start(self, secret: Path | None = None) -> str:
+        """A cell that uses them."""
+        resolver = f"distnb.cluster_resolver.SimpleClusterResolver({{'worker': {self.addresses!r}}})"
+        path = str(secret or self.secret)
+        return f"import distnb; cluster = distnb.start(cluster_resolver={resolver}, per_host=1, secret={path!r})"
+
+
+def _make_secret(path: Path, text: str = "s" * 40, mode: int = 0o600) -> Path:
+    path.touch()
+    path.chmod(mode)
+    path.write_text(text)
+    return path
+
+
+def _free_addresses(count: int) -> list[str]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    secret = _make_secret(tmp_path_factory.mktemp("secret") / "secret")
+    addresses = _free_addresses(2)
+    started = []
+    for index, words in enumerate((["distnb.server", "--secret-file", str(secret)], ["distnb", "worker"])):
+        task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        environment = {**os.environ, "TF_CONFIG": json.dumps(task), "CUDA_VISIBLE_DEVICES": ""}
+        if index:
+            environment["DISTNB_SECRET_FILE"] = str(secret)
+        command = [sys.executable, "-m", *words]
+        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    processes.OF_MODULE.update(each.pid for each in started)
+    try:
+        for each in started:
+            assert each.stdout is not None
+            assert each.stdout.readline().startswith("distnb: waiting for a notebook at distnb://127.0.0.1:")
+        yield Servers(addresses, started, secret)
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+            assert each.stdout is not None
+            each.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def notebook(servers: Servers) -> Iterator[Notebook]:
+    with Notebook() as made:
+        processes.OF_MODULE.add(made.pid)
+        made.run("import torch; torch.set_num_threads(1)")
+        yield made
+
+
+def test_only_who_knows_the_secret_is_served(servers: Servers, notebook: Notebook, tmp_path: Path) -> None:
+    failed = notebook.try_run(servers.start(_make_secret(tmp_path / "wrong", "t" * 40)))
+    assert failed.error_name == "StartError"
+    assert f"There is no connection to the server at {servers.addresses[0]}." in failed.error_text
+    assert "Does it run there, with the same secret?" in failed.error_text
+    assert all(each.poll() is None for each in servers.processes)
+
+
+def test_engines_of_servers_compute_together(servers: Servers, notebook: Notebook) -> None:
+    notebook.run(servers.start(), timeout_s=120)
+    notebook.run("""%%distribute mirrored
+total = strategy.reduce("sum", strategy.run(lambda: torch.tensor(1.0 + distnb.replica_id())), axis=None).item()
+""")
+    assert notebook.value("total") == 3.0
+
+
+def test_a_server_that_is_killed(servers: Servers, notebook: Notebook) -> None:
+    lost = notebook.value("cluster.status()[1].pid")
+    ended = notebook.try_run(f"""%%distribute mirrored
+import os, signal
+import torch.distributed as dist
+if dist.get_rank() == 0:
+    os.kill({servers.processes[1].pid}, signal.SIGKILL)
+while True:
+    dist.all_reduce(torch.ones(1))
+""")
+    assert ended.error_name in ("EngineDied", "CollectiveError"), ended.traceback
+    processes.ends(lost, 20)
+    count = "sum('cannot be reached' in row.state for row in cluster.status())"
+    processes.wait_until(lambda: notebook.value(count) == 1, 20)
+    notebook.run("%%distribute mirrored\nleft = strategy.num_replicas_in_sync")
+    assert notebook.value("left") == 1
+
+
+def test_a_server_that_is_told_to_stop(servers: Servers, notebook: Notebook) -> None:
+    server, engine = servers.processes[0], notebook.value("cluster.status()[0].pid")
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(20) == 0
+    processes.ends(engine, 5)
+    notebook.run("%distnb stop")
+
+
+@pytest.mark.parametrize("protocol", ["grpc", ""])
+def test_a_protocol_that_is_not_ours(protocol: str) -> None:
+    with pytest.raises(OptionError, match="speak their own protocol, 'distnb'"):
+        distnb.Server({"worker": ["127.0.0.1:2222"]}, "worker", 0, protocol)
+
+
+def test_what_makes_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DISTNB_SECRET_FILE", raising=False)
+    spec = {"worker": ["127.0.0.1:2222", "192.0.2.1:2222"]}
+    with pytest.raises(StartError, match="none is named"):
+        distnb.Server(spec, "worker", 0)
+    with pytest.raises(StartError, match="mode 644"):
+        distnb.Server(spec, "worker", 0, secret=_make_secret(tmp_path / "open", mode=0o644))
+    with pytest.raises(StartError, match="has 3 bytes"):
+        distnb.Server(spec, "worker", 0, secret=_make_secret(tmp_path / "short", "abc"))
+    secret = _make_secret(tmp_path / "secret")
+    with pytest.raises(StartError, match=r"No network interface of this machine has the address 192\.0\.2\.1"):
+        distnb.Server(spec, "worker", 1, secret=secret)
+    with pytest.raises(StartError, match="none is named"):
+        distnb.start(cluster_resolver=SimpleClusterResolver(spec))
+    with pytest.raises(OptionError, match="n=2 cannot be given with cluster_resolver"):
+        distnb.start(2, cluster_resolver=SimpleClusterResolver(spec), secret=secret)
