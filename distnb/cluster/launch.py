@@ -258,8 +258,8 @@ class Cluster:
         if expected:
             return
         for other in self.ground.lost_with(engine, status):
-            process = self._engines[other]
-            if not process.ended:
+            process = self._engines.get(other)  # none while the cluster starts
+            if process is not None and not process.ended:
                 end_group(process.pid)  # it is reaped in this thread, so the number is still its own
                 self._bury(processes, other, process.pid, self.ground.describe(other, status, words), False)
 

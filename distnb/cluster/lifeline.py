@@ -63,10 +63,11 @@ class Lifeline:
         event = self._next_event(_CONNECT_S)
         if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._close()
-            what = "nobody answered" if event is None else "it let us not in"
+            if event is not None:
+                raise StartError(f"The notebook at {self._url} did not let this machine in: it is another one.")
             raise StartError(
-                f"The notebook cannot be reached at {self._url} from here: {what} within {_CONNECT_S:.0f} s. Is there "
-                "a firewall between, or is it the wrong network? interface= names the notebook's."
+                f"The notebook cannot be reached from here: nobody answered at {self._url} within {_CONNECT_S:.0f} s. "
+                "Is there a firewall between, or is it the wrong network? interface= names the notebook's."
             )
         self._thread.start()
         return self

@@ -36,12 +36,15 @@ def notebook(network: Machines) -> Iterator[Notebook]:
 
 
 def test_engines_are_where_they_were_asked_for(network: Machines, notebook: Notebook) -> None:
+    notebook.run("big = torch.ones(1 << 20)")  # beside the channel, where there is shared memory
     notebook.run("""%%distribute mirrored
 import os, socket, psutil
+big = big + 1
 listening = {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}
 found = (socket.gethostname(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], sorted(listening),
          os.environ["DISTNB_CONNECTION"])
 """)
+    assert notebook.value("big.numpy().sum().item()") == 2 * (1 << 20)
     found = notebook.value("strategy.local_results(found)")
     assert [each[:3] for each in found] == [
         ("red", "0", "2"),

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import queue
 import signal
 from typing import Any
 
 import pytest
 
-from distnb.cluster.connection import Connection
+from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.hosts import HostOptions, make_plan, read_host_options
 from distnb.cluster.keeper import Assignment
+from distnb.cluster.lifeline import Lifeline
 from distnb.cluster.network import address_towards, interface_of, listening_address
 from distnb.cluster.remote import Hosts
 from distnb.cluster.ssh import SSH
 from distnb.errors import OptionError, StartError
 from distnb.topology import Device, Team
+from distnb.wire.channel import Switchboard
 
 CONNECTION = Connection("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", "a", "b", "c", "10.0.0.1", 3, 4, "harbour", "token")
 
@@ -70,6 +74,37 @@ def test_an_assignment_travels_as_one_line() -> None:
     assert Assignment.decode(told.encode()) == told
     with pytest.raises(StartError, match="no assignment"):
         Assignment.decode(b"")
+
+
+def test_the_lifeline_tells_when_the_notebook_goes() -> None:
+    keys, others = make_keys(), make_keys()
+    board = Switchboard(
+        server_secret=keys.server_secret.encode(),
+        server_public=keys.server_public.encode(),
+        client_public=keys.client_public.encode(),
+    )
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def connection(client: Keys) -> Connection:
+        return dataclasses.replace(
+            CONNECTION,
+            control_url=board.control_url,
+            server_public=keys.server_public,
+            client_public=client.client_public,
+            client_secret=client.client_secret,
+        )
+
+    try:
+        with pytest.raises(StartError, match="did not let this machine in"), Lifeline(connection(others), lost.put):
+            pass
+        with Lifeline(connection(keys), lost.put):
+            pass
+        assert lost.empty()
+        with Lifeline(connection(keys), lost.put):
+            board.close()
+            assert "was lost" in lost.get(timeout=20)
+    finally:
+        board.close()
 
 
 def test_how_an_end_is_told() -> None:
