@@ -1,0 +1,102 @@
+"""The strategy matrix: each program of `programs/`, run as a script under each strategy that its document names.
+
+A program is a file that uses the name `strategy`, as a `%%distribute` cell does, and leaves in `result` what must be
+equal under every strategy: JSON, compared with the default strategy's. What its document says about a certain number
+of replicas it asserts itself. It runs under ALL unless it says `UNDER = (...)`, and in a folder of its own, which its
+replicas share. Adding a program is adding that file.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import run_ranks
+from tests.tasks import Tasks
+
+PROGRAMS = Path(__file__).parent / "programs"
+REFERENCE = "default"
+TIME_LIMIT_S = 150.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a strategy is made, by how many processes; `workers`: each with a TF_CONFIG, as a machine of its own."""
+
+    made: str
+    replicas: int = 1
+    workers: bool = False
+
+
+WAYS = {
+    "default": Way("distnb.get_strategy()"),
+    "one_device": Way("distnb.OneDeviceStrategy('cpu:0')"),
+    "mirrored_2": Way("distnb.MirroredStrategy()", 2),
+    "mirrored_3": Way("distnb.MirroredStrategy()", 3),
+    "mirrored_4": Way("distnb.MirroredStrategy()", 4),
+    "multi_worker_2": Way("distnb.MultiWorkerMirroredStrategy()", 2, workers=True),
+}
+ALL = ("default", "one_device", "mirrored_2", "mirrored_3", "multi_worker_2")
+
+# Starting Python and loading torch costs more than a program: those of one strategy share their processes.
+_DRIVER = """
+import json, os, runpy, traceback
+import torch
+import distnb
+
+strategy = {made}
+ended = {{}}
+for name in {names}:
+    here = os.path.join({folder!r}, name)
+    os.makedirs(here, exist_ok=True)
+    os.chdir(here)
+    torch.manual_seed(0)
+    try:
+        ended[name] = {{"result": runpy.run_path(os.path.join({programs!r}, name + ".py"), {{"strategy": strategy}})["result"]}}
+    except Exception:
+        ended[name] = {{"error": traceback.format_exc()}}
+result = json.loads(json.dumps(ended))
+"""
+
+
+def cases() -> list[tuple[str, str]]:
+    """Every (program, way), ways together."""
+    under = {path.stem: ways_of(path) for path in sorted(PROGRAMS.glob("*.py"))}
+    return [(program, way) for way in WAYS for program, ways in under.items() if way in ways]
+
+
+def ways_of(program: Path) -> tuple[str, ...]:
+    """What the program says in UNDER; ALL if it says nothing."""
+    for statement in ast.parse(program.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "UNDER":
+            ways = tuple(ast.literal_eval(statement.value))
+            assert set(ways) <= set(WAYS), f"{program}: UNDER names {ways}, and there are {', '.join(WAYS)}"
+            return ways
+    return ALL
+
+
+def launcher(selected: Iterable[tuple[str, str]], folder: Path) -> Callable[[str], list[dict[str, Any]]]:
+    """A function from a way to what each of its processes left: {program: {"result": …} or {"error": …}}.
+
+    Args:
+        selected: The (program, way) pairs that shall run; the reference runs what any of them needs.
+        folder: Where the programs may write.
+    """
+    pairs = list(selected)
+
+    @functools.cache
+    def launch(way: str) -> list[dict[str, Any]]:
+        names = list(dict.fromkeys(program for program, under in pairs if way in (under, REFERENCE)))
+        made = WAYS[way]
+        text = _DRIVER.format(made=made.made, names=names, folder=str(folder / way), programs=str(PROGRAMS))
+        if not made.workers:
+            return [rank.check().result for rank in run_ranks(text, made.replicas, timeout_s=TIME_LIMIT_S)]
+        workers = [f"worker {index}" for index in range(made.replicas)]
+        with Tasks(text + "tell(ended=result)\n", workers) as tasks:
+            return [task.check().told["ended"] for task in tasks.wait(TIME_LIMIT_S)]
+
+    return launch

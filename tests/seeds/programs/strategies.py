@@ -1,0 +1,73 @@
+"""Seed 000, "Types of strategies": how each is made, which of its ways to communicate there are, and the default one."""
+
+import torch
+
+import distnb
+
+n = strategy.num_replicas_in_sync
+rank = distnb.replica_id()
+
+
+class Doubling(distnb.CrossDeviceOps):
+    """"Or write your own": what comes out shows that it was asked."""
+
+    def reduce(self, op, tensor, replicas):
+        return 2 * replicas.all_reduce(tensor, op)
+
+
+def refused(make):
+    try:
+        return not make()
+    except ValueError as error:
+        return "NCCL" in str(error) or "Nccl" in str(error)
+
+
+def total(of):
+    """The sum of 1 … n and of n ones, by the strategy's own way."""
+    return of.reduce("sum", of.run(lambda: torch.tensor([rank + 1.0, 1.0])), axis=None).tolist()
+
+
+triangle = [n * (n + 1) / 2, float(n)]
+assert total(strategy) == triangle
+
+if strategy.kind == "mirrored":
+    # Without devices: all that there are.
+    assert len(distnb.MirroredStrategy().worker_devices) == n
+    for ops in (
+        distnb.HierarchicalCopyAllReduce(),
+        distnb.HierarchicalCopyAllReduce(num_packs=2),
+        distnb.ReductionToOneDevice(),
+    ):
+        assert total(distnb.MirroredStrategy(cross_device_ops=ops)) == triangle
+    assert total(distnb.MirroredStrategy(cross_device_ops=Doubling())) == [2 * each for each in triangle]
+    assert refused(lambda: distnb.MirroredStrategy(cross_device_ops=distnb.NcclAllReduce()))  # there are no GPUs
+elif strategy.kind == "multi_worker":
+    experimental = distnb.experimental
+    assert experimental.MultiWorkerMirroredStrategy() is strategy
+    assert total(experimental.MultiWorkerMirroredStrategy(experimental.CollectiveCommunication.RING)) == triangle
+    assert refused(lambda: experimental.MultiWorkerMirroredStrategy(experimental.CollectiveCommunication.NCCL))
+    # Seed 001, "cluster_resolver": what is only for one kind of task.
+    task = strategy.cluster_resolver
+    assert (task.task_type, task.task_id) == ("worker", rank)
+    assert len(task.cluster_spec().as_dict()["worker"]) == n
+    assert distnb.is_chief() == (rank == 0)
+else:
+    # One device, no TF_CONFIG: strategies of several replicas have one, as the guide's output says of its own.
+    assert distnb.MirroredStrategy().num_replicas_in_sync == 1
+    assert distnb.MultiWorkerMirroredStrategy().num_replicas_in_sync == 1
+
+# There is one default strategy, for code that shall not care.
+default = distnb.get_strategy()
+assert default is distnb.get_strategy()
+assert not distnb.has_strategy()
+reduced = default.reduce("SUM", 1.0, axis=None)
+assert reduced == 1.0
+
+chosen = distnb.MirroredStrategy() if torch.cuda.is_available() else distnb.get_strategy()
+values = []
+for each in (chosen, strategy):
+    with each.scope():
+        assert distnb.get_strategy() is each
+        values.append(torch.nn.Parameter(torch.tensor(1.0)).item())
+assert values == [1.0, 1.0]
+result = [reduced, values]
