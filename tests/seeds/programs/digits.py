@@ -26,7 +26,7 @@ with strategy.scope():
     model = torch.nn.Sequential(
         torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)
     ).double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
     loss_metric = distnb.metrics.Mean()
     accuracy = distnb.metrics.MulticlassAccuracy(num_classes=10, average="micro")
 

@@ -4,8 +4,6 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
-import distnb
-
 data = load_digits()
 images, labels = torch.from_numpy(data.images)[:, None] / 16, torch.from_numpy(data.target)
 

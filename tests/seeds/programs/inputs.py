@@ -29,7 +29,10 @@ assert [strategy.gather(x, axis=0).tolist() for x in numbers] == [[0, 1], [2, 3]
 
 # Options: how far ahead a replica reads, and where the batches land.
 options = distnb.InputOptions(experimental_fetch_to_device=False, prefetch=n)
-kept = [strategy.gather(x, axis=0).tolist() for x in strategy.distribute_dataset(DataLoader(range(4), batch_size=2), options)]
+kept = [
+    strategy.gather(x, axis=0).tolist()
+    for x in strategy.distribute_dataset(DataLoader(range(4), batch_size=2), options)
+]
 assert kept == [[0, 1], [2, 3]]
 
 # What the elements are, before one is read.

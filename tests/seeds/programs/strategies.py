@@ -9,7 +9,7 @@ rank = distnb.replica_id()
 
 
 class Doubling(distnb.CrossDeviceOps):
-    """"Or write your own": what comes out shows that it was asked."""
+    """Of our own writing: what comes out shows that it was asked."""
 
     def reduce(self, op, tensor, replicas):
         return 2 * replicas.all_reduce(tensor, op)
