@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -70,7 +71,8 @@ else:
 
 
 def test_workers_a_chief_that_saves_and_an_evaluator() -> None:
-    with Tasks(PROGRAM, ["worker 0", "worker 1", "evaluator 0"]) as tasks:
+    words = {"evaluator 0": [sys.executable, "-m", "distnb", "run", "SCRIPT", "-n", "1"]}
+    with Tasks(PROGRAM, ["worker 0", "worker 1", "evaluator 0"], command=words) as tasks:
         chief, worker, evaluator = (task.check().told for task in tasks.wait(120))
     assert (chief["chief"], worker["chief"]) == (True, False)
     assert chief["saved"] == worker["saved"] == ["epoch-0.pt", "epoch-1.pt", "epoch-2.pt"]
