@@ -46,6 +46,13 @@ SEQUENCES: dict[str, list[Cell]] = {
         *both("total += 1\nlog.append(total)\nlast = log[-1]"),
     ],
     "same text from nothing": both("values = [i for i in range(4)]\nvalues.append(9)\ncount = len(values)"),
+    "a function that a library's decorator made there": [
+        ordinary(_IMPORTS),
+        distributed("@torch.no_grad()\ndef f(x):\n    return (x * torch.ones(1, requires_grad=True)).requires_grad"),
+        distributed("a = f(2)"),
+        ordinary("b = f(3)"),
+        distributed("c = [f(4), f.__name__]"),
+    ],
     "aliases made here": [
         ordinary("a = [1]\nb = a\nd = {'k': a}"),
         distributed("b.append(2)\nd['k'].append(3)"),

@@ -108,33 +108,25 @@ def _reduce_function(function: types.FunctionType, user_ns: dict[str, Any]) -> A
     return _make_function, args, state, None, None, _fill_function
 
 
-def _globals_of(function: types.FunctionType, user_ns: dict[str, Any]) -> Any:
+def _globals_of(function: types.FunctionType, user_ns: dict[str, Any]) -> dict[str, Any] | str:
+    """What the function's names are looked up in; the name of an importable module for that module's globals.
+
+    A name, since an object that stood for the module would be one of the engine's own: it would travel as a handle.
+    """
     found = function.__globals__
     if found is user_ns:
         return user_ns
     module = sys.modules.get(found.get("__name__", ""))
     if module is not None and vars(module) is found and module.__name__ != "__main__":
-        return _ModuleGlobals(module.__name__)
+        return module.__name__
     # Made by exec in a dict of its own: the names that the code reads travel in it.
     names = names_of_code(function.__code__).names
     return {name: value for name, value in found.items() if name in names and name != "__builtins__"}
 
 
-class _ModuleGlobals:
-    """Stands for the globals of an importable module."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __reduce__(self) -> Any:
-        return _module_globals, (self.name,)
-
-
-def _module_globals(name: str) -> dict[str, Any]:
-    return vars(importlib.import_module(name))
-
-
-def _make_function(code: types.CodeType, globals_: dict[str, Any], name: str, closure: Any) -> types.FunctionType:
+def _make_function(code: types.CodeType, globals_: dict[str, Any] | str, name: str, closure: Any) -> types.FunctionType:
+    if isinstance(globals_, str):
+        globals_ = vars(importlib.import_module(globals_))
     globals_.setdefault("__builtins__", __builtins__)
     return types.FunctionType(code, globals_, name, None, closure)
 
