@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from distnb.errors import DistributedValueError
 from distnb.session.arrivals import method_of
 from distnb.session.handles import HANDLES, RemoteState, state_of_handle
 from distnb.session.luggage import objects_in
@@ -77,6 +78,8 @@ class Operations:
             AttributeError: It has none of that name.
         """
         state = state_of_handle(handle)
+        if not state.facts and state.local:
+            raise AttributeError(_is_plain(state))
         effects = self._effects(handle, "get", (), {}, path)
         first = next(iter(effects.values()))
         described = {replica: one.result.described for replica, one in effects.items() if isinstance(one.result, Leaf)}
@@ -97,6 +100,8 @@ class Operations:
     ) -> dict[int, Effects]:
         state = state_of_handle(handle)
         state.check()
+        if not state.facts and state.local:
+            raise DistributedValueError(_is_plain(state))
         space = state.space
         delivery = self._namespace.deliver_call(space, (tuple(args), dict(kwargs)), touched=(handle,))
         answers = self._ask(space, operation, state.identity, Request(delivery, path, tuple(sorted(state.facts))))
@@ -126,7 +131,7 @@ class Operations:
             for fact in state.facts.values()
         )
         unseen = any(fact.summary is not None and fact.summary.text is None for fact in state.facts.values())
-        if state.space.ended or state.lost or not (state.dated or missing or unseen):
+        if not state.facts or state.space.ended or state.lost or not (state.dated or missing or unseen):
             return
         effects = self._effects(handle, "read_summary" if state.together else "summary", (), {}, ())
         for replica, one in effects.items():
@@ -198,6 +203,14 @@ class Operations:
         delivery = self._namespace.deliver_call(space, None, touched=())
         self._transfer(space, "import", (0, ""), Request(delivery, answers=tuple(lost), blob=parcel))
         return set(restored)
+
+
+def _is_plain(state: RemoteState) -> str:
+    kinds = ", ".join(sorted({type(value).__name__ for value in state.local.values()}))
+    return (
+        f"This PerReplica holds one plain value ({kinds}) of each replica, in the notebook, and no object of the "
+        "engines that could be asked. strategy.local_results(value) gives the values one by one."
+    )
 
 
 def _derived(handle: DistributedValues, result: Any) -> Any:

@@ -52,6 +52,17 @@ def test_different_values(world: DoubleWorld) -> None:
     assert ns["s"].values == (0, 11)
 
 
+def test_plain_values_that_differ_are_no_object_to_ask(world: DoubleWorld) -> None:
+    there(world, "name = str(rid()) * 2")
+    name = world.notebook.user_ns["name"]
+    for ask in (lambda: name[0], lambda: name(), lambda: name.__setitem__(0, 1)):
+        with pytest.raises(DistributedValueError, match="local_results"):
+            ask()
+    with pytest.raises(AttributeError, match=r"plain value \(str\)"):
+        _ = name.upper
+    assert not hasattr(name, "upper")
+
+
 def test_true_is_not_one(world: DoubleWorld) -> None:
     there(world, "x = True if rid() else 1")
     assert world.notebook.user_ns["x"].values == (1, True)
