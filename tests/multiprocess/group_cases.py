@@ -428,7 +428,7 @@ def subgroup_apart(group: Group) -> None:
     part = dist.new_group(list(range(group.size)))
     dist.all_reduce(torch.ones(2), group=part)
     mark()
-    dist.all_reduce(torch.ones(2 + group.rank), group=part)
+    dist.all_reduce(torch.ones(2 + (group.rank > 0)), group=part)
 
 
 @case
