@@ -131,7 +131,15 @@ def _module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     before = _Before()
     yield
     processes.OF_MODULE.clear()
+    _be_no_notebook()
     before.check(request.node.nodeid, ignore_offspring=False)
+
+
+def _be_no_notebook() -> None:
+    """A cluster that tests of the module started has made a notebook of this process, which outlasts the cluster."""
+    choice = sys.modules.get("distnb.runtime.choice")
+    if choice is not None:
+        choice.register_remote(None)
 
 
 @pytest.fixture(autouse=True)
