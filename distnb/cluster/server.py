@@ -21,6 +21,7 @@ from distnb.cluster.resolvers.spec import ClusterSpec
 from distnb.cluster.secret import read_secret, secret_path
 from distnb.cluster.surroundings import import_environment
 from distnb.errors import OptionError, StartError
+from distnb.wire.channel import OneClientKey
 
 __all__ = ["Server", "serve_until_signal"]
 
@@ -118,7 +119,7 @@ class Server:
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _OneKey(keys.client_public.encode()))
+        self._authenticator.configure_curve_callback("*", OneClientKey(keys.client_public.encode()))
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.curve_server = True
         self._socket.curve_secretkey = keys.server_secret.encode()
@@ -233,17 +234,6 @@ class Server:
         self._authenticator.stop()
         self._context.term()
         os.close(self._wake)
-
-
-class _OneKey:
-    """Lets those in who know the secret."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator with each caller's public key (Z85)."""
-        return bool(key == self._public)
 
 
 def _own_url(address: str) -> str:

@@ -79,7 +79,7 @@ class Operations:
         """
         state = state_of_handle(handle)
         if not state.facts and state.local:
-            raise AttributeError(_is_plain(state))
+            raise AttributeError(_no_object(state))
         effects = self._effects(handle, "get", (), {}, path)
         first = next(iter(effects.values()))
         described = {replica: one.result.described for replica, one in effects.items() if isinstance(one.result, Leaf)}
@@ -101,7 +101,7 @@ class Operations:
         state = state_of_handle(handle)
         state.check()
         if not state.facts and state.local:
-            raise DistributedValueError(_is_plain(state))
+            raise DistributedValueError(_no_object(state))
         space = state.space
         delivery = self._namespace.deliver_call(space, (tuple(args), dict(kwargs)), touched=(handle,))
         answers = self._ask(space, operation, state.identity, Request(delivery, path, tuple(sorted(state.facts))))
@@ -205,7 +205,7 @@ class Operations:
         return set(restored)
 
 
-def _is_plain(state: RemoteState) -> str:
+def _no_object(state: RemoteState) -> str:
     kinds = ", ".join(sorted({type(value).__name__ for value in state.local.values()}))
     return (
         f"This PerReplica holds one plain value ({kinds}) of each replica, in the notebook, and no object of the "

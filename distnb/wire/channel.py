@@ -17,14 +17,18 @@ from distnb.wire import freight
 from distnb.wire.codec import Frame, decode, encode
 from distnb.wire.freight import Harbour, Passage
 
-__all__ = ["Link", "Switchboard", "receive_from", "send_to"]
+__all__ = ["Link", "OneClientKey", "Switchboard", "receive_from", "send_to"]
 
 # As plain numbers: combining members of an enumeration costs as much as sending.
 _POLLIN, _SNDMORE = int(zmq.POLLIN), int(zmq.SNDMORE)
 
 
-class _OneClientKey:
-    """Lets exactly one CURVE key in: the one written to the cluster's secret connection file."""
+class OneClientKey:
+    """Lets exactly one CURVE key in.
+
+    Args:
+        public: The public key that clients must prove to own (Z85).
+    """
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -55,7 +59,7 @@ class Switchboard:
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", _OneClientKey(client_public))
+        self._authenticator.configure_curve_callback("*", OneClientKey(client_public))
         self._keys = (server_secret, server_public)
         self.program = self._bind_socket()
         self.control = self._bind_socket()

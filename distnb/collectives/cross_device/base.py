@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from distnb.collectives.cross_device.replicas import Replicas
 
-__all__ = ["CrossDeviceOps", "checked_ops", "checked_packs"]
+__all__ = ["CrossDeviceOps", "PackedOps", "checked_ops", "checked_packs"]
 
 _here: weakref.WeakValueDictionary[str, CrossDeviceOps] = weakref.WeakValueDictionary()
 _packed: dict[str, bytes] = {}  # of those that were sent; strategies, and with them these objects, live for ever
@@ -105,6 +105,22 @@ class CrossDeviceOps(ABC):
                 f"cross_device_ops={self!r} cannot be sent to the replicas: {error}. Its attributes, and what its "
                 "methods read, must be values that can be pickled."
             ) from error
+
+
+class PackedOps(CrossDeviceOps):
+    """An algorithm of which nothing but the number of packs can be chosen: those of one kind with as many are equal."""
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.num_packs = checked_packs(num_packs)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.num_packs == self.num_packs
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.num_packs))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_packs={self.num_packs})"
 
 
 def _arrive(token: str, packed: bytes) -> CrossDeviceOps:

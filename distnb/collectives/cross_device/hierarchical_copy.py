@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distnb.collectives.cross_device.base import CrossDeviceOps, checked_packs
+from distnb.collectives.cross_device.base import PackedOps
 from distnb.options import ReduceOp
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def tree(size: int) -> list[Level]:
     return levels
 
 
-class HierarchicalCopyAllReduce(CrossDeviceOps):
+class HierarchicalCopyAllReduce(PackedOps):
     """Sums along a tree of copies: about 2 log2(replicas) steps, in each of which whole tensors are copied.
 
     Good for small tensors on many replicas, and where copies between neighbours are cheap. Large tensors on many
@@ -48,9 +48,6 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     Raises:
         OptionError: `num_packs` is negative.
     """
-
-    def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs = checked_packs(num_packs)
 
     def reduce(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
         """See `CrossDeviceOps.reduce`."""
@@ -65,12 +62,3 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
             total = replicas.exchange(tensor, [(parent, child) for child, parent in level])
             tensor = tensor if total is None else total
         return tensor
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.num_packs == self.num_packs
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.num_packs))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(num_packs={self.num_packs})"

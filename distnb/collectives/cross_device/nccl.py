@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from distnb.collectives.cross_device.base import CrossDeviceOps, checked_packs
+from distnb.collectives.cross_device.base import PackedOps
 from distnb.errors import OptionError
 from distnb.options import ReduceOp
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["NcclAllReduce"]
 
 
-class NcclAllReduce(CrossDeviceOps):
+class NcclAllReduce(PackedOps):
     """NCCL's all-reduce, which the default algorithm uses too where it can; this one insists on it.
 
     Args:
@@ -27,9 +27,6 @@ class NcclAllReduce(CrossDeviceOps):
     Raises:
         OptionError: `num_packs` is negative; a strategy whose replicas have no GPU each raises it when it is made.
     """
-
-    def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs = checked_packs(num_packs)
 
     def reduce(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
         """See `CrossDeviceOps.reduce`."""
@@ -42,12 +39,3 @@ class NcclAllReduce(CrossDeviceOps):
                 f"{self!r} needs a GPU of its own for each replica, and the replicas have {', '.join(devices)}. Use "
                 "HierarchicalCopyAllReduce() or ReductionToOneDevice(), or leave cross_device_ops out."
             )
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and other.num_packs == self.num_packs
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.num_packs))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(num_packs={self.num_packs})"
