@@ -5,9 +5,11 @@ It is also the guard of the engines: see `distnb.cluster.guard`.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from distnb.cluster.guard import guard
 
@@ -26,7 +28,15 @@ def main(notebook_pid: int, directory: Path, arguments: list[str]) -> None:
     guard(notebook_pid, directory)
     from ipyparallel.controller.app import IPController
 
-    IPController.launch_instance(arguments)
+    class Controller(IPController):  # type: ignore[misc]
+        def save_connection_dict(self, fname: str, cdict: dict[str, Any]) -> None:
+            """Let the file appear whole: whoever waits for it reads it the moment that it is there."""
+            path = Path(self.profile_dir.security_dir, fname)
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(cdict, indent=2))
+            part.replace(path)
+
+    Controller.launch_instance(arguments)
 
 
 if __name__ == "__main__":

@@ -143,8 +143,8 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         try:
             with open(self.url_file) as file:
                 info: dict[str, Any] = json.load(file)
-        except (OSError, ValueError):
-            return None  # not there, or half written
+        except FileNotFoundError:
+            return None
         self.session.key = info["key"].encode()
         self.session.signature_scheme = info["signature_scheme"]
         self.session.packer, self.session.unpacker = info["pack"], info["unpack"]
