@@ -107,7 +107,7 @@ class Extension:
         return variables(self._shell.user_ns, {row.engine: row.device for row in session.status()}, since_program)
 
     def _settle(self, result: ExecutionResult) -> None:
-        """Wait for calls that were sent with `wait=False`; what one of them raised is this cell's error."""
+        """Wait for calls that were sent with `wait=False`; what one of them raised is this cell's error, too."""
         session = sessions.current()
         if session is None:
             return
@@ -115,8 +115,11 @@ class Extension:
             with presented():
                 session.settle()
         except BaseException as error:  # noqa: BLE001  (whatever a replica raised, and the user's interrupt)
-            result.error_in_exec = error
-            self._shell.showtraceback()
+            if getattr(result, "success", True) or not isinstance(
+                error, KeyboardInterrupt
+            ):  # an interrupted cell's calls ended with it
+                self._shell.showtraceback()
+            result.error_in_exec = result.error_in_exec or error
 
     def _before(self, info: ExecutionInfo) -> None:
         # %%capture and others run a cell within a cell; what it shows is the outer one's.
@@ -131,6 +134,5 @@ class Extension:
         if self._depth == 0:
             self._local.leave()
             self._name.restore()
-            if getattr(result, "success", False):
-                self._settle(result)
+            self._settle(result)
             self.front.end_cell(failed=getattr(result, "success", True) is False)

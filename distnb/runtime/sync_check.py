@@ -23,7 +23,8 @@ _SHOWN = 5
 def assert_in_sync(group: Group, value: Any) -> None:
     """Compare modules, optimizers, tensors and plain values of all replicas bit by bit.
 
-    What replicas hold parts of (sync-on-read variables, buffers of models made in a scope) is left out.
+    What replicas hold parts of (sync-on-read variables, buffers of models made in a scope) is left out, and so are
+    objects that show no more of themselves than their address.
 
     Args:
         group: The replicas.
@@ -46,7 +47,10 @@ def drift_report(group: Group, value: Any) -> str:
         return "there is one replica, which is in sync with itself."
     total, unlike = _compare(group, value)
     if not total:
-        return "nothing to compare: each replica holds a part of its own, and reading makes one value of them."
+        return (
+            "nothing to compare: each replica holds a part of its own, and reading makes one value of them, or it is "
+            "an object that does not tell what it holds."
+        )
     if not unlike:
         return f"in sync. {group.size} replicas hold the same bits ({total} {'value' if total == 1 else 'values'})."
     return f"OUT OF SYNC. {len(unlike)} of {total} values differ:\n" + "\n".join(_shown(unlike))
@@ -86,11 +90,16 @@ def _named_leaves(value: Any) -> dict[str, Any]:
             continue
         inner = dict(zip(paths(state), flatten(state)[0], strict=True))
         named.update({f"{path} {type(leaf).__name__}{key}".strip(): part for key, part in inner.items()})
-    return {name: leaf for name, leaf in named.items() if not _is_part(leaf)}
+    return {name: leaf for name, leaf in named.items() if not _is_part(leaf) and not _is_opaque(leaf)}
 
 
 def _is_part(leaf: Any) -> bool:
     return isinstance(leaf, SyncOnReadVariable) or (isinstance(leaf, torch.Tensor) and is_scope_buffer(leaf))
+
+
+def _is_opaque(leaf: Any) -> bool:
+    """Whether all that an object tells of itself is where it lies, which is another place on every replica."""
+    return _as_tensor(leaf) is None and f" at {id(leaf):#x}" in repr(leaf)
 
 
 def _digest(leaf: Any) -> str:

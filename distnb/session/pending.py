@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Pending", "resolve"]
+from distnb.values.structure import map_structure
+
+__all__ = ["Pending", "resolve", "was_told"]
 
 
 class Pending:
     """Stands for a result that is still on its way; using it in any way waits for it, and raises what went wrong."""
 
-    __slots__ = ("_finish", "_value")
+    __slots__ = ("_error", "_finish", "_value")
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         object.__setattr__(self, "_finish", finish)
@@ -25,23 +28,9 @@ class Pending:
     def __repr__(self) -> str:
         return repr(resolve(self))
 
-    def __getitem__(self, key: Any) -> Any:
-        return resolve(self)[key]
-
-    def __iter__(self) -> Any:
-        return iter(resolve(self))
-
-    def __len__(self) -> int:
-        return len(resolve(self))
-
-    def __bool__(self) -> bool:
-        return bool(resolve(self))
-
-    def __float__(self) -> float:
-        return float(resolve(self))
-
-    def __int__(self) -> int:
-        return int(resolve(self))
+    @classmethod
+    def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*map_structure(resolve, args), **map_structure(resolve, kwargs or {}))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return resolve(self)(*args, **kwargs)
@@ -54,6 +43,30 @@ def _itself(value: Any) -> Any:
     return value
 
 
+def _forwarded(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Pending, *args: Any) -> Any:
+        return operation(resolve(self), *map(resolve, args))
+
+    return method
+
+
+def _reflected(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Pending, other: Any) -> Any:
+        return operation(resolve(other), resolve(self))
+
+    return method
+
+
+# What Python looks for in the class: a name of `operator`, or of a builtin function, is its special method's.
+_ARITHMETIC = "add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift"
+for _name in f"getitem setitem contains eq ne lt le gt ge neg pos abs invert index {_ARITHMETIC}".split():
+    setattr(Pending, f"__{_name.rstrip('_')}__", _forwarded(getattr(operator, _name)))
+for _name in _ARITHMETIC.split():
+    setattr(Pending, f"__r{_name.rstrip('_')}__", _reflected(getattr(operator, _name)))
+for _builtin in (iter, len, bool, float, int, complex, round, divmod, hash, format):
+    setattr(Pending, f"__{_builtin.__name__}__", _forwarded(_builtin))
+
+
 def resolve(value: Any) -> Any:
     """The value itself, once it is there; anything that is not pending is returned as it is.
 
@@ -62,9 +75,25 @@ def resolve(value: Any) -> Any:
     """
     if type(value) is not Pending:
         return value
+    get = object.__getattribute__
     try:
-        return object.__getattribute__(value, "_value")
+        return get(value, "_value")
     except AttributeError:
-        result = object.__getattribute__(value, "_finish")()
-        object.__setattr__(value, "_value", result)
-        return result
+        if was_told(value):
+            raise get(value, "_error") from None
+    try:
+        result = get(value, "_finish")()
+    except Exception as error:
+        object.__setattr__(value, "_error", error)
+        raise
+    object.__setattr__(value, "_value", result)
+    return result
+
+
+def was_told(value: Pending) -> bool:
+    """Whether a use of the result has raised already what went wrong: once is enough."""
+    try:
+        object.__getattribute__(value, "_error")
+    except AttributeError:
+        return False
+    return True

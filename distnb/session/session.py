@@ -18,9 +18,9 @@ from distnb.session.dispatch import Dispatch, Outcome
 from distnb.session.events import EventHub
 from distnb.session.failures import raise_failure
 from distnb.session.namespace import NotebookNamespace
-from distnb.session.pending import Pending, resolve
+from distnb.session.pending import Pending, resolve, was_told
 from distnb.session.supervisor import Supervisor
-from distnb.session.teams import choose_engines
+from distnb.session.teams import choose_engines, note_of_missing
 from distnb.topology import Device, Team
 from distnb.wire.bindings import Delivery, Repeat
 from distnb.wire.channel import Switchboard
@@ -75,6 +75,7 @@ class Session:
         self._store = RendezvousStore(host=address)
         self._cluster: Cluster | None = None
         self._ended: dict[int, str] = {}
+        self._missed: set[int] = set()  # those whose end a program's user has been told of
         self._generation = 1
         self._teams: dict[StrategySpec, Team] = {}
         self._unsettled: list[Pending] = []
@@ -247,6 +248,9 @@ class Session:
         processes = self._require_cluster().engines
         alive = {engine: processes[engine].device for engine in sorted(processes) if engine not in self._ended}
         chosen = choose_engines(spec, alive)
+        if note := note_of_missing(spec, alive, self._ended.keys() - self._missed):
+            print(note)
+        self._missed = set(self._ended)
         team = self._teams[spec] = self._team_of(chosen)
         return team
 
@@ -345,11 +349,12 @@ class Session:
         """Wait for every call that was sent with `wait=False`; to be called at a cell's end.
 
         Raises:
-            BaseException: What the first of them that failed raised.
+            BaseException: What the first of them that failed raised, unless a use of its result has raised it before.
         """
         unsettled, self._unsettled = self._unsettled, []
         for pending in unsettled:
-            resolve(pending)
+            if not was_told(pending):
+                resolve(pending)
 
     @property
     def latest_program(self) -> int:

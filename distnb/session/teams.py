@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from distnb.errors import ClusterError, OptionError
 from distnb.options import StrategySpec
 from distnb.topology import Device
 
-__all__ = ["choose_engines"]
+__all__ = ["choose_engines", "note_of_missing"]
 
 
 def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]:
@@ -45,3 +45,20 @@ def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]
         del free[match]
         chosen.append(match)
     return chosen
+
+
+def note_of_missing(spec: StrategySpec, alive: Mapping[int, Device], ended: Collection[int]) -> str:
+    """What a program's user must know if it runs on fewer replicas than there were: its numbers may be others.
+
+    Args:
+        spec: The strategy; one that names its replicas has them all.
+        alive: The device of each engine that is there.
+        ended: Engines that have ended since the user was last told.
+    """
+    if not ended or spec.devices or spec.num_replicas:
+        return ""
+    gone = ", ".join(map(str, sorted(ended)))
+    return (
+        f"distnb: engine{'s' * (len(ended) > 1)} {gone} ended; this runs on {len(alive)} "
+        f"replica{'s' * (len(alive) > 1)}. %distnb restart --missing starts a replacement."
+    )

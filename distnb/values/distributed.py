@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 from distnb.errors import DistributedValueError, StructureError
 
@@ -27,6 +27,7 @@ class DistributedValues:
 
     __slots__ = ("__weakref__", "_components", "_global_batch_size", "_num_replicas")
 
+    _word: ClassVar[str]  # what messages call it, also where a handle stands for it
     _components: dict[int, Any]
     _num_replicas: int
     _global_batch_size: int | None
@@ -43,7 +44,7 @@ class DistributedValues:
         unfit = [replica for replica in here if not (isinstance(replica, int) and 0 <= replica < total)]
         if unfit or not here or (not isinstance(components, Mapping) and len(here) != total):
             raise StructureError(
-                f"{type(self).__name__} needs one component for each of its {total} replica(s) and got them for "
+                f"{self._word} needs one component for each of its {total} replica(s) and got them for "
                 f"{sorted(here, key=repr)}. Give a sequence with one component per replica, or a dict "
                 "{replica_id: component} together with num_replicas."
             )
@@ -116,7 +117,7 @@ class DistributedValues:
 
     def _refuse(self, wish: str) -> NoReturn:
         raise DistributedValueError(
-            f"A {type(self).__name__} {wish}: it stands for one component on each of {self._num_replicas} replica(s). "
+            f"A {self._word} {wish}: it stands for one component on each of {self._num_replicas} replica(s). "
             "Combine them with strategy.reduce(op, value, axis) or strategy.gather(value, axis), look at those that "
             "are here with strategy.local_results(value), or compute with it in a function that strategy.run calls "
             "with the value in args."
@@ -126,7 +127,7 @@ class DistributedValues:
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(
-            f"A {type(self).__name__} has no attribute {name!r}; its components may have: "
+            f"A {self._word} has no attribute {name!r}; its components may have: "
             f"strategy.local_results(value)[0].{name}. strategy.reduce and strategy.gather make one value of all."
         )
 
@@ -137,7 +138,7 @@ class DistributedValues:
     def __torch_function__(cls, function: Any, _types: Any, _args: Any = (), _kwargs: Any = None) -> NoReturn:
         name = getattr(function, "__name__", "a torch function")
         raise DistributedValueError(
-            f"{name} got a {cls.__name__} where one tensor is needed. In a function that strategy.run calls, with the "
+            f"{name} got a {cls._word} where one tensor is needed. In a function that strategy.run calls, with the "
             "value in args, it is the replica's own tensor; elsewhere strategy.reduce(op, value, axis) or "
             "strategy.gather(value, axis) make one tensor of it, and strategy.local_results(value) gives those that "
             "are here."
@@ -179,9 +180,11 @@ class PerReplica(DistributedValues):
     """
 
     __slots__ = ()
+    _word: ClassVar[str] = "PerReplica"
 
 
 class Mirrored(DistributedValues):
     """A value whose components are kept equal on all replicas."""
 
     __slots__ = ()
+    _word: ClassVar[str] = "Mirrored"

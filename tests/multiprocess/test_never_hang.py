@@ -418,5 +418,8 @@ meet({str(tmp_path)!r}, "waits")
     ran = failed(notebook, source, "EngineDied")
     assert "ngine 1" in ran.error_text
     assert "SIGKILL" in ran.error_text or "signal 9" in ran.error_text
-    works(notebook, notebook.engines - 1)  # on the survivors
+    left = notebook.engines - 1
+    said = notebook.run("%%distribute mirrored\npass").stdout
+    assert f"engine 1 ended; this runs on {left} replica" in said
+    works(notebook, left)  # on the survivors
     notebook.run("%distnb restart --missing", timeout_s=60)  # and, after this, on all: see the fixture

@@ -81,6 +81,7 @@ def test_a_replica_cannot_ask_and_says_so(notebook: Notebook, question: str) -> 
 # -- what replicas write, and their errors ---------------------------------------------------------------------------
 
 CALL = """
+import torch
 strategy = distnb.MirroredStrategy()
 def speak(text):
     replica = distnb.get_replica_context().replica_id_in_sync_group
@@ -110,6 +111,24 @@ def test_what_a_caught_failure_wrote_stands_above_what_follows(notebook: Noteboo
     notebook.run(CALL)
     source = "try:\n    strategy.run(speak, args=('bad',))\nexcept ValueError:\n    print('caught')"
     assert notebook.run(source).stdout.splitlines()[-1] == "caught"
+
+
+def errors_of(notebook: Notebook, source: str) -> list[str]:
+    message = notebook.start(source)
+    errors = [content["ename"] for kind, content in notebook.events(message, 60) if kind == "error"]
+    notebook.reply(message)
+    return errors
+
+
+LATER = "late = strategy.run(speak, args=('bad',), options=distnb.RunOptions(wait=False))\n"
+
+
+def test_what_nobody_waited_for_fails_once_and_in_its_cell(notebook: Notebook) -> None:
+    notebook.run(CALL)
+    for use in ("late", "print('on the way')", "late + 1", "[1 + late]", "torch.add(late, 1)"):
+        assert errors_of(notebook, LATER + use) == ["ValueError"], use
+    assert errors_of(notebook, LATER + "1 / 0") == ["ZeroDivisionError", "ValueError"]
+    assert notebook.run("print('the next cell')").stdout == "the next cell\n"
 
 
 def test_an_awaiting_cell_that_fails_shows_its_own_lines_only(notebook: Notebook) -> None:
