@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import operator
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -127,6 +128,11 @@ def _contains(target: Any, args: Any, kwargs: Any) -> Any:
     return args[0] in target
 
 
+def _compare(target: Any, args: Any, kwargs: Any) -> Any:
+    comparison, other = args
+    return getattr(operator, comparison)(target, own_part(other))
+
+
 def _check(target: Any, args: Any, kwargs: Any) -> Any:
     return drift_report(target)
 
@@ -146,6 +152,7 @@ def _summary(target: Any, args: Any, kwargs: Any) -> _Answer:
 _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "call": _call,
     "check": _check,
+    "compare": _compare,
     "contains": _contains,
     "delete_attribute": _delete_attribute,
     "delete_item": _delete_item,

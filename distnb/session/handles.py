@@ -6,7 +6,6 @@ stands for each replica's own component where it is passed to a program, or capt
 
 from __future__ import annotations
 
-import ast
 import inspect
 import sys
 import weakref
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distnb.errors import DistributedValueError, StaleHandleError, UnassignedError
+from distnb.session.signatures import parse_signature
 from distnb.session.summaries import as_html, as_text
 from distnb.values import DistributedValues, Mirrored, PerReplica
 from distnb.wire.bindings import Described, follow
@@ -174,7 +174,7 @@ class _Remote(DistributedValues):
         fact = next(iter(state_of_handle(self).facts.values()), None)
         if fact is None or fact.summary is None or not fact.summary.signature:
             raise AttributeError("__signature__")
-        return _parse_signature(fact.summary.signature)
+        return parse_signature(fact.summary.signature)
 
     # -- forwarding ------------------------------------------------------------------------------------------------
 
@@ -204,6 +204,14 @@ class _Remote(DistributedValues):
 
     def __delitem__(self, key: Any) -> None:
         state_of_handle(self).operations.run(self, "delete_item", (key,))
+
+    def __eq__(self, other: object) -> Any:
+        return state_of_handle(self).operations.compare(self, "eq", other)
+
+    def __ne__(self, other: object) -> Any:
+        return state_of_handle(self).operations.compare(self, "ne", other)
+
+    __hash__ = object.__hash__  # of the handle: a key that stays what it is while the object changes
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise DistributedValueError(
@@ -277,6 +285,18 @@ class RemoteMirrored(_Remote, Mirrored):
         found: bool = state_of_handle(self).operations.run(self, "contains", (value,))
         return found
 
+    def __lt__(self, other: Any) -> Any:
+        return state_of_handle(self).operations.compare(self, "lt", other)
+
+    def __le__(self, other: Any) -> Any:
+        return state_of_handle(self).operations.compare(self, "le", other)
+
+    def __gt__(self, other: Any) -> Any:
+        return state_of_handle(self).operations.compare(self, "gt", other)
+
+    def __ge__(self, other: Any) -> Any:
+        return state_of_handle(self).operations.compare(self, "ge", other)
+
 
 HANDLES: tuple[type[DistributedValues], ...] = (RemotePerReplica, RemoteMirrored)
 
@@ -328,7 +348,7 @@ class RemoteMethod:
         self.__doc__ = summary.doc if summary is not None else ""
         self.__name__ = str(path[-1][1])
         if summary is not None and summary.signature:
-            self.__signature__ = _parse_signature(summary.signature)
+            self.__signature__ = parse_signature(summary.signature)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return state_of_handle(self._handle).operations.run(self._handle, "call", args, kwargs, self._path)
@@ -350,47 +370,3 @@ def _class_named(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
     found = sys.modules.get(module or "builtins")
     return getattr(found, attribute, object)
-
-
-class _Shown:
-    """A default value of which only the text is known."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
-
-
-def _parse_signature(text: str) -> inspect.Signature:
-    try:
-        tree = ast.parse(f"def function{text}: ...").body[0]
-    except SyntaxError:  # a default whose repr is no expression
-        raise AttributeError("__signature__") from None
-    assert isinstance(tree, ast.FunctionDef)
-    arguments = tree.args
-    kinds = inspect.Parameter
-    positional: list[tuple[ast.arg, Any]] = [(argument, kinds.POSITIONAL_ONLY) for argument in arguments.posonlyargs]
-    positional += [(argument, kinds.POSITIONAL_OR_KEYWORD) for argument in arguments.args]
-    without = len(positional) - len(arguments.defaults)
-    defaults: list[Any] = [None] * without + list(arguments.defaults)
-    parameters = [
-        _parameter(argument, kind, default) for (argument, kind), default in zip(positional, defaults, strict=True)
-    ]
-    if arguments.vararg:
-        parameters.append(_parameter(arguments.vararg, kinds.VAR_POSITIONAL, None))
-    parameters += [
-        _parameter(*pair[:1], kinds.KEYWORD_ONLY, pair[1])
-        for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    ]
-    if arguments.kwarg:
-        parameters.append(_parameter(arguments.kwarg, kinds.VAR_KEYWORD, None))
-    return inspect.Signature(parameters)
-
-
-def _parameter(argument: ast.arg, kind: Any, default: ast.expr | None) -> inspect.Parameter:
-    shown: Any = inspect.Parameter.empty if default is None else _Shown(ast.unparse(default))
-    annotation: Any = (
-        inspect.Parameter.empty if argument.annotation is None else _Shown(ast.unparse(argument.annotation))
-    )
-    return inspect.Parameter(argument.arg, kind, default=shown, annotation=annotation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,8 +12,9 @@ from distnb.errors import DistributedValueError
 from distnb.session.arrivals import method_of
 from distnb.session.handles import HANDLES, RemoteState, state_of_handle
 from distnb.session.luggage import objects_in
+from distnb.session.pending import resolve
 from distnb.session.spaces import NotebookSpace
-from distnb.values import DistributedValues
+from distnb.values import DistributedValues, structure
 from distnb.wire.bindings import Effects, Leaf, Request, SpaceKey, Summary
 from distnb.wire.codec import Parcel
 from distnb.wire.graph import GraphUnpickler
@@ -94,6 +96,30 @@ class Operations:
         """The items of a mirrored container, each a plain value or a handle."""
         items: list[Any] = self.run(handle, "list")
         return items
+
+    def compare(self, handle: DistributedValues, comparison: str, other: Any) -> Any:
+        """Compare the object with another, or with a plain value, on every replica.
+
+        Args:
+            comparison: A name in `operator`: "eq", "lt", …
+
+        Returns:
+            A plain bool where all replicas agree on one, else a handle or a PerReplica of what each answers: of
+            tensors, for each element.
+
+        Raises:
+            UnassignedError: A replica never assigned it.
+            BaseException: What the comparison itself raises there.
+        """
+        state, other = state_of_handle(handle), resolve(other)
+        for replica in range(handle.num_replicas):
+            state.check_assigned(replica)
+        if not state.local:
+            return self.run(handle, "compare", (comparison, other))
+        others = other.component if isinstance(other, DistributedValues) else lambda replica: other
+        compared = getattr(operator, comparison)
+        mine = self.fetch_components(handle, range(handle.num_replicas))
+        return structure.regroup([compared(value, others(replica)) for replica, value in mine.items()])
 
     def _effects(
         self, handle: DistributedValues, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path

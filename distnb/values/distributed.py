@@ -104,6 +104,11 @@ class DistributedValues:
             "strategy.local_results gives what is here; strategy.reduce and strategy.gather bring all together."
         )
 
+    def __eq__(self, other: object) -> bool:
+        return self is other or self._refuse("cannot be compared")
+
+    __hash__ = object.__hash__
+
     def __repr__(self) -> str:
         lines = [f"  {replica}: {self._show(replica)}" for replica in range(self._num_replicas)]
         return f"{type(self).__name__}:{{\n" + ",\n".join(lines) + "\n}"

@@ -166,6 +166,43 @@ def test_handles_are_honest(world: DoubleWorld) -> None:
     assert t.sum().values == (torch.tensor(3.0), torch.tensor(6.0))
 
 
+def test_comparisons_are_asked_of_the_replicas(world: DoubleWorld) -> None:
+    here(world, "import torch\nhere = [1, 2]")
+    there(
+        world,
+        "both = [1, 2]\nown = [rid()]\nt = torch.arange(3.)\nr = rid()\nclass Model: pass\nm, o = Model(), Model()",
+    )
+    ns = world.notebook.user_ns
+    both, own, t, r = (ns[name] for name in ("both", "own", "t", "r"))
+    assert (both == [1, 2]) is True
+    assert ns["here"] == both
+    assert (both != [1, 2]) is False
+    assert (both == None) is False  # noqa: E711
+    assert (both == own) is False
+    assert (own == [0]).values == (True, False)
+    assert (own == own) is True
+    assert (r == 0).values == (True, False)
+    assert (r != PerReplica([0, 0])).values == (False, True)
+    assert both < [2]
+    assert ns["here"] <= both
+    with pytest.raises(TypeError, match="not supported between"):
+        _ = both < 3
+    with pytest.raises(DistributedValueError, match="truth value"):
+        assert own == [0]
+    assert 2 in both
+    assert isinstance(t == 1, Mirrored)
+    assert (t == 1).numpy().tolist() == [False, True, False]
+    assert (t >= t).numpy().tolist() == [True] * 3
+    assert ns["m"] in [ns["o"], ns["m"]]
+    assert ns["m"] not in [ns["o"], None]
+    assert {ns["m"]: 1}[ns["m"]] == 1
+    there(world, "if rid():\n    late = [5]")
+    with pytest.raises(UnassignedError, match="replica 0"):
+        _ = ns["late"] == [5]
+    with pytest.raises(CannotTravelError, match="lock"):
+        _ = both == threading.Lock()
+
+
 def test_forwarding(world: DoubleWorld) -> None:
     here(world, "import torch")
     there(
