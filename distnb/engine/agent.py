@@ -150,12 +150,16 @@ class Agent:
                     return
                 self._programs.send(self._replies.write(self.perform(message)))
                 # Only now: what a failed cell held may take seconds to end (a DataLoader waits for its workers).
-                self._failure = None
+                if self._failure is not None:
+                    self._guard.release(self._forget_failure)
         except BaseException:
             IOLoop.current().add_callback(self._serve_programs)  # more may wait, and nothing else would tell
             raise
         finally:
             self._serving = False
+
+    def _forget_failure(self) -> None:
+        self._failure = None
 
     def perform(self, message: Program) -> Reply:
         """Run one program to its end and describe how it ended. Never raises."""

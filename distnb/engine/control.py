@@ -144,7 +144,7 @@ class Control:
         while True:
             # Asleep first, then a look at the queues: whoever adds to them after that sees that it must wake us.
             self._asleep = True
-            busy = self._running is not None or self._events or self._points
+            busy = self._running is not None or self._guard.waiting or self._events or self._points
             self._asleep = not busy
             ready = dict(poller.poll(int(_FLUSH_S * 1000) if busy else 1000))
             self._asleep = False

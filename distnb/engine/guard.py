@@ -1,11 +1,16 @@
 """Ending exactly the program that runs, from another thread, and never the engine.
 
+What programs leave behind is ended, too: destructors and weakref callbacks that run when a program has been replied
+to, or in a collection of garbage while no program runs. An order to end the next program, which waits for them, ends
+them first.
+
 A real-time signal of our own reaches the main thread; its handler raises only while the program's guarding frame
 is on the stack. SIGINT would not do: user code swaps its handler, and libraries ignore it.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -42,7 +47,12 @@ _BRIEF_S = 1.0
 
 
 class _Run:
-    """One guarded program, an object of its own: a late order meets the old one, and no lock is needed."""
+    """One guarded program, an object of its own: a late order meets the old one, and no lock is needed.
+
+    Args:
+        program: Its number.
+        frame: What is above it on the stack is the program's.
+    """
 
     def __init__(self, program: int, frame: FrameType) -> None:
         self.program = program
@@ -53,6 +63,16 @@ class _Run:
         self.next_press = 0.0
         self.pressed = 0.0  # for the first time
 
+    def order(self, reason: str, interrupted: bool) -> None:
+        """It is to end; of several orders the first one counts."""
+        if self.reason is None:
+            self.interrupted, self.reason = interrupted, reason
+
+    @property
+    def ordered(self) -> bool:
+        """Whether it is to end, and has not."""
+        return self.reason is not None and self.frame is not None
+
 
 class Guard:
     """Knows which program runs in the main thread, and raises in it on demand. Make it in the main thread."""
@@ -60,6 +80,8 @@ class Guard:
     def __init__(self) -> None:
         self._main = threading.get_ident()
         self._run: _Run | None = None
+        self._remains: _Run | None = None  # what an earlier program left, and what a collection of garbage finds
+        self._collection: _Run | None = None  # the same, where it is of a collection
         self._early: dict[int, tuple[str, bool]] = {}  # orders that overtook the program they are about
         self._forking = False
         signal.signal(_SIGNAL, self._handle)
@@ -68,6 +90,7 @@ class Guard:
         os.register_at_fork(before=self._fork_begins, after_in_parent=self._fork_ended, after_in_child=self._fork_ended)
         self._report_unraisable = sys.unraisablehook
         sys.unraisablehook = self._unraisable
+        gc.callbacks.append(self._collecting)
 
     def call(self, program: int, function: Callable[[], T]) -> T:
         """Call a function so that `abort(program)` raises in it; in the main thread.
@@ -87,6 +110,38 @@ class Guard:
         finally:
             run.frame = None
 
+    def release(self, function: Callable[[], None]) -> None:
+        """Let go of what a program left, once it has been replied to. An order to end a later one ends this, too."""
+        remains = self._expect(sys._getframe())
+        try:
+            function()
+        except (ProgramAborted, KeyboardInterrupt):
+            pass  # in the function itself: all the rest is done in destructors and callbacks, which drop it
+        finally:
+            remains.frame = self._remains = None
+
+    def _expect(self, frame: FrameType) -> _Run:
+        remains = self._remains = _Run(self._run.program if self._run is not None else 0, frame)
+        # As in `call`: looked up after `_remains` is set, as `abort` looks at it after it has left its word.
+        for program, order in sorted(self._early.items()):
+            if program > remains.program:
+                remains.order(*order)
+        return remains
+
+    def _collecting(self, phase: str, info: object) -> None:
+        """The collector begins, or ends: in between it may call destructors, whose exceptions it drops."""
+        if threading.get_ident() != self._main:
+            return
+        below = sys._getframe().f_back
+        if phase == "start" and below is not None and not self._in_program and self._remains is None:
+            self._collection = self._expect(below)
+        elif phase == "stop" and self._collection is not None:
+            self._collection.frame = self._collection = self._remains = None
+
+    @property
+    def _in_program(self) -> bool:
+        return self._run is not None and self._run.frame is not None
+
     @property
     def aborted(self) -> bool:
         """Whether the latest program was told to end: whatever it then raised is a consequence, not a cause."""
@@ -102,37 +157,50 @@ class Guard:
 
         An order may come before its program does: it is kept, and the program ends as it begins.
         """
-        if self._run is None or program > self._run.program:
-            self._early[program] = (reason, interrupted)
         run = self._run
+        if run is None or program > run.program:
+            self._early[program] = (reason, interrupted)
+            run = self._run  # it may have begun meanwhile
+            remains = self._remains
+            if remains is not None and remains.frame is not None:
+                remains.order(reason, interrupted)
+                return True
         if run is None or run.program != program or run.frame is None:
             return False
-        if run.reason is None:
-            run.interrupted, run.reason = interrupted, reason
+        run.order(reason, interrupted)
         return True
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something was told to end and has not yet: `press` may have to be called again."""
+        return any(run is not None and run.ordered for run in (self._run, self._remains))
 
     def press(self) -> None:
         """Send the signal if it is due; the control thread calls this often.
 
         One signal may be swallowed (in a destructor, a callback, a bare `except`), so it is sent again.
         """
-        run = self._run
-        if run is None or run.reason is None or run.frame is None or time.monotonic() < run.next_press:
-            return
-        run.next_press = time.monotonic() + _RETRY_S[min(run.presses, len(_RETRY_S) - 1)]
-        run.presses += 1
-        run.pressed = run.pressed or time.monotonic()
-        signal.pthread_kill(self._main, _SIGNAL)
+        for run in (self._run, self._remains):
+            if run is None or not run.ordered or time.monotonic() < run.next_press:
+                continue
+            run.next_press = time.monotonic() + _RETRY_S[min(run.presses, len(_RETRY_S) - 1)]
+            run.presses += 1
+            run.pressed = run.pressed or time.monotonic()
+            signal.pthread_kill(self._main, _SIGNAL)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        run = self._run
-        if run is None or run.reason is None or run.frame is None:
-            return  # the program ended in the meantime: an idle engine must live on
+        for run in (self._run, self._remains):
+            # If it ended in the meantime: an idle engine must live on.
+            if run is not None and run.ordered:
+                self._raise_in(run, frame)
+
+    def _raise_in(self, run: _Run, frame: FrameType | None) -> None:
+        own = run is self._remains and frame is not None and (frame is run.frame or frame.f_code is _COLLECTING)
         brief = False
         while frame is not None and frame is not run.frame:
             brief = brief or frame.f_code in _BRIEF
             frame = frame.f_back
-        if self._forking or (brief and time.monotonic() < run.pressed + _BRIEF_S):
+        if self._forking or own or (brief and time.monotonic() < run.pressed + _BRIEF_S):
             run.next_press = 0.0
         elif frame is not None:
             raise KeyboardInterrupt(run.reason) if run.interrupted else ProgramAborted(run.reason)
@@ -148,7 +216,12 @@ class Guard:
         last = unraisable.exc_traceback
         while last is not None and last.tb_next is not None:
             last = last.tb_next
-        if last is None or last.tb_frame.f_code is not Guard._handle.__code__:
+        if last is None or last.tb_frame.f_code is not Guard._raise_in.__code__:
             self._report_unraisable(unraisable)
-        elif self._run is not None:
-            self._run.next_press = 0.0
+            return
+        for run in (self._run, self._remains):
+            if run is not None:
+                run.next_press = 0.0
+
+
+_COLLECTING = Guard._collecting.__code__

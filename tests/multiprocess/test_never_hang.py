@@ -332,6 +332,42 @@ dist.all_reduce(torch.ones(1))
     notebook.run("%distnb restart 1", timeout_s=60)
 
 
+def test_what_a_failed_cell_left_may_hang_in_its_destructor(notebook: Notebook, tmp_path: Path) -> None:
+    """It is let go of when its reply is out: the cell after it waits, and can be interrupted."""
+    begun = tmp_path / "begun"
+    failed(
+        notebook,
+        f"""%%distribute mirrored
+class Endless:
+    def __del__(self):
+        open({str(begun)!r} + str(distnb.replica_id()), "w").close()
+        while True:
+            time.sleep(0.01)
+def fails():
+    endless = Endless()
+    1 / 0
+fails()
+""",
+        "ZeroDivisionError",
+    )
+    processes.wait_until(lambda: all(Path(f"{begun}{r}").exists() for r in range(2)), LIMIT_S, "no destructor ran")
+    notebook.run("""
+import threading
+import time
+import distnb.session
+
+def stop():
+    while not distnb.session.current().interrupt():
+        time.sleep(0.01)
+
+stopper = threading.Thread(target=stop)
+stopper.start()
+""")
+    ran = failed(notebook, "%%distribute mirrored\nprint('never')", "KeyboardInterrupt")
+    assert "busy" not in ran.error_text, ran
+    notebook.run("stopper.join()\ndel stopper, stop, Endless, fails")
+
+
 def test_the_stacks_show_where_replicas_are(notebook: Notebook, tmp_path: Path) -> None:
     seen = str(tmp_path / "seen")
     notebook.run(f"""

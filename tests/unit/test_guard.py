@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -267,6 +269,43 @@ def test_what_a_destructor_drops_comes_again_and_is_not_told(
     with pytest.raises(ProgramAborted):
         guard.call(1, drop)
     assert told == []
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("by", ["release", "collection", "callback"])
+def test_what_a_program_left_is_ended_by_an_order_for_a_later_one(
+    guard: Guard, pressing: Callable[..., None], told: list[object], by: str
+) -> None:
+    guard.call(1, int)
+    held: list[Any] = [Held() if by == "callback" else Endless()]
+    finalizer = weakref.ref(held[0], lambda _: spin()) if by == "callback" else None
+    pressing(2)
+    if by == "collection":
+        held.append(held)
+        del held
+        gc.collect()
+    else:
+        guard.release(held.clear)
+    assert finalizer is None or finalizer() is None
+    with pytest.raises(ProgramAborted):
+        guard.call(2, spin)
+    assert told == []
+
+
+class Held:
+    pass
+
+
+@pytest.mark.timeout(30)
+def test_an_order_between_programs_does_not_reach_what_is_no_destructor(guard: Guard) -> None:
+    guard.call(1, int)
+    guard.abort(2, "because")
+    for _ in range(20):
+        guard.press()
+        gc.collect()
+        time.sleep(0.01)
+    with pytest.raises(ProgramAborted):
+        guard.call(2, spin)
 
 
 def test_other_dropped_exceptions_are_told(guard: Guard, told: list[object]) -> None:
