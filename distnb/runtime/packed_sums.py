@@ -104,8 +104,7 @@ def _check_mark(found: float, expected: float, tensors: Sequence[torch.Tensor]) 
     if found != expected:
         raise CollectiveMismatchError(
             "The replicas reduced structures of tensors with different shapes; here they are "
-            f"{[tuple(tensor.shape) for tensor in tensors]}. Give tensors of equal shapes on every replica, or reduce "
-            "over an axis along which they may differ."
+            f"{[tuple(tensor.shape) for tensor in tensors]}. Give tensors of equal shapes on every replica."
         )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distnb.errors import DistributedValueError, OptionError
+from distnb.errors import CollectiveMismatchError, DistributedValueError, OptionError
 from distnb.options import ReduceOp
 from distnb.runtime.gathering import require_dense
 from distnb.runtime.packed_sums import combine_over_replicas
@@ -141,10 +141,27 @@ def reduce_leaves(
     if mean:
         tensors = [_for_mean(tensor) for tensor in tensors]
     if axis is None:
-        results = combine_over_replicas(aggregation, op, tensors)
+        results = _reduce_elements(aggregation, op, tensors)
     else:
         results = _reduce_along(aggregation, mean, tensors, axis)
     return [python_number(result, value) for result, value in zip(results, values, strict=True)]
+
+
+def _reduce_elements(
+    aggregation: Aggregation, op: ReduceOp, tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    try:
+        return combine_over_replicas(aggregation, op, tensors)
+    except CollectiveMismatchError as error:
+        shapes = [tuple(tensor.shape) for tensor in tensors if tensor.ndim]
+        if shapes:
+            error.args = (
+                f"{error} reduce with axis=None puts components of equal shape together element by element; "
+                f"{'that' if len(tensors) == 1 else 'one'} of this replica has shape {shapes[0]}. Where they are slices "
+                f'of unequal length, reduce along their examples, too: strategy.reduce("{op.name.lower()}", value, '
+                "axis=0).",
+            )
+        raise
 
 
 def _reduce_along(

@@ -262,6 +262,7 @@ result = error(lambda: strategy.reduce("sum", uneven, None), Exception)
         2,
     )
     assert all(rank.result and "float32[4]" in rank.result and "float32[2]" in rank.result for rank in ended), ended
+    assert all('strategy.reduce("sum", value, axis=0)' in rank.result for rank in ended), ended
 
 
 @pytest.mark.parametrize("n", [2, 4])
