@@ -16,7 +16,7 @@ from distnb.collectives.board import Board
 from distnb.collectives.identity import GroupIdentity
 from distnb.collectives.ledger import Ledger
 from distnb.collectives.shared_sum import SharedSum
-from distnb.collectives.time_limit import TimeLimit
+from distnb.collectives.time_limit import TimeLimit, out_of_time
 from distnb.collectives.transport import Transport
 from distnb.collectives.waiting import Waits
 from distnb.errors import CollectiveError, CollectiveMismatchError
@@ -27,6 +27,11 @@ _ABORT_GRACE_S = 0.5
 _FAILED_GRACE_S = 3.0
 _NOT_CONNECTED = (
     "This process group belongs to a team of replicas that is not the one that runs now, or to a generation that ended."
+)
+
+_OVER = (
+    "That ended this process group, and no other collective can follow in it. A notebook's next cell gets a new group; "
+    "a script has one for its whole run: correct what differs and start it again, instead of catching this error."
 )
 
 
@@ -229,6 +234,9 @@ class GroupCore(GroupIdentity):
     # -- failure ---------------------------------------------------------------------------------------------------
 
     def _raise_if_failed(self) -> None:
+        """Raise if an operation that begins now cannot: the group has ended before it."""
+        if isinstance(self.failure, CollectiveMismatchError):
+            raise CollectiveMismatchError(f"{self.failure} {_OVER}")
         if self.failure is not None:
             self.raise_failure()
 
@@ -346,15 +354,7 @@ class GroupCore(GroupIdentity):
         raise self._out_of_time(number, limit_s)
 
     def _out_of_time(self, number: int | None, limit_s: float) -> CollectiveError:
-        ledger, who, what = self._ledger, "", "The operation"
-        if ledger is not None and number is not None:
-            what = ledger.told(number)
-            absent = ", ".join(str(self.replicas[rank]) for rank in ledger.absent(number))
-            who = f" Not there yet: replica {absent}." if absent else ""
-        return CollectiveError(
-            f"{what} did not end within the time limit of {limit_s:g} s that the program gave it.{who} "
-            "Give it a longer one, or none: replicas are then waited for as long as they are alive."
-        )
+        return out_of_time(self._ledger, self.replicas, number, limit_s)
 
     # -- bookkeeping of works --------------------------------------------------------------------------------------
 

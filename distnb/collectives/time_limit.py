@@ -7,14 +7,16 @@ which it hands down as if the user had given it: that one is left out.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import constants
 
-from distnb.errors import OptionError
+from distnb.collectives.ledger import Ledger
+from distnb.errors import CollectiveError, OptionError
 
-__all__ = ["TimeLimit"]
+__all__ = ["TimeLimit", "out_of_time"]
 
 
 class TimeLimit:
@@ -66,3 +68,23 @@ class TimeLimit:
             elif now > deadline:
                 return number, limit_s
         return None
+
+
+def out_of_time(ledger: Ledger | None, replicas: Sequence[int], number: int | None, limit_s: float) -> CollectiveError:
+    """The error for an operation that was not done in time: what it was, and who has not come to it.
+
+    Args:
+        ledger: What was called, where that is known.
+        replicas: The replica id of each rank.
+        number: Of the collective; None for a message.
+        limit_s: How long the program gave it.
+    """
+    who, what = "", "The operation"
+    if ledger is not None and number is not None:
+        what = ledger.told(number)
+        absent = ", ".join(str(replicas[rank]) for rank in ledger.absent(number))
+        who = f" Not there yet: replica {absent}." if absent else ""
+    return CollectiveError(
+        f"{what} did not end within the time limit of {limit_s:g} s that the program gave it.{who} "
+        "Give it a longer one, or none: replicas are then waited for as long as they are alive."
+    )

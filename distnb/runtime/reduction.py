@@ -147,9 +147,7 @@ def reduce_leaves(
     return [python_number(result, value) for result, value in zip(results, values, strict=True)]
 
 
-def _reduce_elements(
-    aggregation: Aggregation, op: ReduceOp, tensors: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+def _reduce_elements(aggregation: Aggregation, op: ReduceOp, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     try:
         return combine_over_replicas(aggregation, op, tensors)
     except CollectiveMismatchError as error:
@@ -157,9 +155,8 @@ def _reduce_elements(
         if shapes:
             error.args = (
                 f"{error} reduce with axis=None puts components of equal shape together element by element; "
-                f"{'that' if len(tensors) == 1 else 'one'} of this replica has shape {shapes[0]}. Where they are slices "
-                f'of unequal length, reduce along their examples, too: strategy.reduce("{op.name.lower()}", value, '
-                "axis=0).",
+                f"here {'it' if len(tensors) == 1 else 'one'} has shape {shapes[0]}. Where they are slices of unequal "
+                f'length, reduce along their examples, too: strategy.reduce("{op.name.lower()}", value, axis=0).',
             )
         raise
 
