@@ -209,15 +209,22 @@ def _is_variable(value: Any) -> bool:
 
 
 def own_part(value: Any) -> Any:
-    """A value, or a structure that holds distributed ones, as this replica has it: with its own components."""
+    """A value, or a structure that holds distributed ones, as this replica has it: with its own components.
+
+    A structure that cannot be taken apart or put together again is given as it is: one that holds itself, or a
+    container whose class does as it likes. Nothing is to fail because it is looked at.
+    """
     try:
-        if structure.has_distributed(value):
-            return structure.map_structure(
-                lambda leaf: leaf.values[0] if isinstance(leaf, DistributedValues) else leaf, value
-            )
-    except Exception:  # noqa: BLE001
-        pass  # a container of the user's that cannot be rebuilt with other items
-    return value
+        if not structure.has_distributed(value):
+            return value
+        leaves, shape = structure.flatten(value)
+    except Exception:  # noqa: BLE001  # RecursionError, and whatever a container raises when it is iterated
+        return value
+    own = [leaf.values[0] if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
+    try:
+        return structure.unflatten(shape, own)
+    except Exception:  # noqa: BLE001  # whatever a container raises that checks what it is given
+        return value
 
 
 def _type_name(kind: type) -> str:

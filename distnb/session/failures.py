@@ -125,10 +125,11 @@ def _ranges(ranks: list[int]) -> str:
 
 
 def _raise(report: ErrorReport, team: Team, engine: int, others: str) -> None:
-    error = _revive(report)
+    error, *notes = _revive(report)
+    notes = [f"({note})" for note in (*notes, others) if note]
     rank = team.rank_of(engine)
     title = f"Replica {rank} of {team.size} ({team.devices[rank]}) raised:"
-    rendered = [title, *report.rendered, *([f"({others})"] if others else [])]
+    rendered = [title, *report.rendered, *notes]
 
     def render(self: BaseException) -> list[str]:
         return rendered
@@ -138,17 +139,21 @@ def _raise(report: ErrorReport, team: Team, engine: int, others: str) -> None:
         error._render_traceback_ = MethodType(render, error)  # type: ignore[attr-defined]
     except AttributeError:
         pass  # a class with slots; the cause below tells the same
-    if others:
-        error.add_note(f"({others})")
+    for note in notes:
+        error.add_note(note)
     raise error from ReplicaTraceback("\n" + "\n".join([title, *report.traceback]))
 
 
-def _revive(report: ErrorReport) -> BaseException:
+def _revive(report: ErrorReport) -> tuple[BaseException, str]:
+    """The exception itself, or a stand-in and the reason for it."""
+    reason = ""
     if report.pickled is not None:
         try:
             error: Any = pickle.loads(report.pickled)
+        except Exception as failed:  # noqa: BLE001  # this runs what its class says, which may do anything
+            # On the replica it could be read again: something is there that is not here.
+            reason = f"It could not be made in the notebook, and is told here: {type(failed).__name__}: {failed}."
+        else:
             if isinstance(error, BaseException):
-                return error
-        except Exception:  # noqa: BLE001
-            pass  # its class does not exist on this side; the stand-in below says all that is known
-    return RemoteError(f"{report.type_name}: {report.text}")
+                return error, ""
+    return RemoteError(f"{report.type_name}: {report.text}"), reason

@@ -203,6 +203,21 @@ def test_comparisons_are_asked_of_the_replicas(world: DoubleWorld) -> None:
         _ = both == threading.Lock()
 
 
+def test_containers_that_cannot_be_rebuilt_are_shown_as_they_are(world: DoubleWorld) -> None:
+    here(world, "from distnb.values import PerReplica")
+    there(
+        world,
+        "class Fixed(dict):\n    def copy(self): raise TypeError('fixed')\n"
+        "own = PerReplica.own(rid(), 5 + rid(), 2)\nbox, fixed, loop = [own], Fixed(a=own), [own]\nloop.append(loop)",
+    )
+    ns = world.notebook.user_ns
+    assert ns["box"].values == ([5], [6])
+    assert ns["fixed"].component(1)["a"].component(1) == 6
+    loop = ns["loop"].component(1)
+    assert loop[1] is loop
+    assert "PerReplica" in repr(ns["loop"])
+
+
 def test_forwarding(world: DoubleWorld) -> None:
     here(world, "import torch")
     there(

@@ -1,0 +1,41 @@
+"""What the notebook raises for an exception of a replica."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from distnb.errors import RemoteError
+from distnb.session.dispatch import Outcome
+from distnb.session.failures import raise_failure
+from distnb.topology import Device, Team
+from distnb.wire.messages import ErrorReport, Reply
+
+TEAM = Team((0, 1), (Device("cpu"),) * 2, 1, "", 0)
+
+
+def raised_for(report: ErrorReport) -> BaseException:
+    outcome = Outcome(1, (0, 1))
+    outcome.take(0, Reply(1, "error", report))
+    outcome.take(1, Reply(1, "ok"))
+    with pytest.raises(BaseException) as raised:  # noqa: PT011
+        raise_failure(outcome, TEAM)
+    return raised.value
+
+
+def test_a_class_that_is_not_here_is_told_of_with_the_reason() -> None:
+    report = ErrorReport(b"cno_such_module\nMine\n.", "no_such_module.Mine", "text", ("where",), ("where",))
+    error = raised_for(report)
+    assert isinstance(error, RemoteError)
+    assert str(error) == "no_such_module.Mine: text"
+    told = "\n".join(error._render_traceback_())  # type: ignore[attr-defined]
+    for text in (told, "\n".join(error.__notes__)):
+        assert "ModuleNotFoundError: No module named 'no_such_module'" in text
+        assert "replica 1 finished" in text
+
+
+def test_an_exception_is_raised_as_itself() -> None:
+    error = raised_for(ErrorReport(pickle.dumps(KeyError("k")), "KeyError", "'k'", ("where",), ("where",)))
+    assert type(error) is KeyError
+    assert error.__notes__ == ["(replica 1 finished)"]
