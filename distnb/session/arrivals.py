@@ -14,6 +14,7 @@ from distnb.session import records
 from distnb.session.handles import HANDLES, RemoteMethod, RemoteState, change_kind, make_handle, state_of_handle
 from distnb.session.replacing import replace_everywhere
 from distnb.session.spaces import MISSING, NotebookSpace
+from distnb.values import Mirrored
 from distnb.wire.bindings import Confirmation, Described, Effects, Leaf, pack_indexes
 from distnb.wire.codec import Parcel
 from distnb.wire.environment import apply_environment
@@ -332,7 +333,7 @@ class Arrival:
         state = RemoteState(
             self._space, self._operations, identity, facts, local or {}, name or identity[1].lstrip("@")
         )
-        state.lost = set(range(self._space.size)) - set(self._effects)
+        state.gone = {engine for place, engine in enumerate(self._space.key[0]) if place not in self._effects}
         state.describe(facts)
         self._made.append(state)
         handle = make_handle(state, mirrored=mirrored, size=self._space.size)
@@ -356,7 +357,9 @@ class Arrival:
             }
             self._held += state.describe(facts)
             state.dated = False
-            if not any(fact.wrapped for fact in facts.values()) and len(state.facts) == self._space.size:
+            # Of components that differed, what is left when an engine has ended is not what all have.
+            known = len(state.facts) == self._space.size and (isinstance(handle, Mirrored) or not state.gone)
+            if known and not any(fact.wrapped for fact in facts.values()):
                 change_kind(handle, mirrored=_are_equal(state.facts))
 
     def _take_environment(self) -> None:

@@ -8,117 +8,20 @@ from __future__ import annotations
 
 import inspect
 import sys
-import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from distnb.errors import DistributedValueError, StaleHandleError, UnassignedError
+from distnb.errors import DistributedValueError
+from distnb.session.handle_state import RemoteState, state_of_handle
 from distnb.session.signatures import parse_signature
 from distnb.session.summaries import as_html, as_text
 from distnb.values import DistributedValues, Mirrored, PerReplica
 from distnb.wire.bindings import Described, follow
-from distnb.wire.messages import ObjectId
-from distnb.wire.twins import NOT_THERE, is_value_twin
-
-if TYPE_CHECKING:
-    from distnb.session.operations import Operations
-    from distnb.session.spaces import NotebookSpace
 
 __all__ = ["HANDLES", "RemoteMirrored", "RemotePerReplica", "RemoteState", "make_handle", "state_of_handle"]
 
 _OWN = frozenset({"_components", "_num_replicas", "_global_batch_size"})
 _PROTOCOLS = ("_repr_", "_ipython_")
-
-
-@dataclass
-class RemoteState:
-    """What a handle knows without asking.
-
-    Attributes:
-        identity: The object's id on every replica.
-        facts: How it was described, by replica; a replica that never assigned the name has none.
-        local: Components that only the notebook holds, by replica: the name's value where it was not assigned.
-        name: The name that it was first bound to, for messages.
-        lost: Replicas whose engine was restarted since.
-        dated: The text in the summaries may be out of date; it is asked for again when it is shown.
-        held: The notebook's objects that the engines' hold: what is done to them here is to reach those.
-        parent: The handle that it was asked of: what this one is given, that one holds, too.
-    """
-
-    space: NotebookSpace
-    operations: Operations
-    identity: ObjectId
-    facts: dict[int, Described]
-    local: dict[int, Any] = field(default_factory=dict)
-    name: str = ""
-    lost: set[int] = field(default_factory=set)
-    dated: bool = False
-    held: tuple[Any, ...] = ()
-    parent: weakref.ref[Any] | None = None
-
-    def describe(self, facts: dict[int, Described]) -> tuple[Any, ...]:
-        """Take in a new description. Returns what was held until now."""
-        before = self.held
-        self.facts.update(facts)
-        holds = {identity for fact in self.facts.values() for identity in fact.holds if is_value_twin(identity)}
-        self._hold(holds)
-        if holds and self.parent is not None and (parent := self.parent()) is not None:
-            state_of_handle(parent).adopt(holds)
-        return before
-
-    def adopt(self, identities: set[ObjectId]) -> None:
-        """Something that was found in this object now holds these, and so it does."""
-        more = tuple(identities.difference(*(fact.holds for fact in self.facts.values())))
-        if more:
-            self.describe({replica: replace(fact, holds=fact.holds + more) for replica, fact in self.facts.items()})
-
-    def _hold(self, holds: set[ObjectId]) -> None:
-        held = map(self.space.twins.get, holds) if holds else ()
-        self.held = tuple(obj for obj in held if obj is not NOT_THERE)
-
-    @property
-    def type_name(self) -> str:
-        """The class of the object, on the first replica that has one."""
-        return next((fact.summary.type for fact in self.facts.values() if fact.summary), "object")
-
-    @property
-    def together(self) -> bool:
-        """Whether the replicas hold parts, of which they make one value together."""
-        return any(fact.together for fact in self.facts.values())
-
-    def check(self) -> None:
-        """Raise if the object is gone.
-
-        Raises:
-            StaleHandleError: Its engines were restarted or stopped.
-        """
-        what = f"`{self.name}`" if self.name else "this handle"
-        if self.space.ended or self.lost:
-            where = "the engines were" if self.space.ended else f"the engine of replica {min(self.lost)} was"
-            raise StaleHandleError(
-                f"{what} ({self.type_name}) is gone: {where} restarted or stopped since it was made, and it "
-                "lived there. "
-                "Run the cell that makes it again."
-            )
-
-    def check_assigned(self, replica: int) -> None:
-        """Raise if a replica never assigned it.
-
-        Raises:
-            UnassignedError: It did not.
-        """
-        if replica not in self.facts and replica not in self.local:
-            raise UnassignedError(
-                f"name {self.name!r} is not defined on replica {replica}: only replicas "
-                f"{sorted(self.facts)} assigned it."
-            )
-
-
-def state_of_handle(handle: DistributedValues) -> RemoteState:
-    """The state of a handle."""
-    state: RemoteState = object.__getattribute__(handle, "_components")
-    return state
 
 
 class _Remote(DistributedValues):

@@ -293,10 +293,10 @@ class NotebookNamespace:
         restored = self.operations.restore(space, survivor, lost, mirrored)
         for handle in handles:
             state = state_of_handle(handle)
-            if state.identity not in restored:
-                state.lost |= set(lost) & set(state.facts)
-            elif isinstance(handle, Mirrored):
-                state.facts.update(dict.fromkeys(lost, state.facts[survivor]))
+            if state.identity in restored:
+                state.restored(lost, survivor)
+            else:
+                state.gone.update(space.key[0][replica] for replica in lost if replica in state.facts)
         unknown = [
             identity
             for identity, obj in space.twins.items()

@@ -112,6 +112,7 @@ class Operations:
             BaseException: What the comparison itself raises there.
         """
         state, other = state_of_handle(handle), resolve(other)
+        state.check()
         for replica in range(handle.num_replicas):
             state.check_assigned(replica)
         if not state.local:
@@ -125,12 +126,14 @@ class Operations:
         self, handle: DistributedValues, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path
     ) -> dict[int, Effects]:
         state = state_of_handle(handle)
-        state.check()
+        if operation != "summary":  # that one is asked of those who still have the object
+            state.check()
         if not state.facts and state.local:
             raise DistributedValueError(_no_object(state))
+        asked = tuple(sorted(state.facts.keys() - state.lost))
         space = state.space
         delivery = self._namespace.deliver_call(space, (tuple(args), dict(kwargs)), touched=(handle,))
-        answers = self._ask(space, operation, state.identity, Request(delivery, path, tuple(sorted(state.facts))))
+        answers = self._ask(space, operation, state.identity, Request(delivery, path, asked))
         state.dated = True
         return answers
 
@@ -157,9 +160,9 @@ class Operations:
             for fact in state.facts.values()
         )
         unseen = any(fact.summary is not None and fact.summary.text is None for fact in state.facts.values())
-        if not state.facts or state.space.ended or state.lost or not (state.dated or missing or unseen):
+        if not (state.dated or missing or unseen) or state.space.ended or not state.facts.keys() - state.lost:
             return
-        effects = self._effects(handle, "read_summary" if state.together else "summary", (), {}, ())
+        effects = self._effects(handle, "read_summary" if state.together and not state.lost else "summary", (), {}, ())
         for replica, one in effects.items():
             summary: Summary = one.result
             state.facts[replica] = replace(state.facts[replica], summary=replace(summary, text=summary.text or ""))
@@ -178,8 +181,8 @@ class Operations:
     def fetch_components(self, handle: DistributedValues, replicas: Iterable[int]) -> dict[int, Any]:
         """Copies of the components of some replicas."""
         state = state_of_handle(handle)
-        state.check()
         wanted = list(replicas)
+        state.check(wanted)
         for replica in wanted:
             state.check_assigned(replica)
         found = {replica: state.local[replica] for replica in wanted if replica in state.local}

@@ -82,14 +82,8 @@ class NotebookSpace:
     def move(self, key: SpaceKey) -> None:
         """Go on with other engines: components are renumbered, those of engines that are gone are lost."""
         before, self.key = self.key[0], key
-        places = {old: key[0].index(engine) for old, engine in enumerate(before) if engine in key[0]}
         for handle in self.handles():
-            state = state_of_handle(handle)
-            state.facts = {places[replica]: fact for replica, fact in state.facts.items() if replica in places}
-            state.local = {places[replica]: value for replica, value in state.local.items() if replica in places}
-            state.lost = {places[replica] for replica in state.lost if replica in places}
-            if not state.facts and not state.local:
-                state.lost = {0}
+            state_of_handle(handle).move(before, key[0])
             object.__setattr__(handle, "_num_replicas", len(key[0]))
 
     @property
@@ -168,15 +162,18 @@ class NotebookSpace:
             return state.identity
         return word, state.identity, state.local, "Mirrored" if isinstance(handle, Mirrored) else "PerReplica"
 
-    def state(self, handle: DistributedValues) -> RemoteState:
+    def state(self, handle: DistributedValues, *, in_part: bool = False) -> RemoteState:
         """A handle's state, once it is known to be of this space and alive.
+
+        Args:
+            in_part: It is enough if some replica has it.
 
         Raises:
             StaleHandleError: Its object is gone.
             Unsendable: It belongs to another group of engines.
         """
         state = state_of_handle(handle)
-        state.check()
+        state.check(() if in_part else None)
         if state.space is not self:
             raise Unsendable(
                 handle,

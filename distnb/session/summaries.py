@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from distnb.session.html_table import filled_columns, html_table
 
 if TYPE_CHECKING:
-    from distnb.session.handles import RemoteState
+    from distnb.session.handle_state import RemoteState
 
 __all__ = ["as_html", "as_text"]
 

@@ -141,15 +141,15 @@ class Packer:
 
     def take_handle(self, handle: Any) -> set[str]:
         """Take in an engine object that the program touches. Returns the global names that its code reads."""
-        return self._take_handle(handle, "")
+        return self._take_handle(handle, "", in_part=True)
 
-    def _take_handle(self, handle: Any, name: str) -> set[str]:
+    def _take_handle(self, handle: Any, name: str, *, in_part: bool = False) -> set[str]:
         if isinstance(handle, Argument):
             handle = handle.handle
         if not isinstance(handle, HANDLES):
             return set()  # a distributed value made in the notebook: its components travel with it
         try:
-            state = self._space.state(handle)
+            state = self._space.state(handle, in_part=in_part)
         except Unsendable as error:
             raise explain(handle, f"`{name or state_of_handle(handle).name}`", error) from error
         if id(handle) in self._seen:

@@ -328,6 +328,36 @@ def test_replaced_engine_gets_mirrored_objects(world: DoubleWorld) -> None:
         ns["mine"].values
 
 
+@pytest.mark.parametrize("between", [True, False])
+def test_a_lost_component_is_named_and_the_others_can_be_read(world: DoubleWorld, between: bool) -> None:
+    there(world, "mine = [rid()]\nr = rid()\nif rid():\n    late = [5]")
+    ns = world.notebook.user_ns
+    world.namespace.engine_died(1)
+    if between:  # a cell on the engines that are left
+        world.run(distributed("n = mine[0]"), Team((0,), (Device("cpu"),), 2, "", 0))
+        assert (ns["n"], ns["mine"].values, ns["r"].values) == (0, ([0],), (0,))
+    world.add_engine(1)
+    world.namespace.engines_replaced([1], [0])
+    assert repr(ns["mine"]) == "PerReplica:{\n  0: [0],\n  1: <lost: its engine has ended>\n}"
+    assert ns["mine"].component(0) == [0]
+    for ask in (
+        lambda: ns["mine"].values,
+        lambda: ns["mine"].component(1),
+        lambda: ns["mine"].append(1),
+        lambda: ns["mine"] == [0],
+        lambda: there(world, "mine"),
+    ):
+        with pytest.raises(StaleHandleError, match=r"`mine`.*lost.*replica 1.*mine\.component\(0\)"):
+            ask()
+    assert ns["r"].values == (0, 1), "plain values are the notebook's own"
+    with pytest.raises(StaleHandleError, match=r"`late`.*is gone"):
+        ns["late"].component(1)
+    there(world, "again = [r]")
+    assert ns["again"].values == ([0], [1])
+    there(world, "mine = [r + 1]")
+    assert ns["mine"].values == ([1], [2])
+
+
 def test_switching_with_a_model(world: DoubleWorld) -> None:
     text = "total = float(sum(p.sum() for p in model.parameters()))\nopt.step()"
     here(world, "import torch")
@@ -589,7 +619,7 @@ def test_what_was_changed_differently_in_a_class(world: DoubleWorld) -> None:
 def test_a_cell_that_may_read_any_name_leaves_out_what_is_gone(world: DoubleWorld) -> None:
     there(world, "import torch\na = torch.zeros(3) + rid()\ndef f():\n    return a")
     here(world, "box = [a]\nalias = box\nn = 5")
-    state_of_handle(world.notebook.user_ns["a"]).lost = {1}
+    state_of_handle(world.notebook.user_ns["a"]).gone = {1}
     there(world, "known = 'nothing' in globals()\nm = globals()['n']")
     assert (world.notebook.user_ns["known"], world.notebook.user_ns["m"]) == (False, 5)
     for source in ("a", "box", "alias[0]", "f()"):

@@ -1,0 +1,148 @@
+"""What the notebook knows of an object on the engines without asking: the state of a handle."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from distnb.errors import StaleHandleError, UnassignedError
+from distnb.values import DistributedValues
+from distnb.wire.bindings import Described
+from distnb.wire.messages import ObjectId
+from distnb.wire.twins import NOT_THERE, is_value_twin
+
+if TYPE_CHECKING:
+    from distnb.session.operations import Operations
+    from distnb.session.spaces import NotebookSpace
+
+__all__ = ["RemoteState", "state_of_handle"]
+
+
+@dataclass
+class RemoteState:
+    """What a handle knows without asking.
+
+    Attributes:
+        identity: The object's id on every replica.
+        facts: How it was described, by replica; a replica that never assigned the name has none.
+        local: Components that only the notebook holds, by replica: the name's value where it was not assigned.
+        name: The name that it was first bound to, for messages.
+        gone: Engines that held a component and have ended since.
+        apart: Components that only the notebook holds, by engine, of engines that have ended and not been replaced.
+        dated: The text in the summaries may be out of date; it is asked for again when it is shown.
+        held: The notebook's objects that the engines' hold: what is done to them here is to reach those.
+        parent: The handle that it was asked of: what this one is given, that one holds, too.
+    """
+
+    space: NotebookSpace
+    operations: Operations
+    identity: ObjectId
+    facts: dict[int, Described]
+    local: dict[int, Any] = field(default_factory=dict)
+    name: str = ""
+    gone: set[int] = field(default_factory=set)
+    apart: dict[int, Any] = field(default_factory=dict)
+    dated: bool = False
+    held: tuple[Any, ...] = ()
+    parent: weakref.ref[Any] | None = None
+
+    def describe(self, facts: dict[int, Described]) -> tuple[Any, ...]:
+        """Take in a new description. Returns what was held until now."""
+        before = self.held
+        self.facts.update(facts)
+        holds = {identity for fact in self.facts.values() for identity in fact.holds if is_value_twin(identity)}
+        self._hold(holds)
+        if holds and self.parent is not None and (parent := self.parent()) is not None:
+            state_of_handle(parent).adopt(holds)
+        return before
+
+    def adopt(self, identities: set[ObjectId]) -> None:
+        """Something that was found in this object now holds these, and so it does."""
+        more = tuple(identities.difference(*(fact.holds for fact in self.facts.values())))
+        if more:
+            self.describe({replica: replace(fact, holds=fact.holds + more) for replica, fact in self.facts.items()})
+
+    def _hold(self, holds: set[ObjectId]) -> None:
+        held = map(self.space.twins.get, holds) if holds else ()
+        self.held = tuple(obj for obj in held if obj is not NOT_THERE)
+
+    @property
+    def type_name(self) -> str:
+        """The class of the object, on the first replica that has one."""
+        return next((fact.summary.type for fact in self.facts.values() if fact.summary), "object")
+
+    @property
+    def together(self) -> bool:
+        """Whether the replicas hold parts, of which they make one value together."""
+        return any(fact.together for fact in self.facts.values())
+
+    @property
+    def lost(self) -> set[int]:
+        """Replicas whose component has ended with its engine."""
+        return {replica for replica, engine in enumerate(self.space.key[0]) if engine in self.gone}
+
+    def check(self, replicas: Iterable[int] | None = None) -> None:
+        """Raise if components are gone.
+
+        Args:
+            replicas: Those that are asked for; None for all that there ever were.
+
+        Raises:
+            StaleHandleError: Their engines were restarted or stopped.
+        """
+        lost = self.lost if self.gone else set()
+        left = sorted({*self.facts, *self.local} - lost)
+        missing = lost if replicas is None or not left else lost.intersection(replicas)
+        if not (self.space.ended or missing):
+            return
+        what = f"`{self.name}`" if self.name else "this handle"
+        cure = "Run the cell that makes it again."
+        if left and not self.space.ended:
+            each = f"{self.name if self.name.isidentifier() else 'value'}.component({left[0]})"
+            raise StaleHandleError(
+                f"{what} ({self.type_name}) has lost its component of replica {', '.join(map(str, sorted(missing)))}: "
+                f"the engine that it lived on has ended. Replica {', '.join(map(str, left))} still has its own, which "
+                f"can be fetched: {each}. {cure}"
+            )
+        where = "the engines were" if self.space.ended else f"the engine of replica {min(lost)} was"
+        raise StaleHandleError(
+            f"{what} ({self.type_name}) is gone: {where} restarted or stopped since it was made, and it lived there. "
+            f"{cure}"
+        )
+
+    def move(self, before: Sequence[int], now: Sequence[int]) -> None:
+        """The replicas are on other engines: components are renumbered, those of engines that have ended are lost."""
+        places = {old: now.index(engine) for old, engine in enumerate(before) if engine in now}
+        self.gone.update(before[replica] for replica in self.facts if replica not in places)
+        self.facts = {places[replica]: fact for replica, fact in self.facts.items() if replica in places}
+        values = self.apart | {before[replica]: value for replica, value in self.local.items()}
+        self.local = {now.index(engine): value for engine, value in values.items() if engine in now}
+        self.apart = {engine: value for engine, value in values.items() if engine not in now}
+        if not self.facts and not self.local:
+            self.gone.update(now)
+
+    def restored(self, replicas: Iterable[int], survivor: int) -> None:
+        """New engines have got the component that another replica has."""
+        if survivor in self.facts:
+            self.facts.update({replica: self.facts[survivor] for replica in replicas if replica not in self.local})
+        self.gone.difference_update(self.space.key[0][replica] for replica in replicas)
+
+    def check_assigned(self, replica: int) -> None:
+        """Raise if a replica never assigned it.
+
+        Raises:
+            UnassignedError: It did not.
+        """
+        if replica not in self.facts and replica not in self.local:
+            raise UnassignedError(
+                f"name {self.name!r} is not defined on replica {replica}: only replicas "
+                f"{sorted(self.facts)} assigned it."
+            )
+
+
+def state_of_handle(handle: DistributedValues) -> RemoteState:
+    """The state of a handle."""
+    state: RemoteState = object.__getattribute__(handle, "_components")
+    return state
