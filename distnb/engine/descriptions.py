@@ -8,7 +8,7 @@ import io
 import reprlib
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -192,7 +192,7 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
         text = None if brief or shown.nbytes > _SHORT_ELEMENTS * 16 else _short_text(shown)
         return Summary(name, text, shape, dtype, str(getattr(shown, "device", "cpu")), kind="tensor")
     if brief:
-        return Summary(name, None)
+        return Summary(name, None, iterates=isinstance(shown, Iterator))
     return Summary(
         name,
         _short_text(shown),
@@ -200,6 +200,7 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
         doc=inspect.getdoc(shown) or "",
         signature=_signature(shown),
         kind="callable" if callable(shown) else "",
+        iterates=isinstance(shown, Iterator),
     )
 
 

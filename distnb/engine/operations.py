@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import operator
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,8 +50,8 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         return None if spectator else _TRANSFERS[message.operation](namespace, space, request)
     args, kwargs = namespace.open_call(delivery, replica)
     target = follow(_object(space, message.target), request.path)
-    if message.operation == "list":
-        items = list(target)
+    if message.operation in ("list", "next"):
+        items = list(target) if message.operation == "list" else _next(target)
         return namespace.finish_with(lambda space, serial: namespace.describer.items(items, space, serial))
     result = _OPERATIONS[message.operation](target, args, kwargs)
     if isinstance(result, _Answer):
@@ -91,46 +90,21 @@ def _get(target: Any, args: Any, kwargs: Any) -> Any:
     return target
 
 
+def _next(target: Any) -> list[Any]:
+    """The next item of an iterator; empty at its end."""
+    try:
+        return [next(target)]
+    except StopIteration:
+        return []
+
+
 def _call(target: Any, args: Any, kwargs: Any) -> Any:
     return target(*args, **kwargs)
 
 
-def _set_attribute(target: Any, args: Any, kwargs: Any) -> Any:
-    setattr(target, *args)
-    return None
-
-
-def _delete_attribute(target: Any, args: Any, kwargs: Any) -> Any:
-    delattr(target, *args)
-    return None
-
-
-def _set_item(target: Any, args: Any, kwargs: Any) -> Any:
-    key, value = args
-    target[key] = value
-    return None
-
-
-def _delete_item(target: Any, args: Any, kwargs: Any) -> Any:
-    del target[args[0]]
-    return None
-
-
-def _get_item(target: Any, args: Any, kwargs: Any) -> Any:
-    return target[args[0]]
-
-
-def _length(target: Any, args: Any, kwargs: Any) -> Any:
-    return len(target)
-
-
-def _contains(target: Any, args: Any, kwargs: Any) -> Any:
-    return args[0] in target
-
-
-def _compare(target: Any, args: Any, kwargs: Any) -> Any:
-    comparison, other = args
-    return getattr(operator, comparison)(target, own_part(other))
+def _apply(target: Any, args: Any, kwargs: Any) -> Any:
+    function, *given = args
+    return function(*map(own_part, given), **kwargs)
 
 
 def _check(target: Any, args: Any, kwargs: Any) -> Any:
@@ -150,19 +124,12 @@ def _summary(target: Any, args: Any, kwargs: Any) -> _Answer:
 
 
 _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "apply": _apply,
     "call": _call,
     "check": _check,
-    "compare": _compare,
-    "contains": _contains,
-    "delete_attribute": _delete_attribute,
-    "delete_item": _delete_item,
     "get": _get,
-    "get_item": _get_item,
-    "length": _length,
     "read": _read,
     "read_summary": _read_summary,
-    "set_attribute": _set_attribute,
-    "set_item": _set_item,
     "summary": _summary,
 }
 

@@ -6,16 +6,20 @@ stands for each replica's own component where it is passed to a program, or capt
 
 from __future__ import annotations
 
+import copy
 import inspect
+import operator
 import sys
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from distnb.errors import DistributedValueError
+from distnb.errors import DistributedValueError, StructureError
+from distnb.session.computing import FORWARDED, compute
 from distnb.session.handle_state import RemoteState, state_of_handle
 from distnb.session.signatures import parse_signature
 from distnb.session.summaries import as_html, as_text
-from distnb.values import DistributedValues, Mirrored, PerReplica
+from distnb.values import DistributedValues, Mirrored, PerReplica, structure
 from distnb.wire.bindings import Described, follow
 
 __all__ = ["HANDLES", "RemoteMirrored", "RemotePerReplica", "RemoteState", "make_handle", "state_of_handle"]
@@ -91,22 +95,22 @@ class _Remote(DistributedValues):
         if name in _OWN:
             object.__setattr__(self, name, value)
             return
-        state_of_handle(self).operations.run(self, "set_attribute", (name, value))
+        _apply(self, setattr, name, value, keeps=True)
 
     def __delattr__(self, name: str) -> None:
-        state_of_handle(self).operations.run(self, "delete_attribute", (name,))
+        _apply(self, delattr, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return state_of_handle(self).operations.run(self, "call", args, kwargs)
 
     def __getitem__(self, key: Any) -> Any:
-        return state_of_handle(self).operations.run(self, "get_item", (key,))
+        return _apply(self, operator.getitem, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        state_of_handle(self).operations.run(self, "set_item", (key, value))
+        _apply(self, operator.setitem, key, value, keeps=True)
 
     def __delitem__(self, key: Any) -> None:
-        state_of_handle(self).operations.run(self, "delete_item", (key,))
+        _apply(self, operator.delitem, key)
 
     def __eq__(self, other: object) -> Any:
         return state_of_handle(self).operations.compare(self, "eq", other)
@@ -124,14 +128,31 @@ class _Remote(DistributedValues):
         )
 
     def __copy__(self) -> Any:
-        return self
+        return _apply(self, copy.copy)
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise DistributedValueError(
-            f"A handle of a {state_of_handle(self).type_name} cannot be copied in the notebook: the "
-            "object lives on the engines. Copy it in "
-            "a distributed cell, or fetch it with strategy.local_results(value)."
-        )
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _apply(self, copy.deepcopy)
+
+    def __iter__(self) -> Iterator[Any]:
+        if _is_iterator(self):
+            return self
+        if isinstance(self, Mirrored):
+            return iter(state_of_handle(self).operations.listed(self))
+        self._refuse("cannot be iterated")
+
+    def __next__(self) -> Any:
+        if not _is_iterator(self):
+            raise TypeError(f"A handle of a {state_of_handle(self).type_name} is not an iterator: iter() makes one.")
+        try:
+            items = state_of_handle(self).operations.run(self, "next")
+        except StructureError:
+            raise StructureError(
+                f"This {state_of_handle(self).type_name} has ended on some replicas and goes on on the others. Iterate "
+                "over it in a distributed cell, or in a function that strategy.run calls: each replica to its own end."
+            ) from None
+        if not items:
+            raise StopIteration
+        return items[0]
 
 
 class RemotePerReplica(_Remote, PerReplica):
@@ -178,15 +199,27 @@ class RemoteMirrored(_Remote, Mirrored):
         return array if dtype is None else array.astype(dtype)
 
     def __len__(self) -> int:
-        length: int = state_of_handle(self).operations.run(self, "length")
-        return length
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(state_of_handle(self).operations.listed(self))
+        return int(_apply(self, len))
 
     def __contains__(self, value: Any) -> bool:
-        found: bool = state_of_handle(self).operations.run(self, "contains", (value,))
-        return found
+        return bool(_apply(self, operator.contains, value))
+
+    def __format__(self, spec: str) -> str:
+        return format(self._read(), spec) if spec else repr(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As what it stands for, fetched: what is written to a file is read where there are no engines."""
+        value = self._read()
+        if type(value) is dict:
+            # A type of its own cannot pass for another's; torch.load(weights_only=True) takes this one from everybody.
+            return OrderedDict, (), None, None, iter(value.items())
+        return (type(value), (), None, iter(value)) if type(value) is list else value.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, _ = structure.flatten((args, kwargs))
+        operations = next(state_of_handle(leaf).operations for leaf in leaves if isinstance(leaf, HANDLES))
+        return compute(operations, function, args, kwargs)
 
     def __lt__(self, other: Any) -> Any:
         return state_of_handle(self).operations.compare(self, "lt", other)
@@ -201,7 +234,19 @@ class RemoteMirrored(_Remote, Mirrored):
         return state_of_handle(self).operations.compare(self, "ge", other)
 
 
-HANDLES: tuple[type[DistributedValues], ...] = (RemotePerReplica, RemoteMirrored)
+for _name, _method in FORWARDED.items():
+    setattr(RemoteMirrored, _name, _method)
+
+
+class RemoteMapping(RemoteMirrored):
+    """A handle of mappings that are the same on every replica: for functions that take any mapping, as it is one."""
+
+    __slots__ = ()
+
+
+Mapping.register(RemoteMapping)
+
+HANDLES: tuple[type[DistributedValues], ...] = (RemotePerReplica, RemoteMirrored, RemoteMapping)
 
 
 class _Documentation:
@@ -226,9 +271,18 @@ for _kind in HANDLES:
     _kind.__doc__ = _Documentation(_kind.__doc__)  # type: ignore[assignment]
 
 
+def _apply(handle: DistributedValues, function: Callable[..., Any], *others: Any, keeps: bool = False) -> Any:
+    """Call a function with the object on every replica; `keeps`: the object may hold the others from then on."""
+    return state_of_handle(handle).operations.run(handle, "apply", (function, handle, *others), keeps=keeps)
+
+
+def _is_iterator(handle: DistributedValues) -> bool:
+    return any(fact.summary is not None and fact.summary.iterates for fact in state_of_handle(handle).facts.values())
+
+
 def make_handle(state: RemoteState, *, mirrored: bool, size: int) -> DistributedValues:
     """A handle of an object on `size` replicas."""
-    kind = RemoteMirrored if mirrored else RemotePerReplica
+    kind = _kind_of(state, mirrored=mirrored)
     handle = kind.__new__(kind)
     object.__setattr__(handle, "_components", state)
     object.__setattr__(handle, "_num_replicas", size)
@@ -238,7 +292,13 @@ def make_handle(state: RemoteState, *, mirrored: bool, size: int) -> Distributed
 
 def change_kind(handle: DistributedValues, *, mirrored: bool) -> None:
     """Turn a handle into one of the other kind, for everyone who holds it."""
-    object.__setattr__(handle, "__class__", RemoteMirrored if mirrored else RemotePerReplica)
+    object.__setattr__(handle, "__class__", _kind_of(state_of_handle(handle), mirrored=mirrored))
+
+
+def _kind_of(state: RemoteState, *, mirrored: bool) -> type[DistributedValues]:
+    if not mirrored:
+        return RemotePerReplica
+    return RemoteMapping if issubclass(_class_named(state.type_name), Mapping) else RemoteMirrored
 
 
 class RemoteMethod:

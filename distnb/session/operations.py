@@ -57,20 +57,25 @@ class Operations:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         path: Path = (),
+        *,
+        keeps: bool = True,
     ) -> Any:
         """Apply an operation on every replica that has the object, and take in what it did.
+
+        Args:
+            keeps: Whether the object may hold from now on what it is given.
 
         Returns:
             What the replicas returned: a plain value where they agree on it, else a handle.
         """
         effects = self._effects(handle, operation, args, kwargs or {}, path)
         state = state_of_handle(handle)
-        if any(fact.digest is None for fact in state.facts.values()):
+        if keeps and any(fact.digest is None for fact in state.facts.values()):
             # It was not described anew: it may hold from now on what it was given.
             given = (
                 state.space.twins.id_of(value) for value in objects_in((tuple(args), dict(kwargs or {})), asked=True)
             )
-            state.adopt({identity for identity in given if identity is not None})
+            state.adopt({identity for identity in given if identity not in (None, state.identity)})
         return _derived(handle, self._namespace.take_in_call(state_of_handle(handle).space, effects))
 
     def attribute(self, handle: DistributedValues, path: Path) -> Any:
@@ -116,7 +121,7 @@ class Operations:
         for replica in range(handle.num_replicas):
             state.check_assigned(replica)
         if not state.local:
-            return self.run(handle, "compare", (comparison, other))
+            return self.run(handle, "apply", (getattr(operator, comparison), handle, other), keeps=False)
         others = other.component if isinstance(other, DistributedValues) else lambda replica: other
         compared = getattr(operator, comparison)
         mine = self.fetch_components(handle, range(handle.num_replicas))

@@ -117,6 +117,8 @@ class Packer:
 
     def take_value(self, value: Any, name: str, label: str = "") -> set[str]:
         """Take in an object. Returns the global names that its functions read."""
+        if isinstance(value, HANDLES):
+            return self._take_handle(value, name)
         if id(value) in self._seen:
             return set()
         self._seen.add(id(value))

@@ -139,6 +139,7 @@ class Summary:
         attributes: What `dir` gives, for completion.
         doc, signature: For `?`.
         kind: "tensor", "callable", or "".
+        iterates: Whether it is an iterator.
     """
 
     type: str
@@ -150,6 +151,7 @@ class Summary:
     doc: str = ""
     signature: str = ""
     kind: str = ""
+    iterates: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import inspect
+import io
+import pickle
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distnb.errors import CannotTravelError, DistributedValueError, StaleHandleError, UnassignedError
+from distnb.errors import CannotTravelError, DistributedValueError, StaleHandleError, StructureError, UnassignedError
 from distnb.session.handles import HANDLES, RemoteMirrored, RemotePerReplica, state_of_handle
 from distnb.topology import Device, Team
 from distnb.values import Mirrored, PerReplica
@@ -145,9 +148,10 @@ def test_handles_are_honest(world: DoubleWorld) -> None:
     assert isinstance(same, Mirrored)
     for wrong in (
         lambda: bool(t),
-        lambda: bool(same),
         lambda: t + 1,
-        lambda: 1 - same,
+        lambda: 1 - t,
+        lambda: same + t,
+        lambda: torch.stack([same, t]),
         lambda: float(t),
         lambda: len(t),
         lambda: t < 1,
@@ -164,6 +168,101 @@ def test_handles_are_honest(world: DoubleWorld) -> None:
     assert float(same.sum()) == 2.0
     assert [float(x) for x in same] == [1.0, 1.0]
     assert t.sum().values == (torch.tensor(3.0), torch.tensor(6.0))
+
+
+def test_mirrored_handles_are_computed_with(world: DoubleWorld) -> None:
+    here(world, "import torch")
+    there(world, "a = torch.tensor([1., 2.])\nx = a.sum()\ntexts = ['a']")
+    ns = world.notebook.user_ns
+    a, x, texts = ns["a"], ns["x"], ns["texts"]
+    for found, expected in (
+        (a + 1, [2.0, 3.0]),
+        (1 - a, [0.0, -1.0]),
+        (a @ a, 5.0),
+        (-a, [-1.0, -2.0]),
+        (a // 2 + a % 2, [1.0, 1.0]),
+        (sum([x, x]), 6.0),
+        (torch.stack([x, x], dim=0), [3.0, 3.0]),
+        (torch.nn.functional.relu(input=a), [1.0, 2.0]),
+    ):
+        assert isinstance(found, Mirrored)
+        assert found.numpy().tolist() == expected
+    assert f"{x:.2f}" == "3.00"
+    assert bool(x > 2) is True
+    assert max([x, x + 1]).item() == 4.0
+    assert (texts + ns["texts"]).component(1) == ["a", "a"]
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        bool(a)
+
+    # One of the notebook's own tensors takes part: it computes, and its autograd knows.
+    mine = torch.ones(2, requires_grad=True)
+    for loss in ((mine * a).sum(), (a * mine).sum(), torch.dot(mine, a)):
+        mine.grad = None
+        loss.backward()
+        assert mine.grad is not None
+        assert mine.grad.tolist() == [1.0, 2.0]
+    own = torch.zeros(2)
+    assert own.copy_(a) is own
+    assert own.tolist() == [1.0, 2.0]
+    torch.add(a, 1, out=own)
+    assert own.tolist() == [2.0, 3.0]
+
+    alias = a
+    a += 1
+    assert a is alias
+    torch.relu_(a)
+    torch.neg(a, out=a)
+    assert there(world, "a[0] -= 1\nassert a.tolist() == [-3., -3.]") is None
+    assert a.numpy().tolist() == [-3.0, -3.0]
+
+
+def test_mirrored_handles_are_saved_as_what_they_stand_for(world: DoubleWorld) -> None:
+    there(
+        world,
+        "import torch\nmodel = torch.nn.Linear(2, 1)\nmodel.load_state_dict({'weight': torch.ones(1, 2), 'bias': torch.zeros(1)})\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.5)\nown = [rid()]",
+    )
+    ns = world.notebook.user_ns
+    model, optimizer = ns["model"], ns["optimizer"]
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "bias": model.bias}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert saved["model"]["weight"].tolist() == [[1.0, 1.0]]
+    assert saved["optimizer"]["param_groups"][0]["lr"] == 0.5
+    copied = torch.nn.Linear(2, 1)
+    copied.load_state_dict(model.state_dict())
+    assert copied.weight.tolist() == [[1.0, 1.0]]
+    best = copy.deepcopy(model.state_dict())
+    copied.load_state_dict({"weight": torch.zeros(1, 2), "bias": torch.ones(1)})
+    model.load_state_dict(copied.state_dict())
+    assert model.weight.numpy().tolist() == [[0.0, 0.0]]
+    model.load_state_dict(best)
+    assert model.weight.numpy().tolist() == [[1.0, 1.0]]
+    assert pickle.loads(pickle.dumps(best))["bias"].tolist() == [0.0]
+    with pytest.raises(DistributedValueError, match="local_results"):
+        pickle.dumps(ns["own"])
+
+
+def test_iterators_go_on_together(world: DoubleWorld) -> None:
+    there(
+        world,
+        "import torch\nmodel = torch.nn.Linear(2, 1)\nuneven = iter([1, 2][rid():])\nown = [rid()]\n"
+        "numbers = (i * 10 for i in range(3))",
+    )
+    ns = world.notebook.user_ns
+    assert sum(parameter.numel() for parameter in ns["model"].parameters()) == 3
+    assert [name for name, _ in ns["model"].named_parameters()] == ["weight", "bias"]
+    assert all(isinstance(parameter, Mirrored) for parameter in ns["model"].parameters())
+    assert next(ns["numbers"]) == 0
+    assert list(zip(ns["numbers"], "ab", strict=True)) == [(10, "a"), (20, "b")]
+    with pytest.raises(DistributedValueError, match="iterated"):
+        iter(ns["own"])
+    with pytest.raises(TypeError, match="not an iterator"):
+        next(ns["own"])
+    assert next(ns["uneven"]).values == (1, 2)
+    with pytest.raises(StructureError, match="ended on some"):
+        next(ns["uneven"])
 
 
 def test_comparisons_are_asked_of_the_replicas(world: DoubleWorld) -> None:

@@ -1,0 +1,87 @@
+"""Computing with handles: where `loss + 1`, `torch.stack(losses)` and `round(loss)` of mirrored objects happen.
+
+What is computed of handles alone is computed on the replicas, and its result is a handle. Where one of the notebook's
+own tensors takes part, the notebook computes, with copies: that tensor may be part of a graph of its autograd, or what
+is to be changed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from distnb.session.handle_state import state_of_handle
+from distnb.values import DistributedValues, Mirrored, structure
+
+if TYPE_CHECKING:
+    from distnb.session.operations import Operations
+
+__all__ = ["FORWARDED", "compute"]
+
+_TWO_SIDED = "add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift"
+_IN_PLACE = "iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
+
+
+def compute(
+    operations: Operations, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Call a function that has handles among its arguments: torch's, or one of `operator`.
+
+    Args:
+        operations: Those of one of the handles.
+        function: It travels by its name.
+
+    Raises:
+        DistributedValueError: A value that differs from replica to replica is among them.
+        BaseException: What the function raises.
+    """
+    given = (tuple(args), dict(kwargs or {}))
+    leaves, _ = structure.flatten(given)
+    handles = [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
+    for handle in handles:
+        if not isinstance(handle, Mirrored):
+            handle._refuse("has no arithmetic")
+    changed = _changed_by(function, *given)
+    if isinstance(changed, DistributedValues) or not any(_is_tensor(leaf) for leaf in leaves):
+        anchor = changed if isinstance(changed, DistributedValues) else handles[0]
+        return operations.run(anchor, "apply", (function, *args), kwargs, keeps=changed is anchor)
+    copied: dict[int, Any] = {id(handle): operations.read(handle) for handle in handles}
+    own_args, own_kwargs = structure.replace_distributed(given, lambda handle: copied[id(handle)])
+    return function(*own_args, **own_kwargs)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    import torch
+
+    return isinstance(leaf, torch.Tensor)
+
+
+def _changed_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a function changes in place; None if nothing."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    name = getattr(function, "__name__", "")
+    changes = name in _IN_PLACE.split() or (name.endswith("_") and not name.endswith("__"))
+    return args[0] if args and changes and name not in ("and_", "or_") else None
+
+
+def _forwarded(function: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
+    def method(self: Any, *others: Any) -> Any:
+        args = (*others, self) if reflected else (self, *others)
+        return compute(state_of_handle(self).operations, function, args)
+
+    return method
+
+
+FORWARDED: dict[str, Callable[..., Any]] = {
+    **{
+        f"__{name.rstrip('_')}__": _forwarded(getattr(operator, name))
+        for name in f"neg pos abs invert {_TWO_SIDED} {_IN_PLACE}".split()
+    },
+    **{f"__r{name.rstrip('_')}__": _forwarded(getattr(operator, name), reflected=True) for name in _TWO_SIDED.split()},
+    "__round__": _forwarded(round),
+    "__divmod__": _forwarded(divmod),
+    "__bool__": _forwarded(operator.truth),
+}
+"""The special methods of a mirrored handle that are computed so."""
