@@ -1,9 +1,10 @@
-"""The same programs in a notebook, as `%%distribute` cells."""
+"""The same programs in a notebook, as `%%distribute` cells and as ordinary ones."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,13 +27,27 @@ def text_of(program: str) -> str:
 
 
 # The way names what the fixture runs for the comparison.
-@pytest.mark.parametrize(("program", "way"), [("values", REFERENCE), ("custom_loop", REFERENCE)])
+@pytest.mark.parametrize(("program", "way"), [(path.stem, REFERENCE) for path in sorted(PROGRAMS.glob("*.py"))])
 def test_a_distributed_cell(
-    notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], program: str, way: str
+    notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str
 ) -> None:
-    notebook.run("import torch\ntorch.manual_seed(0)")
-    notebook.run(f"%%distribute mirrored\n{text_of(program)}", timeout_s=90)
+    begin(notebook, tmp_path)
+    notebook.run(f"%%distribute mirrored\n{text_of(program)}", timeout_s=150)
     same(fetched(notebook), launch(way)[0][program]["result"])
+
+
+# The others enter a scope in a function, or ask who they are: there the notebook is no replica.
+@pytest.mark.parametrize(("program", "way"), [(each, REFERENCE) for each in ("average_loss", "digits", "values")])
+def test_an_ordinary_cell(
+    notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str
+) -> None:
+    begin(notebook, tmp_path)
+    notebook.run(f"import distnb\nstrategy = distnb.MirroredStrategy()\n{text_of(program)}", timeout_s=150)
+    same(fetched(notebook), launch(way)[0][program]["result"])
+
+
+def begin(notebook: Notebook, folder: Path) -> None:
+    notebook.run(f"import os, torch\nos.chdir({str(folder)!r})\ntorch.manual_seed(0)")
 
 
 def fetched(notebook: Notebook) -> Any:
