@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distnb.cluster.processes import Reaped
-from distnb.cluster.surroundings import AGENT_VARIABLE, REPLACES_VARIABLE, engine_environment
+from distnb.cluster.surroundings import engine_environment
 from distnb.cluster.watcher import Watcher
 from distnb.topology import Device
 
@@ -91,10 +91,9 @@ class ThisMachine(Ground):
         # Imported late: `distnb run` and those who only ask for devices need no ipyparallel.
         from distnb.cluster.launchers import launch_engine
 
-        environment = engine_environment(order.engine, order.device, self._engines, order.directory)
-        environment[AGENT_VARIABLE] = order.agent
-        if order.replaces:
-            environment[REPLACES_VARIABLE] = "1"
+        environment = engine_environment(
+            order.engine, order.device, self._engines, order.directory, agent=order.agent, replaces=order.replaces
+        )
         return launch_engine(order.engine, order.directory, order.log, environment, watcher, ended)
 
     def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:

@@ -37,7 +37,7 @@ from distnb.cluster.lifeline import Lifeline
 from distnb.cluster.network import address_towards, interface_of
 from distnb.cluster.placement import network_environment
 from distnb.cluster.processes import Processes, Reaped
-from distnb.cluster.surroundings import AGENT_VARIABLE, REPLACES_VARIABLE, engine_environment
+from distnb.cluster.surroundings import engine_environment
 from distnb.cluster.watcher import Watcher
 from distnb.errors import StartError
 from distnb.topology import parse_device
@@ -146,12 +146,9 @@ class Keeper:
 
     def _environment(self, directory: Path, interface: str) -> dict[str, str]:
         told = self._assignment
-        environment = os.environ | engine_environment(told.engine, parse_device(told.device), told.engines, directory)
-        environment |= network_environment(interface) | dict(told.environment)
-        environment[AGENT_VARIABLE] = told.agent
-        if told.replaces:
-            environment[REPLACES_VARIABLE] = "1"
-        return environment
+        device = parse_device(told.device)
+        own = engine_environment(told.engine, device, told.engines, directory, agent=told.agent, replaces=told.replaces)
+        return os.environ | own | network_environment(interface) | dict(told.environment)
 
     def _start_engine(self, environment: dict[str, str], watcher: Watcher, ended: Reaped) -> int:
         # Not our own standard error: ssh would wait for everything that a process of the user's has inherited of it.

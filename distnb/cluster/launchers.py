@@ -76,37 +76,33 @@ def launch_engine(
 
 def launch_controller(directory: Path, log: Path, watcher: Watcher, ended: Reaped) -> int:
     """Start the controller and return its pid. One process, with its heart monitor, serves all on loopback."""
-    launcher = ControllerProcessLauncher(
-        controller_cmd=[*_PYTHON, "distnb.cluster.controller", str(os.getpid()), str(directory)],
-        controller_args=[
-            f"--profile-dir={directory}",
-            "--ip=127.0.0.1",
-            "--location=127.0.0.1",
-            "--usethreads",
-            "--ping=1000",
-            "--log-level=WARN",
-        ],
-        environment=import_environment(),
-        identifier="controller",
-        output_file=str(log),
-        profile_dir=str(directory),
-        work_dir=os.getcwd(),
+    arguments = (
+        f"--profile-dir={directory}",
+        "--ip=127.0.0.1",
+        "--location=127.0.0.1",
+        "--usethreads",
+        "--ping=1000",
+        "--log-level=WARN",
     )
-    return _start(launcher, watcher, ended)
+    return _start(_guardian("controller", directory, log, *arguments), watcher, ended)
 
 
 def launch_guard(directory: Path, log: Path, watcher: Watcher, ended: Reaped) -> int:
     """Start the guard alone, where there is no controller to double as it, and return its pid."""
-    launcher = ControllerProcessLauncher(
-        controller_cmd=[*_PYTHON, "distnb.cluster.guard", str(os.getpid()), str(directory)],
-        controller_args=[],
+    return _start(_guardian("guard", directory, log), watcher, ended)
+
+
+def _guardian(module: str, directory: Path, log: Path, *arguments: str) -> ControllerProcessLauncher:
+    """The launcher of a module of ours that ends the engines of this process when this process is gone."""
+    return ControllerProcessLauncher(
+        controller_cmd=[*_PYTHON, f"distnb.cluster.{module}", str(os.getpid()), str(directory)],
+        controller_args=[*arguments],
         environment=import_environment(),
-        identifier="guard",
+        identifier=module,
         output_file=str(log),
         profile_dir=str(directory),
         work_dir=os.getcwd(),
     )
-    return _start(launcher, watcher, ended)
 
 
 def _start(launcher: Watched, watcher: Watcher, ended: Reaped) -> int:

@@ -91,14 +91,22 @@ def keep_temporary_sockets_in(directory: Path) -> None:
     multiprocessing.current_process()._config["tempdir"] = str(directory)  # type: ignore[attr-defined]
 
 
-def engine_environment(engine: int, device: Device, engines: int, directory: Path) -> dict[str, str]:
-    """For one engine of a cluster of `engines` on this machine, whose run directory is `directory`."""
+def engine_environment(
+    engine: int, device: Device, engines: int, directory: Path, *, agent: str, replaces: bool
+) -> dict[str, str]:
+    """For one engine of a cluster of `engines` on this machine, whose run directory is `directory`.
+
+    Args:
+        agent: Module whose `install` makes an engine of the process.
+        replaces: Whether an engine of the same id was there before.
+    """
     environment = compute_environment(engines)
     environment[THREADS_VARIABLE] = environment["OMP_NUM_THREADS"]
     environment[ENGINE_VARIABLE] = str(engine)
     environment[DEVICE_VARIABLE] = str(device)
     environment[CONNECTION_VARIABLE] = str(connection_path(directory))
-    return environment
+    environment[AGENT_VARIABLE] = agent
+    return environment | ({REPLACES_VARIABLE: "1"} if replaces else {})
 
 
 @dataclass(frozen=True)

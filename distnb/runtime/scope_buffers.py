@@ -8,7 +8,9 @@ them are compared, on all replicas together.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -106,8 +108,20 @@ def _largest(group: Group, tensor: torch.Tensor) -> torch.Tensor:
 
 # -- what state_dict() takes -------------------------------------------------------------------------------------------
 
+_Saved = tuple[ScopeBuffers, torch.Tensor, torch.Tensor]
+"""Whose buffer was saved, what stands for it in the dictionary, and the buffer."""
+
+
+class _Saving(threading.local):
+    """The `state_dict()` that is under way in this thread, by what it has saved so far."""
+
+    saved: list[_Saved] | None = None
+
+
 _books: weakref.WeakSet[ScopeBuffers] = weakref.WeakSet()
 _plain_save: Any = None
+_plain_state_dict: Any = None
+_saving = _Saving()
 
 
 def is_scope_buffer(value: torch.Tensor) -> bool:
@@ -117,11 +131,12 @@ def is_scope_buffer(value: torch.Tensor) -> bool:
 
 def _install(book: ScopeBuffers) -> None:
     """From now on `state_dict()` asks. A hook of each module would be pickled and copied with it."""
-    global _plain_save
+    global _plain_save, _plain_state_dict
     _books.add(book)
     if _plain_save is None:
-        _plain_save = torch.nn.Module._save_to_state_dict
+        _plain_save, _plain_state_dict = torch.nn.Module._save_to_state_dict, torch.nn.Module.state_dict
         torch.nn.Module._save_to_state_dict = _save_to_state_dict  # type: ignore[assignment,method-assign]
+        torch.nn.Module.state_dict = functools.update_wrapper(_state_dict, _plain_state_dict)  # type: ignore[assignment,method-assign]
 
 
 def _save_to_state_dict(module: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -136,12 +151,39 @@ def _save_to_state_dict(module: torch.nn.Module, destination: Any, prefix: str, 
         for name, buffer in module._buffers.items()
         if buffer is not None and prefix + name in destination and not is_lazy(buffer)
     }
-    strided = {key: buffer for key, buffer in named.items() if buffer.layout is torch.strided}
+    saved = [(book, destination[key], buffer) for key, buffer in named.items() if buffer.layout is torch.strided]
+    if _saving.saved is not None:
+        _saving.saved += saved
+    else:
+        _bring_together(module, destination, saved)
+
+
+def _state_dict(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A module's parts save themselves in calls of their own; the buffers of all are brought together at the end."""
+    if _saving.saved is not None:
+        return _plain_state_dict(module, *args, **kwargs)
+    saved = _saving.saved = []
     try:
-        destination.update(zip(strided, book.read(list(strided.values())), strict=True))
+        destination = _plain_state_dict(module, *args, **kwargs)
+    finally:
+        _saving.saved = None
+    _bring_together(module, destination, saved)
+    return destination
+
+
+def _bring_together(module: torch.nn.Module, destination: Any, saved: Sequence[_Saved]) -> None:
+    whole: dict[int, torch.Tensor] = {}
+    try:
+        for book in dict.fromkeys(book for book, _, _ in saved):
+            own = [(stand_in, buffer) for of, stand_in, buffer in saved if of is book]
+            values = book.read([buffer for _, buffer in own])
+            whole.update((id(stand_in), value) for (stand_in, _), value in zip(own, values, strict=True))
     except CollectiveMismatchError as error:
         error.add_note(
             f"state_dict() of a {type(module).__name__} that was made in a scope brings its buffers together, so all "
             "replicas call it. To save on one of them, call it before `if distnb.is_chief():`."
         )
         raise
+    # Not by their names: hooks may have given them others.
+    for key, value in destination.items() if whole else ():
+        destination[key] = whole.get(id(value), value)

@@ -287,3 +287,29 @@ if me == 0:
     )
     assert len(first.check().result) == 2
     assert all("before `if distnb.is_chief():`" in note for note in first.result.values())
+
+
+def test_the_buffers_of_a_whole_model_are_brought_together_at_once() -> None:
+    ended = ranks(
+        """
+        from distnb.collectives.groups import Group
+        from torch.nn import BatchNorm1d, Sequential
+        with strategy.scope():
+            model = Sequential(*(BatchNorm1d(1, momentum=1.0, affine=False) for _ in range(4)))
+        batch = strategy.distribute_values_from_function(
+            lambda context: torch.tensor([[0.0], [2.0]]) + 10 * context.replica_id_in_sync_group)
+        strategy.run(model, args=(batch,))
+        for part in model:
+            part.running_mean.fill_(me)
+        gather, calls = Group.all_gather, []
+        Group.all_gather = lambda self, *args, **kwargs: calls.append(1) or gather(self, *args, **kwargs)
+        saved = model.state_dict(prefix="m.")
+        result["calls"] = len(calls)
+        result["means"] = [saved[f"m.{place}.running_mean"].item() for place in range(4)]
+        result["own"] = model[0].running_mean.item()
+        """,
+        2,
+    )
+    assert [rank["calls"] for rank in ended] == [1, 1]
+    assert [rank["means"] for rank in ended] == [[0.5] * 4] * 2
+    assert [rank["own"] for rank in ended] == [0.0, 1.0]

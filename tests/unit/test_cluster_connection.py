@@ -108,7 +108,7 @@ def test_every_computing_process_communicates_on_loopback() -> None:
 def test_secrets_are_not_in_an_engine_s_environment(tmp_path: Path) -> None:
     connection = make_connection()
     connection.write(tmp_path)
-    text = repr(engine_environment(0, Device("cpu"), 2, tmp_path))
+    text = repr(engine_environment(0, Device("cpu"), 2, tmp_path, agent="agent", replaces=False))
     assert connection.client_secret not in text
     assert str(tmp_path / "connection.json") in text
 
