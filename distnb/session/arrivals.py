@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StructureError
 from distnb.session import records
-from distnb.session.handles import HANDLES, RemoteMethod, RemoteState, change_kind, make_handle, state_of_handle
+from distnb.session.agreeing import are_equal, leaves_of
+from distnb.session.handles import HANDLES, RemoteState, change_kind, make_handle, state_of_handle
 from distnb.session.replacing import replace_everywhere
 from distnb.session.spaces import MISSING, NotebookSpace
 from distnb.values import Mirrored
@@ -21,7 +22,7 @@ from distnb.wire.environment import apply_environment
 from distnb.wire.fingerprints import fingerprint
 from distnb.wire.frozen import REPLACED
 from distnb.wire.graph import GraphUnpickler, Side
-from distnb.wire.immutables import SCALARS, same
+from distnb.wire.immutables import same
 from distnb.wire.messages import ObjectId
 from distnb.wire.nodes import apply_state, is_node
 from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
@@ -29,7 +30,7 @@ from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
 if TYPE_CHECKING:
     from distnb.session.operations import Operations
 
-__all__ = ["Arrival", "agreed_scalar", "method_of"]
+__all__ = ["Arrival"]
 
 
 class Arrival:
@@ -88,7 +89,7 @@ class Arrival:
     def _hold(self) -> None:
         """Keep the notebook's objects that names and results are now."""
         for effects in self._effects.values():
-            described = [*effects.names.values(), *(leaf.described for leaf in _leaves(effects.result))]
+            described = [*effects.names.values(), *(leaf.described for leaf in leaves_of(effects.result))]
             known = [one.identity for one in described if one.kind == "known" and one.identity is not None]
             self._held += map(self._space.twins.get, known)
 
@@ -329,7 +330,7 @@ class Arrival:
         mirrored: bool | None = None,
     ) -> Any:
         if mirrored is None:
-            mirrored = _are_equal(facts) and len(facts) == len(self._effects)
+            mirrored = are_equal(facts) and len(facts) == len(self._effects)
         state = RemoteState(
             self._space, self._operations, identity, facts, local or {}, name or identity[1].lstrip("@")
         )
@@ -360,7 +361,7 @@ class Arrival:
             # Of components that differed, what is left when an engine has ended is not what all have.
             known = len(state.facts) == self._space.size and (isinstance(handle, Mirrored) or not state.gone)
             if known and not any(fact.wrapped for fact in facts.values()):
-                change_kind(handle, mirrored=_are_equal(state.facts))
+                change_kind(handle, mirrored=are_equal(state.facts))
 
     def _take_environment(self) -> None:
         environment = self._first.environment
@@ -382,40 +383,3 @@ class Arrival:
                 self._space.environment = replace(known, **changed)
         else:
             self._space.environment = None  # they differ: the next delivery brings all of it
-
-
-def _leaves(tree: Any) -> list[Leaf]:
-    """The leaves of a result's structure."""
-    from distnb.values import structure
-
-    if tree is None or isinstance(tree, Leaf):
-        return [] if tree is None else [tree]
-    return [leaf for leaf in structure.flatten(tree)[0] if isinstance(leaf, Leaf)]
-
-
-def agreed_scalar(effects: Iterable[Effects]) -> Any:
-    """The scalar that all replicas returned, if that is all that they have to tell; else MISSING."""
-    found: Any = MISSING
-    for one in effects:
-        if not one.only_plain_result:
-            return MISSING
-        value = one.result.described.value
-        if type(value) not in SCALARS or (found is not MISSING and not same(found, value)):
-            return MISSING
-        found = value
-    return found
-
-
-def _are_equal(facts: Mapping[int, Described]) -> bool:
-    """Whether what was described is the same on every replica."""
-    described = list(facts.values())
-    if any(one.wrapped for one in described):
-        return False
-    if all(one.mirrored for one in described):
-        return True
-    return described[0].digest is not None and len({one.digest for one in described}) == 1
-
-
-def method_of(handle: Any, path: tuple[tuple[str, Any], ...], described: Mapping[int, Described]) -> RemoteMethod:
-    """A method of an engine object, ready to be called."""
-    return RemoteMethod(handle, path, next(iter(described.values())))

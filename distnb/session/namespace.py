@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from distnb.errors import NamespaceError
-from distnb.session.arrivals import Arrival, agreed_scalar
+from distnb.session.agreeing import agreed_scalar
+from distnb.session.arrivals import Arrival
 from distnb.session.handles import HANDLES, state_of_handle
 from distnb.session.local_copies import LocalCopies
 from distnb.session.luggage import made_for_call, objects_in
@@ -19,6 +20,7 @@ from distnb.session.plans import Plan, Plans
 from distnb.session.reads import names_read
 from distnb.session.spaces import MISSING, Argument, NotebookSpace, Plain
 from distnb.session.travel import Packer
+from distnb.session.user_names import user_names
 from distnb.topology import Team
 from distnb.values import DistributedValues, Mirrored, structure
 from distnb.wire.bindings import Delivery, Effects, Repeat, SpaceKey
@@ -71,7 +73,7 @@ class NotebookNamespace:
         packer = self._packer(space)
         packer.luggage.attributes |= reads.attributes
         packer.collect(
-            [*sorted(reads.names), *extra_names], optional=sorted(packer.all_names()) if reads.dynamic else ()
+            [*sorted(reads.names), *extra_names], optional=sorted(user_names(self.user_ns)) if reads.dynamic else ()
         )
         return self._send(packer, space, cell=True)
 

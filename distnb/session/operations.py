@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distnb.errors import DistributedValueError
-from distnb.session.arrivals import method_of
+from distnb.session.agreeing import method_of
 from distnb.session.handles import HANDLES, RemoteState, state_of_handle
 from distnb.session.luggage import objects_in
 from distnb.session.pending import resolve

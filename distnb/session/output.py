@@ -11,15 +11,15 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from distnb.session.figures import Bundle, align, combine, is_figure, mark, plain_text
+from distnb.session.instructions import Area, Change, Clear, Instruction, Show, Stream, Write, joined
 from distnb.session.merging import Step, Weave
 from distnb.session.pacing import Pace
 from distnb.session.screen import Screen
 from distnb.wire.messages import Display, Output
 
-__all__ = ["HOLD_S", "Area", "Change", "Clear", "Instruction", "OutputMerger", "Show", "Write"]
+__all__ = ["HOLD_S", "OutputMerger"]
 
 HOLD_S = 0.15
 """A line waits at most this long for its doubles."""
@@ -30,48 +30,6 @@ _CHANGE_S = 0.2  # and a display five times
 _LONGEST_LINE = 20_000
 _OPEN_FIGURES = 20  # so many of the latest figures may still be paired anew
 _TAIL = 20  # of the lines left out, so many last ones are shown when the cell ends
-_Stream = Literal["stdout", "stderr"]
-
-
-@dataclass(frozen=True)
-class Write:
-    """Print text on a stream."""
-
-    stream: _Stream
-    text: str
-
-
-@dataclass(frozen=True)
-class Show:
-    """Show a rich display that can be changed by its name later."""
-
-    name: str
-    bundle: Bundle
-
-
-@dataclass(frozen=True)
-class Change:
-    """Change a display that was shown."""
-
-    name: str
-    bundle: Bundle
-
-
-@dataclass(frozen=True)
-class Area:
-    """Draw the lines that are not finished yet; none of them: remove the area."""
-
-    lines: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Clear:
-    """Remove everything that the cell has shown; with `wait`, when the next thing is shown."""
-
-    wait: bool
-
-
-Instruction = Write | Show | Change | Area | Clear
 
 
 @dataclass
@@ -111,7 +69,7 @@ class OutputMerger:
         self._total = total
         self._name = name
         self._weave: Weave[_Content] = Weave(total, hold_s if total > 1 else 0.0)
-        self._screens: dict[tuple[int, _Stream], Screen] = {}
+        self._screens: dict[tuple[int, Stream], Screen] = {}
         self._coming: deque[_Entry] = deque()  # released, and not yet shown
         self._slots: list[_Slot] = []  # of figures not yet complete on every replica
         self._figures: dict[int, list[Bundle]] = {}
@@ -124,7 +82,7 @@ class OutputMerger:
         self._area: tuple[str, ...] = ()
         self._area_drawn = 0.0
         self._flood = {replica: Pace(5_000, 2_000) for replica in range(total)}
-        self._skipped: dict[tuple[int, _Stream], str] = {}
+        self._skipped: dict[tuple[int, Stream], str] = {}
         self._lines = Pace(1_000, 50)
         self._displays = Pace(60, 2)
         self._omitted = self._omitted_displays = 0
@@ -152,13 +110,13 @@ class OutputMerger:
     def ended(self, replica: int, now: float) -> None:
         """A replica will write no more: nobody waits for it, and its unfinished lines are finished."""
         for stream in ("stdout", "stderr"):
-            key: tuple[int, _Stream] = (replica, "stdout" if stream == "stdout" else "stderr")
+            key: tuple[int, Stream] = (replica, "stdout" if stream == "stdout" else "stderr")
             self._unskip(key, now)
             if key in self._screens:
                 self._add_lines(replica, key[1], self._screens[key].finish(), now)
         self._weave.active.discard(replica)
 
-    def _feed_text(self, replica: int, stream: _Stream, text: str, now: float) -> None:
+    def _feed_text(self, replica: int, stream: Stream, text: str, now: float) -> None:
         key = (replica, stream)
         screen = self._screens.setdefault(key, Screen())
         lines = text.count("\n")
@@ -175,7 +133,7 @@ class OutputMerger:
         if len(screen.rows[-1]) > _LONGEST_LINE:
             self._add_lines(replica, stream, screen.finish(), now)
 
-    def _skip(self, key: tuple[int, _Stream], text: str) -> None:
+    def _skip(self, key: tuple[int, Stream], text: str) -> None:
         """A flood: only the end of it is kept, to be shown after all."""
         self._screens[key].finish()
         whole = self._skipped.get(key, "") + text
@@ -183,11 +141,11 @@ class OutputMerger:
         self._omitted += whole.count("\n") - self._skipped[key].count("\n")
         self._omitting.add(key[0])
 
-    def _unskip(self, key: tuple[int, _Stream], now: float) -> None:
+    def _unskip(self, key: tuple[int, Stream], now: float) -> None:
         if key in self._skipped:
             self._add_lines(*key, self._screens[key].feed(self._skipped.pop(key), now), now)
 
-    def _add_lines(self, replica: int, stream: _Stream, lines: Iterable[str], now: float) -> None:
+    def _add_lines(self, replica: int, stream: Stream, lines: Iterable[str], now: float) -> None:
         for line in lines:
             if len(line) > _LONGEST_LINE:
                 line = f"{line[:_LONGEST_LINE]} … {len(line) - _LONGEST_LINE:,} more characters"
@@ -282,7 +240,7 @@ class OutputMerger:
             if slot.dirty and slot.shown is not None and (final or now - slot.changed >= _CHANGE_S):
                 self._draw(slot, out, now)
         self._draw_area(out, now, final=final)
-        return _joined(out)
+        return joined(out)
 
     def _release(self, entry: _Entry, out: list[Instruction], now: float) -> None:
         if entry.key[0] == "clear":
@@ -412,15 +370,3 @@ def _split_lines(text: str, count: int) -> tuple[str, str]:
 
 def _is_everywhere(group: dict[int, Bundle], total: int) -> bool:
     return len(group) == total and len({bundle.digest for bundle in group.values()}) == 1
-
-
-def _joined(instructions: list[Instruction]) -> list[Instruction]:
-    """Neighbouring pieces of text of one stream become one."""
-    joined: list[Instruction] = []
-    for each in instructions:
-        last = joined[-1] if joined else None
-        if isinstance(each, Write) and isinstance(last, Write) and each.stream == last.stream:
-            joined[-1] = Write(each.stream, last.text + each.text)
-        else:
-            joined.append(each)
-    return joined

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import ast
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from distnb.session import magics_read
+from distnb.session.flow import Body, Flow
 from distnb.wire.code import names_of_code
 
 __all__ = ["Reads", "names_read"]
-
-_DYNAMIC_CALLS = frozenset({"eval", "exec", "globals", "locals", "vars"})
-_SWALLOWING = ("suppress", "raises", "assertRaises")
-
-Assigned = frozenset[str] | None
-"""The names that are surely assigned at some point of the cell; None where the point is never reached."""
 
 
 @dataclass(frozen=True)
@@ -44,258 +39,15 @@ def names_read(source: str) -> Reads:
         tree = ast.parse(magics_read.as_python(source))
     except (SyntaxError, ValueError):
         return Reads()
-    flow = _Flow()
+    flow = _Reading()
     flow.block(tree.body)
     return Reads(frozenset(flow.found.names), frozenset(flow.found.attributes), flow.found.dynamic)
 
 
-@dataclass
-class _Found:
-    names: set[str] = field(default_factory=set)
-    attributes: set[str] = field(default_factory=set)
-    dynamic: bool = False
+class _Reading(Flow):
+    """Looks into code of the cell that runs in a scope of its own, or later."""
 
-
-@dataclass
-class _Body:
-    """What a function or class defined in the cell reads when it is used."""
-
-    names: frozenset[str]
-    dynamic: bool
-
-
-@dataclass
-class _Loop:
-    breaks: list[Assigned] = field(default_factory=list)
-
-
-def _merge(*states: Assigned) -> Assigned:
-    reached = [state for state in states if state is not None]
-    return frozenset.intersection(*reached) if reached else None
-
-
-class _Flow(ast.NodeVisitor):
-    """Walks statements in the order in which they run."""
-
-    def __init__(self, found: _Found | None = None) -> None:
-        self.found = found if found is not None else _Found()
-        self.assigned: Assigned = frozenset()
-        self.bodies: dict[str, _Body] = {}
-        self.loops: list[_Loop] = []
-        self.deleted: set[str] = set()
-        self.hidden: list[set[str]] = []  # targets of the comprehensions around
-
-    # -- names -----------------------------------------------------------------------------------------------------
-
-    def read(self, name: str) -> None:
-        """A name is read here."""
-        if any(name in targets for targets in self.hidden):
-            return
-        if name in _DYNAMIC_CALLS:
-            self.found.dynamic = True
-        if self.assigned is not None and name not in self.assigned:
-            self.found.names.add(name)
-        body = self.bodies.get(name)
-        if body is not None:
-            self.use(body)
-
-    def use(self, body: _Body) -> None:
-        """A function of the cell may be called from here on."""
-        pending, seen = [body], {id(body)}
-        while pending:
-            current = pending.pop()
-            self.found.dynamic = self.found.dynamic or current.dynamic
-            for name in current.names:
-                if self.assigned is not None and name not in self.assigned:
-                    self.found.names.add(name)
-                inner = self.bodies.get(name)
-                if inner is not None and id(inner) not in seen:
-                    seen.add(id(inner))
-                    pending.append(inner)
-
-    def bind(self, name: str) -> None:
-        """A name is surely assigned here."""
-        if self.assigned is not None:
-            self.assigned |= {name}
-
-    def visit_Name(self, node: ast.Name) -> None:
-        if isinstance(node.ctx, ast.Load):
-            self.read(node.id)
-        elif isinstance(node.ctx, ast.Store):
-            self.bodies.pop(node.id, None)
-            self.bind(node.id)
-        else:
-            self.read(node.id)
-            self.deleted.add(node.id)
-            if self.assigned is not None:
-                self.assigned -= {node.id}
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        self.found.attributes.add(node.attr)
-        self.generic_visit(node)
-
-    # -- statements ------------------------------------------------------------------------------------------------
-
-    def block(self, statements: list[ast.stmt]) -> None:
-        """Statements, one after the other."""
-        for statement in statements:
-            self.visit(statement)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.visit(node.value)
-        for target in node.targets:
-            self.visit(target)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if isinstance(node.target, ast.Name):
-            self.read(node.target.id)
-        self.visit(node.value)
-        self.visit(node.target)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self.visit(node.annotation)
-        if node.value is not None:
-            self.visit(node.value)
-            self.visit(node.target)
-        elif not isinstance(node.target, ast.Name):
-            self.visit(node.target)
-
-    def visit_Import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            self.bind(alias.asname or alias.name.split(".")[0])
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        for alias in node.names:
-            if alias.name != "*":
-                self.bind(alias.asname or alias.name)
-
-    def visit_If(self, node: ast.If) -> None:
-        self.visit(node.test)
-        before = self.assigned
-        self.block(node.body)
-        after_body, self.assigned = self.assigned, before
-        self.block(node.orelse)
-        self.assigned = _merge(after_body, self.assigned)
-
-    def visit_While(self, node: ast.While) -> None:
-        self.visit(node.test)
-        endless = isinstance(node.test, ast.Constant) and bool(node.test.value)
-        self._loop(node, None if endless else self.assigned)
-
-    def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
-        self.visit(node.iter)
-        without = self.assigned
-        self.visit(node.target)
-        self._loop(node, without)
-
-    def visit_AsyncFor(self, node: ast.AsyncFor) -> None:
-        self.visit_For(node)
-
-    def _loop(self, node: ast.While | ast.For | ast.AsyncFor, at_end: Assigned) -> None:
-        self.loops.append(_Loop())
-        self.block(node.body)
-        loop = self.loops.pop()
-        self.assigned = at_end if at_end is None or not self.deleted else at_end - self.deleted
-        self.block(node.orelse)
-        self.assigned = _merge(self.assigned, *loop.breaks)
-
-    def visit_Break(self, node: ast.Break) -> None:
-        if self.loops:
-            self.loops[-1].breaks.append(self.assigned)
-        self.assigned = None
-
-    def visit_Continue(self, node: ast.Continue) -> None:
-        self.assigned = None
-
-    def visit_Raise(self, node: ast.Raise) -> None:
-        self.generic_visit(node)
-        self.assigned = None
-
-    def visit_Return(self, node: ast.Return) -> None:
-        self.generic_visit(node)
-        self.assigned = None
-
-    def visit_Try(self, node: ast.Try) -> None:
-        self._try(node)
-
-    def visit_TryStar(self, node: ast.TryStar) -> None:
-        self._try(node)
-
-    def _try(self, node: ast.Try | ast.TryStar) -> None:
-        before, outer_deleted = self.assigned, self.deleted
-        self.deleted = set()
-        self.block(node.body)
-        self.block(node.orelse)
-        ends = [self.assigned]
-        anywhere = before if before is None else before - self.deleted
-        for handler in node.handlers:
-            self.assigned = anywhere
-            if handler.type is not None:
-                self.visit(handler.type)
-            if handler.name:
-                self.bind(handler.name)
-            self.block(handler.body)
-            if handler.name and self.assigned is not None:
-                self.assigned -= {handler.name}
-            ends.append(self.assigned)
-        after = _merge(*ends)
-        if node.finalbody:
-            self.assigned = anywhere if anywhere is not None else frozenset()
-            self.block(node.finalbody)
-            sure = (self.assigned or frozenset()) - (anywhere or frozenset())
-            ended = self.assigned is None
-            after = None if ended or after is None else after | sure
-        self.deleted |= outer_deleted
-        self.assigned = after
-
-    def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
-        before = self.assigned
-        for item in node.items:
-            self.visit(item)
-        self.block(node.body)
-        if any(word in ast.dump(item.context_expr) for item in node.items for word in _SWALLOWING):
-            self.assigned = _merge(self.assigned, before)
-
-    def visit_AsyncWith(self, node: ast.AsyncWith) -> None:
-        self.visit_With(node)
-
-    def visit_Match(self, node: ast.Match) -> None:
-        self.visit(node.subject)
-        before, ends = self.assigned, []
-        exhaustive = False
-        for case in node.cases:
-            self.assigned = before
-            for part in ast.walk(case.pattern):
-                if isinstance(part, ast.MatchAs | ast.MatchStar) and part.name:
-                    self.bind(part.name)
-                elif isinstance(part, ast.MatchMapping) and part.rest:
-                    self.bind(part.rest)
-            self.visit(case.pattern)
-            if case.guard is not None:
-                self.visit(case.guard)
-            self.block(case.body)
-            ends.append(self.assigned)
-            exhaustive = exhaustive or (
-                isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None and case.guard is None
-            )
-        self.assigned = _merge(*ends) if exhaustive else _merge(before, *ends)
-
-    # -- expressions that run partly, or never -----------------------------------------------------------------------
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        self.visit(node.values[0])
-        sure = self.assigned
-        for value in node.values[1:]:
-            self.visit(value)
-        self.assigned = sure
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self.visit(node.test)
-        sure = self.assigned
-        self.visit(node.body)
-        self.assigned = sure
-        self.visit(node.orelse)
-        self.assigned = sure
+    # -- comprehensions ----------------------------------------------------------------------------------------------
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
         first = node.generators[0]
@@ -331,10 +83,6 @@ class _Flow(ast.NodeVisitor):
     def visit_DictComp(self, node: ast.DictComp) -> None:
         self._comprehension(node)
 
-    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
-        self.visit(node.value)
-        self.visit(node.target)
-
     # -- code that runs later ----------------------------------------------------------------------------------------
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
@@ -368,7 +116,7 @@ class _Flow(ast.NodeVisitor):
         for part in (*node.decorator_list, *node.bases, *(keyword.value for keyword in node.keywords)):
             self.visit(part)
         outside = self.assigned
-        inner = _Flow(self.found)
+        inner = _Reading(self.found)
         inner.assigned, inner.bodies, inner.hidden = outside, dict(self.bodies), self.hidden
         for statement in node.body:
             inner.visit(statement)
@@ -381,13 +129,13 @@ class _Flow(ast.NodeVisitor):
                     names |= body.names
                     dynamic = dynamic or body.dynamic
         # What the class body assigned belongs to the class, not to the cell.
-        self.bodies[node.name] = _Body(frozenset(names), dynamic)
+        self.bodies[node.name] = Body(frozenset(names), dynamic)
         self.bind(node.name)
         # `__init_subclass__`, a metaclass or a decorator may use it at once.
         if node.decorator_list or node.bases or node.keywords:
             self.use(self.bodies[node.name])
 
-    def _body_of(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> _Body:
+    def _body_of(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Body:
         """What a function's code asks of its globals when it runs, told by Python's own compiler."""
         if isinstance(node, ast.Lambda):
             code = compile(ast.Expression(node), "<cell>", "eval", dont_inherit=True)
@@ -398,7 +146,7 @@ class _Flow(ast.NodeVisitor):
         used = names_of_code(code)
         for name in used.attributes:
             self.found.attributes.add(name)
-        return _Body(used.names, used.dynamic)
+        return Body(used.names, used.dynamic)
 
     # -- IPython's own calls -----------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from distnb.session.handles import HANDLES, state_of_handle
 from distnb.session.luggage import Luggage, Root, is_simple_code, shape_of
 from distnb.session.modules import ModuleWatch
 from distnb.session.refusals import explain
-from distnb.session.spaces import MISSING, Argument, NotebookSpace, Seeing
+from distnb.session.spaces import Argument, NotebookSpace, Seeing
+from distnb.session.user_names import is_user_name, user_names
 from distnb.wire.bindings import Delivery, pack_indexes
 from distnb.wire.codec import Parcel
 from distnb.wire.digests import is_array, is_tensor
@@ -88,7 +89,7 @@ class Packer:
         while required or self._optional:
             needed = bool(required)
             name = (required if needed else self._optional).popleft()
-            if name in self._done or not self._is_user_name(name):
+            if name in self._done or not is_user_name(name, self._user_ns):
                 continue
             try:
                 reads = self._take(name, self._user_ns[name])
@@ -98,10 +99,6 @@ class Packer:
                 continue
             self._done.add(name)
             (required if needed else self._optional).extend(reads)
-
-    def _is_user_name(self, name: str) -> bool:
-        hidden = self._user_ns.get(name, MISSING) is MISSING or (name.startswith("__") and name.endswith("__"))
-        return not hidden and name not in _SHELL_NAMES
 
     def _take(self, name: str, value: Any) -> Iterable[str]:
         if isinstance(value, HANDLES):
@@ -136,7 +133,7 @@ class Packer:
         self.luggage.sources |= found.sources
         reads = set(found.names)
         if found.dynamic:
-            self._optional.extend(self.all_names())
+            self._optional.extend(user_names(self._user_ns))
         for handle in handles:
             reads |= self._take_handle(handle, "")
         return reads
@@ -173,14 +170,6 @@ class Packer:
             value = self._space.twins.get(identity)
             if value is not NOT_THERE and not isinstance(value, HANDLES):
                 self.take_value(value, f"#{identity}")
-
-    def all_names(self) -> set[str]:
-        """Every name of the user's."""
-        return {
-            name
-            for name in self._user_ns
-            if isinstance(name, str) and not name.startswith("_") and self._is_user_name(name)
-        }
 
     # -- packing ---------------------------------------------------------------------------------------------------
 
@@ -405,6 +394,3 @@ class Packer:
             ):
                 found.append(identity)
         return found
-
-
-_SHELL_NAMES = frozenset({"In", "Out", "exit", "quit", "get_ipython", "_dh", "_oh", "_ih", "_i", "_ii", "_iii"})

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -87,25 +87,37 @@ def evaluate_checkpoints(
     lines: list[dict[str, Any]] = []
     if any(_is_last(each.path, last) for each in _checkpoints(folder, pattern) if each.key in done):
         return lines
+    for checkpoint in _appearing(folder, pattern, target, done, timeout_s, poll_s):
+        ends = _is_last(checkpoint.path, last)  # asked before, since the name may be written anew meanwhile
+        line = _evaluate(checkpoint, evaluate)
+        if line is not None:
+            _append(target, line)
+            lines.append(line)
+            if ends:
+                break
+    return lines
+
+
+def _appearing(
+    folder: Path, pattern: str, log: Path, done: set[tuple[str, int]], timeout_s: float | None, poll_s: float
+) -> Iterator[_Checkpoint]:
+    """The newest checkpoint, each time that there are new ones; until none has appeared for `timeout_s`.
+
+    Raises:
+        ClusterError: There is none at all.
+    """
     heard = time.monotonic()
     while True:
-        found = [each for each in _checkpoints(folder, pattern) if each.path != target]
+        found = [each for each in _checkpoints(folder, pattern) if each.path != log]
         new = [each for each in found if each.key not in done]
         if new:
-            newest = max(new, key=lambda each: (each.saved_ns, each.path.name))
-            ends = _is_last(newest.path, last)  # asked before, since the name may be written anew meanwhile
-            line = _evaluate(newest, evaluate)
-            if line is not None:
-                _append(target, line)
-                lines.append(line)
-                if ends:
-                    return lines
+            yield max(new, key=lambda each: (each.saved_ns, each.path.name))
             # Those that it overtook are not evaluated later, when nothing newer has come.
             done.update(each.key for each in new)
             heard = time.monotonic()
         elif timeout_s is not None and time.monotonic() - heard > timeout_s:
             if found:
-                return lines
+                return
             raise ClusterError(
                 f"No checkpoint appeared in {folder} within {timeout_s:g} s (names like {pattern!r}). Is that "
                 "where the chief saves?"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from distnb.session.output import HOLD_S, Area, Change, Clear, OutputMerger, Show, Write
+from distnb.session.instructions import Area, Change, Clear, Show, Write
+from distnb.session.output import HOLD_S, OutputMerger
 from distnb.wire.messages import Display, Output
 
 

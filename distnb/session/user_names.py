@@ -1,0 +1,22 @@
+"""Which names of the notebook's namespace are the user's, and not the shell's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["is_user_name", "user_names"]
+
+_SHELL_NAMES = frozenset({"In", "Out", "exit", "quit", "get_ipython", "_dh", "_oh", "_ih", "_i", "_ii", "_iii"})
+
+
+def is_user_name(name: str, user_ns: Mapping[str, Any]) -> bool:
+    """Whether a name is there, and is no name of the shell's or of Python's own."""
+    return name in user_ns and not (name.startswith("__") and name.endswith("__")) and name not in _SHELL_NAMES
+
+
+def user_names(user_ns: Mapping[str, Any]) -> set[str]:
+    """Every name of the user's."""
+    return {
+        name for name in user_ns if isinstance(name, str) and not name.startswith("_") and is_user_name(name, user_ns)
+    }
