@@ -120,7 +120,7 @@ class RemoteState:
         values = self.apart | {before[replica]: value for replica, value in self.local.items()}
         self.local = {now.index(engine): value for engine, value in values.items() if engine in now}
         self.apart = {engine: value for engine, value in values.items() if engine not in now}
-        if not self.facts and not self.local:
+        if not (self.facts or values):
             self.gone.update(now)
 
     def restored(self, replicas: Iterable[int], survivor: int) -> None:

@@ -302,7 +302,7 @@ def test_an_order_between_programs_does_not_reach_what_is_no_destructor(guard: G
     guard.abort(2, "because")
     for _ in range(20):
         guard.press()
-        gc.collect()
+        gc.collect(0)
         time.sleep(0.01)
     with pytest.raises(ProgramAborted):
         guard.call(2, spin)

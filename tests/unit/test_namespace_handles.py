@@ -429,7 +429,7 @@ def test_replaced_engine_gets_mirrored_objects(world: DoubleWorld) -> None:
 
 @pytest.mark.parametrize("between", [True, False])
 def test_a_lost_component_is_named_and_the_others_can_be_read(world: DoubleWorld, between: bool) -> None:
-    there(world, "mine = [rid()]\nr = rid()\nif rid():\n    late = [5]")
+    there(world, "mine = [rid()]\nr = rid()\nif rid():\n    late = [5]\n    one = 7")
     ns = world.notebook.user_ns
     world.namespace.engine_died(1)
     if between:  # a cell on the engines that are left
@@ -449,6 +449,7 @@ def test_a_lost_component_is_named_and_the_others_can_be_read(world: DoubleWorld
         with pytest.raises(StaleHandleError, match=r"`mine`.*lost.*replica 1.*mine\.component\(0\)"):
             ask()
     assert ns["r"].values == (0, 1), "plain values are the notebook's own"
+    assert ns["one"].component(1) == 7
     with pytest.raises(StaleHandleError, match=r"`late`.*is gone"):
         ns["late"].component(1)
     there(world, "again = [r]")
