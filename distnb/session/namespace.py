@@ -72,9 +72,8 @@ class NotebookNamespace:
         reads = names_read(source)
         packer = self._packer(space)
         packer.luggage.attributes |= reads.attributes
-        packer.collect(
-            [*sorted(reads.names), *extra_names], optional=sorted(user_names(self.user_ns)) if reads.dynamic else ()
-        )
+        optional = sorted(user_names(self.user_ns)) if reads.dynamic else ()
+        packer.collect([*sorted(reads.names), *extra_names], optional=optional)
         return self._send(packer, space, cell=True)
 
     def incoming(self, source: str, team: Team, replies: Mapping[int, Effects]) -> None:
@@ -289,9 +288,8 @@ class NotebookNamespace:
         space.environment = None
         space.sources.clear()
         space.modules.clear()
-        space.bound = dict.fromkeys(
-            space.bound, Plain(object())
-        )  # to be bound anew; the keys tell what may need deleting
+        # To be bound anew; the keys tell what may need deleting.
+        space.bound = dict.fromkeys(space.bound, Plain(object()))
         restored = self.operations.restore(space, survivor, lost, mirrored)
         for handle in handles:
             state = state_of_handle(handle)
