@@ -15,13 +15,13 @@ from distnb.session.handles import HANDLES, RemoteMethod, RemoteState, change_ki
 from distnb.session.replacing import replace_everywhere
 from distnb.session.spaces import MISSING, NotebookSpace
 from distnb.values import Mirrored
-from distnb.wire.bindings import Confirmation, Described, Effects, Leaf, pack_indexes
+from distnb.wire.bindings import NO_SCALAR, Confirmation, Described, Effects, Leaf, Returned, pack_indexes
 from distnb.wire.codec import Parcel
 from distnb.wire.environment import apply_environment
 from distnb.wire.fingerprints import fingerprint
 from distnb.wire.frozen import REPLACED
 from distnb.wire.graph import GraphUnpickler, Side
-from distnb.wire.immutables import SCALARS, same
+from distnb.wire.immutables import same
 from distnb.wire.messages import ObjectId
 from distnb.wire.nodes import apply_state, is_node
 from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
@@ -393,14 +393,12 @@ def _leaves(tree: Any) -> list[Leaf]:
     return [leaf for leaf in structure.flatten(tree)[0] if isinstance(leaf, Leaf)]
 
 
-def agreed_scalar(effects: Iterable[Effects]) -> Any:
+def agreed_scalar(effects: Iterable[Effects | Returned]) -> Any:
     """The scalar that all replicas returned, if that is all that they have to tell; else MISSING."""
     found: Any = MISSING
     for one in effects:
-        if not one.only_plain_result:
-            return MISSING
-        value = one.result.described.value
-        if type(value) not in SCALARS or (found is not MISSING and not same(found, value)):
+        value = one.scalar
+        if value is NO_SCALAR or (found is not MISSING and not same(found, value)):
             return MISSING
         found = value
     return found

@@ -31,6 +31,7 @@ __all__ = ["EngineStatus", "Session"]
 _START_TIMEOUT_S = 120.0
 _OUTPUT_PATIENCE_S = 1.0
 _MOST_UNSETTLED = 1000  # calls under way; more would only fill queues
+_SETTLED_AT_ONCE = 100
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,8 @@ class Session:
             delivery = self.namespace.outgoing_call(args, kwargs, team)
             message = CallFunction(program, team, spec, method, delivery)
             try:
-                outcome = self._dispatch.send(program, team.engines, message)
+                send = self._dispatch.send if wait else self._dispatch.post
+                outcome = send(program, team.engines, message)
             except BaseException:
                 self.namespace.failed(delivery)
                 raise
@@ -330,7 +332,9 @@ class Session:
             pending = Pending(lambda: self._finish_call(outcome, team, delivery))
             self._unsettled.append(pending)
             if len(self._unsettled) > _MOST_UNSETTLED:
-                resolve(self._unsettled.pop(0))
+                # Many at once: when one is waited for, those are sent that wait to leave together.
+                while len(self._unsettled) > _MOST_UNSETTLED - _SETTLED_AT_ONCE:
+                    resolve(self._unsettled.pop(0))
             return pending
 
     def _finish_call(self, outcome: Outcome, team: Team, delivery: Delivery | Repeat) -> Any:
