@@ -37,7 +37,7 @@ from distnb.wire import codec, freight
 from distnb.wire.bindings import Repeat
 from distnb.wire.channel import Link, beside
 from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell, Unread
-from distnb.wire.shorthand import CallReader, spelled_out
+from distnb.wire.shorthand import CallReader, calls_in, spelled_out
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -145,10 +145,13 @@ class Agent:
         self._serving = True
         try:
             while True:
+                message = None
                 try:
-                    message = self._calls.read(self._programs.receive())
-                except Exception as error:  # noqa: BLE001  # whatever it is, the notebook waits for a reply
-                    self._programs.send(Unread(failure.report(error)))
+                    message = self._programs.receive()
+                    message = self._calls.read(message)
+                except Exception as error:  # noqa: BLE001  # whatever it is, the notebook waits for replies
+                    for _ in range(calls_in(message)):
+                        self._programs.send(Unread(failure.report(error)))
                     continue
                 if message is None:
                     return

@@ -16,7 +16,7 @@ from distnb.wire.bindings import Confirmation, Delivery, Described, Effects, Lea
 from distnb.wire.codec import Parcel
 from distnb.wire.messages import CallFunction, Reply
 
-__all__ = ["CallReader", "CallWriter", "ReplyReader", "ReplyWriter", "spelled_out"]
+__all__ = ["CallReader", "CallWriter", "ReplyReader", "ReplyWriter", "calls_in", "spelled_out"]
 
 _KEPT = 64
 _REPEAT_LENGTH = 6
@@ -100,6 +100,11 @@ class CallReader:
             handles=old.handles,
         )
         return CallFunction(program, kept.team, kept.strategy, kept.method, delivery)
+
+
+def calls_in(message: Any) -> int:
+    """How many replies a message asks for, as it was sent."""
+    return int(message[-1]) if type(message) is tuple and len(message) == _REPEAT_LENGTH else 1
 
 
 def spelled_out(message: CallFunction) -> Iterator[CallFunction]:

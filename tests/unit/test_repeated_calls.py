@@ -13,7 +13,7 @@ from distnb.options import StrategySpec
 from distnb.topology import Device, Team
 from distnb.wire.bindings import Delivery, Repeat
 from distnb.wire.messages import CallFunction
-from distnb.wire.shorthand import CallReader, CallWriter, spelled_out
+from distnb.wire.shorthand import CallReader, CallWriter, calls_in, spelled_out
 from tests.worlds import DoubleWorld
 
 
@@ -188,6 +188,7 @@ def test_one_message_stands_for_many_calls() -> None:
     writer, reader = CallWriter(), CallReader()
     reader.read(writer.write(CallFunction(1, team, spec, "run", Delivery(key, 1, keep=5))))
     word = writer.write(CallFunction(7, team, spec, "run", Repeat(key, 9, 5, 1, calls=3)))
+    assert calls_in(word) == 3
     calls = list(spelled_out(reader.read(word)))
     assert [(call.program, call.delivery.serial) for call in calls] == [(7, 9), (8, 10), (9, 11)]
     assert {(call.method, call.delivery.place, call.delivery.of) for call in calls} == {("run", 5, 1)}
