@@ -163,6 +163,8 @@ def test_the_users_interrupt_ends_all_of_them(strategy: Any, tmp_path: Path) -> 
     for one in results:
         with pytest.raises(KeyboardInterrupt):
             resolve(one)
+    with pytest.raises(KeyboardInterrupt):
+        session.settle()
     assert len(os.listdir(tmp_path)) == 2, "none of the others began"
     assert strategy.run(lambda: 3) == 3
 
