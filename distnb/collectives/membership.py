@@ -164,6 +164,8 @@ class Member:
 
     def groups(self) -> list[GuardedProcessGroup]:
         """The default group and all subgroups."""
+        if not self._subgroups:
+            return [self.group]
         return [self.group, *(group for each in self._subgroups if (group := each()) is not None)]
 
     def suspend(self) -> None:

@@ -24,18 +24,20 @@ from distnb.engine.executor import Executor
 from distnb.engine.guard import Guard
 from distnb.engine.namespace import EngineNamespace
 from distnb.engine.objects import Objects
+from distnb.engine.outbox import Outbox
 from distnb.engine.output import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError
 from distnb.input import children, iterations
-from distnb.runtime import contexts, spmd
+from distnb.runtime import contexts, randomness, spmd
 from distnb.strategies import live
 from distnb.topology import Device, Team
 from distnb.values.structure import select
 from distnb.wire import codec, freight
-from distnb.wire.channel import Link
+from distnb.wire.bindings import Repeat
+from distnb.wire.channel import Link, beside
 from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell, Unread
-from distnb.wire.shorthand import CallReader, ReplyWriter
+from distnb.wire.shorthand import CallReader, calls_in, spelled_out
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -72,7 +74,9 @@ class Agent:
             "client_secret": connection.client_secret.encode(),
         }
         passage = freight.connect(connection.harbour_name, connection.harbour_token, engine)
-        self._programs = Link(context, engine, connection.program_url, passage=passage, **keys)
+        program_url = connection.program_url if passage is None else beside(connection.harbour_name)
+        self._programs = Link(context, engine, program_url, passage=passage, **keys)
+        self._calls, self._replies = CallReader(), Outbox(self._programs)
         pipes = {}
         logs = {}
         streams: tuple[tuple[int, Literal["stdout", "stderr"]], ...] = ((1, "stdout"), (2, "stderr"))
@@ -85,10 +89,10 @@ class Agent:
             self._guard,
             free_collectives=groups.abort,
             sample=telemetry.sample,
+            send_late=self._replies.send_late,
             on_shutdown=lambda: os._exit(0),
             pipes=pipes,
         )
-        self._calls, self._replies = CallReader(), ReplyWriter()
         self._serving = False
         self._executor = Executor(engine, shell, self._control)
         self._handlers: dict[type, Callable[[Any, int], Reply]] = {
@@ -141,14 +145,17 @@ class Agent:
         self._serving = True
         try:
             while True:
+                message = None
                 try:
-                    message = self._calls.read(self._programs.receive())
-                except Exception as error:  # noqa: BLE001  # whatever it is, the notebook waits for a reply
-                    self._programs.send(Unread(failure.report(error)))
+                    message = self._programs.receive()
+                    message = self._calls.read(message)
+                except Exception as error:  # noqa: BLE001  # whatever it is, the notebook waits for replies
+                    for _ in range(calls_in(message)):
+                        self._programs.send(Unread(failure.report(error)))
                     continue
                 if message is None:
                     return
-                self._programs.send(self._replies.write(self.perform(message)))
+                self._answer(message)
                 # Only now: what a failed cell held may take seconds to end (a DataLoader waits for its workers).
                 if self._failure is not None:
                     self._guard.release(self._forget_failure)
@@ -160,6 +167,15 @@ class Agent:
 
     def _forget_failure(self) -> None:
         self._failure = None
+
+    def _answer(self, message: Program) -> None:
+        if type(message) is not CallFunction or type(message.delivery) is not Repeat:
+            self._replies.add(self.perform(message), more=False)
+            return
+        last = message.program + message.delivery.calls - 1
+        with randomness.streams.linger():  # until the replies are on their way
+            for call in spelled_out(message):
+                self._replies.add(self.perform(call), more=call.program < last)
 
     def perform(self, message: Program) -> Reply:
         """Run one program to its end and describe how it ended. Never raises."""
@@ -180,6 +196,7 @@ class Agent:
         return reply
 
     def _failed(self, program: int, error: BaseException, value: Any = None) -> Reply:
+        randomness.streams.settle()  # what tells of the error is the user's code
         iterations.program_failed()
         ended = groups.failure()
         if isinstance(ended, CollectiveMismatchError) and type(error) is RuntimeError:

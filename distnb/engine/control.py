@@ -53,6 +53,7 @@ class Control:
         guard: Ends the program that runs in the main thread.
         free_collectives: Frees every collective that is blocked in this process (thread-safe).
         sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample.
+        send_late: Called often; sends replies that wait for others, and have waited for long enough.
         on_shutdown: Called on the notebook's order to end the process.
         pipes: File descriptors to read from, each with the name of its stream.
     """
@@ -65,6 +66,7 @@ class Control:
         *,
         free_collectives: Callable[[str], None],
         sample: Sampler,
+        send_late: Callable[[], None],
         on_shutdown: Callable[[], None],
         pipes: dict[int, Callable[[bytes], None]] | None = None,
     ) -> None:
@@ -73,6 +75,7 @@ class Control:
         self._guard = guard
         self._free_collectives = free_collectives
         self._sample = sample
+        self._send_late = send_late
         self._on_shutdown = on_shutdown
         self._pipes = pipes or {}
         self._events: deque[Any] = deque()
@@ -156,6 +159,7 @@ class Control:
                 if fd in ready:
                     forward(os.read(fd, 1 << 16))
             self._guard.press()
+            self._send_late()
             if self._running is not None and time.monotonic() >= self._next_sample:
                 self._measure()
             self._flush()

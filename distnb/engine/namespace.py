@@ -17,13 +17,15 @@ from distnb.engine.objects import Objects, Pending, Space
 from distnb.engine.travel import pack_effects
 from distnb.errors import NamespaceError
 from distnb.options import StrategySpec
+from distnb.runtime.randomness import streams
 from distnb.strategies.scope import adopt_restored
 from distnb.values import Mirrored, PerReplica
-from distnb.wire.bindings import Delivery, Described, Effects, Mark, Repeat, SpaceKey, unpack_indexes
+from distnb.wire.bindings import Delivery, Described, Effects, Mark, Repeat, Returned, SpaceKey, unpack_indexes
 from distnb.wire.environment import Environment, apply_environment, capture_environment
 from distnb.wire.fingerprints import Fingerprint, fingerprint
 from distnb.wire.frozen import note_frozen
 from distnb.wire.graph import GraphUnpickler, Side
+from distnb.wire.immutables import SCALARS
 from distnb.wire.messages import Apply, ObjectId
 from distnb.wire.nodes import apply_state
 from distnb.wire.outlines import fill, outline
@@ -61,6 +63,7 @@ class EngineNamespace:
         self._reloads: dict[str, int] = {}
         self._arguments: Any = None
         self._call: Mark | None = None
+        self._moves = -1
         # Fallback for `open` and `begin` being two calls: which delivery the next `begin` belongs to.
         self._delivery: Delivery | Repeat | None = None
 
@@ -202,9 +205,22 @@ class EngineNamespace:
             if identity not in space.fingerprints:
                 self._remember(space, identity)
         if self._environment is None:
-            self._environment = capture_environment()
+            self._environment = self._capture_environment()
         mark = Mark(dict(self.user_ns), delivery, self._environment)
         return mark
+
+    def _capture_environment(self, before: Environment | None = None) -> Environment:
+        """The environment as it is now.
+
+        Args:
+            before: As it was before a program that may have left a replica's random streams lingering: the shared ones
+                are then known, if nobody moved them.
+        """
+        if before is not None and streams.lingering and streams.moves == self._moves:
+            return capture_environment(before, before.generators)
+        streams.settle()
+        self._moves = streams.moves
+        return capture_environment(before)
 
     def note_names(self) -> Callable[[], None]:
         """Note what is bound now. What is returned takes back all that was bound since: see `runtime.contexts`."""
@@ -225,6 +241,7 @@ class EngineNamespace:
         space, serial = self.objects.space(mark.delivery.space), mark.delivery.serial
         if self._is_untouched(mark):
             return self._finish_untouched(mark, space, result)
+        streams.settle()  # what is pickled may draw random numbers
         assigned = self._assigned(mark.before)
         names, code = self._describe_names(assigned, space, serial)
         changed = self._changed(mark, space)
@@ -242,7 +259,7 @@ class EngineNamespace:
         if luggage.memo or before or space.registered:
             space.pending[serial] = Pending(luggage.memo, before, space.registered)
             space.registered = set()
-        after = capture_environment()
+        after = self._capture_environment(mark.environment)
         environment = after.since(mark.environment)
         self._environment = after
         return Effects(
@@ -276,13 +293,23 @@ class EngineNamespace:
         if space.registered:
             space.pending[serial] = Pending({}, {}, space.registered)
             space.registered = set()
-        after = capture_environment()
+        after = self._capture_environment(mark.environment)
         environment = after.since(mark.environment)
         self._environment = after
         return Effects(serial, environment=None if environment.empty else environment, result=described)
 
-    def close_call(self, result: Any) -> Effects:
+    def close_call(self, result: Any) -> Effects | Returned:
         """Describe the result of a call that `open_call` began, and what else it did."""
+        if type(result) in SCALARS:
+            mark = self._call
+            assert mark is not None
+            if self._is_untouched(mark) and not self.objects.space(mark.delivery.space).registered:
+                environment = self._capture_environment(mark.environment)
+                if environment is mark.environment:
+                    self._call = None
+                    return Returned(mark.delivery.serial, result)
+        else:
+            streams.settle()  # what is pickled may draw random numbers
         return self.finish_with(lambda space, serial: self.describer.tree(result, space, serial))
 
     def give_up_call(self) -> Effects | None:

@@ -36,14 +36,20 @@ class Stream(ABC):
     def derive(self, seed: int) -> Any:
         """A state made from a seed."""
 
-    def enter(self, replica_id: int, key: int, renew: bool) -> None:
-        """Switch to the replica's own state, which begins anew when asked, or when the shared one moved."""
+    def enter(self, replica_id: int, key: int, renew: bool) -> bool:
+        """Switch to the replica's own state, which begins anew when asked, or when the shared one moved.
+
+        Returns:
+            Whether it began anew.
+        """
         state = self.read()
-        if renew or state != self._shared or replica_id != self._replica_id:
+        renew = renew or state != self._shared or replica_id != self._replica_id
+        if renew:
             self._replica_id = replica_id
             self._shared = state
             self._own = self.derive(_fold(pickle.dumps((key, state)), replica_id))
         self.write(self._own)
+        return renew
 
     def leave(self) -> None:
         """Switch back to the shared state."""

@@ -30,7 +30,12 @@ __all__ = ["capture", "restore", "share", "streams"]
 
 
 class Streams:
-    """All global generators of this process, switched together. There is one instance, `streams`."""
+    """All global generators of this process, switched together. There is one instance, `streams`.
+
+    Attributes:
+        lingering: Whether the replica's own streams are installed after a `run` that is over: see `linger`.
+        moves: Grows whenever the shared streams are found moved, or may have been drawn from in the midst of a `run`.
+    """
 
     def __init__(self) -> None:
         self._torch: TorchStream | None = None
@@ -39,6 +44,9 @@ class Streams:
         self._cuda: set[int] = set()
         self._inside = False
         self._lent = False
+        self._replica_id = self._entered = -1
+        self._lingers = self.lingering = False
+        self.moves = 0
 
     def _find_generators(self) -> None:
         if self._torch is None:
@@ -61,23 +69,50 @@ class Streams:
         if self._inside:  # run within merge_call within run
             self._swap(to_shared=False)
             return
+        if self.lingering:
+            same = replica_id == self._replica_id and self.moves == self._entered
+            if same and (self._has_numpy or "numpy" not in sys.modules):
+                self.lingering, self._inside = False, True
+                return
+            self.settle()
         if not self._has_numpy:
             self._find_generators()
         assert self._torch is not None
         # Who seeds torch expects that everything begins anew.
-        renew = self._torch.switch(replica_id)
+        renew = renewed = self._torch.switch(replica_id)
         for stream in self._streams[1:]:
-            stream.enter(replica_id, self._torch.key, renew)
-        self._inside = True
+            renewed = stream.enter(replica_id, self._torch.key, renew) or renewed
+        self.moves += renewed
+        self._replica_id, self._entered, self._inside = replica_id, self.moves, True
 
     def leave(self) -> None:
         """Back to the shared streams."""
         if self._lent:
             self._swap(to_shared=True)
             return
+        if self._lingers:
+            self.lingering, self._inside = True, False
+            return
         for stream in self._streams:
             stream.leave()
         self._inside = False
+
+    @contextmanager
+    def linger(self) -> Iterator[None]:
+        """Let `leave` wait, since nothing that draws random numbers comes before the next `enter`; else `settle`."""
+        self._lingers = True
+        try:
+            yield
+        finally:
+            self._lingers = False
+            self.settle()
+
+    def settle(self) -> None:
+        """Carry out a `leave` that was put off: somebody may draw from the shared streams."""
+        if self.lingering:
+            for stream in self._streams:
+                stream.leave()
+            self.lingering = False
 
     def _swap(self, *, to_shared: bool) -> None:
         for stream in self._streams:
@@ -86,6 +121,7 @@ class Streams:
             else:
                 stream.swap_to_own()
         self._lent = to_shared
+        self.moves += 1
 
     def reset(self) -> None:
         """Be outside replicas: what runs now may follow on a program that was ended in their midst."""
@@ -97,6 +133,7 @@ class Streams:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Draw from the shared streams, also in the midst of a `run`."""
+        self.settle()
         if not self._inside or self._lent:
             yield
             return

@@ -7,8 +7,8 @@ from typing import Any
 
 from distnb.session.handles import RemoteMethod
 from distnb.session.spaces import MISSING
-from distnb.wire.bindings import Described, Effects, Leaf
-from distnb.wire.immutables import SCALARS, same
+from distnb.wire.bindings import NO_SCALAR, Described, Effects, Leaf, Returned
+from distnb.wire.immutables import same
 
 __all__ = ["agreed_scalar", "are_equal", "leaves_of", "method_of"]
 
@@ -22,14 +22,12 @@ def leaves_of(tree: Any) -> list[Leaf]:
     return [leaf for leaf in structure.flatten(tree)[0] if isinstance(leaf, Leaf)]
 
 
-def agreed_scalar(effects: Iterable[Effects]) -> Any:
+def agreed_scalar(effects: Iterable[Effects | Returned]) -> Any:
     """The scalar that all replicas returned, if that is all that they have to tell; else MISSING."""
     found: Any = MISSING
     for one in effects:
-        if not one.only_plain_result:
-            return MISSING
-        value = one.result.described.value
-        if type(value) not in SCALARS or (found is not MISSING and not same(found, value)):
+        value = one.scalar
+        if value is NO_SCALAR or (found is not MISSING and not same(found, value)):
             return MISSING
         found = value
     return found

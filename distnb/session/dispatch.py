@@ -6,24 +6,23 @@ import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
 from distnb.errors import EngineDied, ReplicaStuck
 from distnb.session.interrupts import Interrupts
+from distnb.session.outgoing import Outgoing
 from distnb.session.supervision import GiveUpOn
 from distnb.session.supervisor import Supervisor
-from distnb.wire.channel import receive_from, send_to
+from distnb.wire.channel import receive_from
 from distnb.wire.freight import Harbour
-from distnb.wire.messages import Died, Reply, Unread
-from distnb.wire.shorthand import CallWriter, ReplyReader
+from distnb.wire.messages import CallFunction, Died, Reply, Unread
+from distnb.wire.shorthand import ReplyReader
 
 __all__ = ["Dispatch", "Outcome"]
 
 
-@dataclass
 class Outcome:
     """How a program ended on each engine of its team.
 
@@ -35,17 +34,17 @@ class Outcome:
         interrupted: Whether the user asked for the end.
     """
 
-    program: int
-    engines: tuple[int, ...]
-    replies: dict[int, Reply] = field(default_factory=dict)
-    died: dict[int, str] = field(default_factory=dict)
-    stuck: set[int] = field(default_factory=set)
-    quiet: bool = True
-    interrupted: bool = False
+    __slots__ = ("_failed", "_missing", "died", "engines", "interrupted", "program", "quiet", "replies", "stuck")
 
-    def __post_init__(self) -> None:
-        self._missing = set(self.engines)
-        self._failed = False
+    def __init__(self, program: int, engines: tuple[int, ...], *, quiet: bool = True) -> None:
+        self.program = program
+        self.engines = engines
+        self.replies: dict[int, Reply] = {}
+        self.died: dict[int, str] = {}
+        self.stuck: set[int] = set()
+        self.quiet = quiet
+        self.interrupted = self._failed = False
+        self._missing = set(engines)
 
     def take(self, engine: int, reply: Reply) -> None:
         """A reply came, be it from an engine that was given up on."""
@@ -99,7 +98,7 @@ class Dispatch:
         self._interrupts = Interrupts()
         self._poller.register(self._interrupts.fd, zmq.POLLIN)
         self._dead: dict[int, str] = {}
-        self._writer = CallWriter()
+        self._outgoing = Outgoing(socket, harbour)
         self._readers: defaultdict[int, ReplyReader] = defaultdict(ReplyReader)
 
     def number(self) -> int:
@@ -113,22 +112,51 @@ class Dispatch:
         Raises:
             EngineDied, ReplicaStuck: An engine cannot take it; nothing was sent to any.
         """
+        outcome = self._begin(program, engines, quiet)
+        self._send_now(engines, message)
+        if self._interrupts.count:
+            self.interrupt()
+        return outcome
+
+    def post(self, program: int, engines: tuple[int, ...], message: CallFunction) -> Outcome:
+        """Send a call that nobody waits for yet: with others that follow soon, if one is under way already.
+
+        Raises:
+            EngineDied, ReplicaStuck: An engine cannot take it; it was not sent to any.
+        """
+        under_way = bool(self._pending)
+        outcome = self._begin(program, engines, quiet=True)
+        if not (under_way and self._outgoing.keep(engines, message)):
+            self._send_now(engines, message)
+            if self._interrupts.count:
+                raise KeyboardInterrupt
+        return outcome
+
+    def _send_now(self, engines: tuple[int, ...], message: Any) -> None:
+        with self._interrupts:  # a message that some engines got, and others did not, would keep those waiting
+            # If one died this moment, its pidfd tells, and the wait hears of it.
+            self._outgoing.send(engines, message)
+
+    def _begin(self, program: int, engines: tuple[int, ...], quiet: bool) -> Outcome:
         self.require_ready(engines)
         outcome = self._pending[program] = Outcome(program, engines, quiet=quiet)
         self._supervisor.program_began(program, engines)
-        # If one died this moment, its pidfd tells, and the wait hears of it.
-        send_to(self._socket, engines, self._writer.write(message), self._harbour)
         return outcome
 
     def wait(self, outcome: Outcome) -> Outcome:
         """Wait for a program's end on every engine. An interrupt ends the program, and is told in the outcome."""
+        if not outcome.complete:
+            self._await(outcome)
+        self._pending.pop(outcome.program, None)
+        return outcome
+
+    def _await(self, outcome: Outcome) -> None:
         with self._interrupts:
+            self._outgoing.flush()
             while not outcome.complete:
                 self._read(outcome)
                 if self._interrupts.count:
                     self.interrupt()
-        self._pending.pop(outcome.program, None)
-        return outcome
 
     def interrupt(self) -> bool:
         """End the programs that are under way, from any thread. False if there are none."""
@@ -146,6 +174,7 @@ class Dispatch:
 
     def close(self) -> None:
         """Free what is not the switchboard's."""
+        self._outgoing.close()
         self._interrupts.close()
 
     def _read(self, awaited: Outcome) -> None:
@@ -158,22 +187,31 @@ class Dispatch:
 
     def _take_replies(self, awaited: Outcome | None = None) -> None:
         for engine, message in receive_from(self._socket, self._harbour):
-            reply = self._readers[engine].read(message)
-            if isinstance(reply, Unread):
-                reply = self._take_unread(engine, reply)
-            if not isinstance(reply, Reply):
-                continue  # a hello: the control channel has told it
-            outcome = self._pending.get(reply.program)
-            if outcome is not None:
-                if outcome.quiet and reply.status == "ok":
-                    self._supervisor.replied(engine, reply.program)
-                outcome.take(engine, reply)
-            if awaited is not None and outcome is awaited and awaited.complete:
+            if type(message) is list:
+                self._supervisor.replied(engine, [well for each in message if (well := self._take(engine, each))])
+            else:
+                well = self._take(engine, message)
+                if well:
+                    self._supervisor.replied(engine, (well,))
+            if awaited is not None and awaited.complete:
                 return  # to find the socket empty costs as much as to read a reply
+
+    def _take(self, engine: int, message: Any) -> int:
+        """Take in a reply. Its program, if that went well, and no event tells of its end; else 0."""
+        reply = self._readers[engine].read(message)
+        if isinstance(reply, Unread):
+            reply = self._take_unread(engine, reply)
+        if not isinstance(reply, Reply):
+            return 0  # a hello: the control channel has told it
+        outcome = self._pending.get(reply.program)
+        if outcome is None:
+            return 0
+        outcome.take(engine, reply)
+        return reply.program if outcome.quiet and reply.status == "ok" else 0
 
     def _take_unread(self, engine: int, unread: Unread) -> Reply | None:
         """The failure that it is of the oldest program that the engine has not replied to."""
-        self._writer = CallWriter()  # what the other side kept is not certain any more
+        self._outgoing.forget()  # what the other side kept is not certain any more
         missing = (one for one in self._pending.values() if engine in one.engines and engine not in one.replies)
         outcome = next(missing, None)
         if outcome is None:
@@ -209,6 +247,7 @@ class Dispatch:
                 "with %distnb restart --missing; mirrored variables are restored to it from a survivor."
             )
         if not stuck.keys().isdisjoint(engines):
+            self._outgoing.flush()  # the socket is this thread's from now on
             self._take_replies()  # nobody waited for its reply any more, and it may have come since
             stuck = self._supervisor.stuck
         busy = sorted(engine for engine in engines if engine in stuck)

@@ -23,7 +23,7 @@ from distnb.session.travel import Packer
 from distnb.session.user_names import user_names
 from distnb.topology import Team
 from distnb.values import DistributedValues, Mirrored, structure
-from distnb.wire.bindings import Delivery, Effects, Repeat, SpaceKey
+from distnb.wire.bindings import Delivery, Effects, Repeat, Returned, SpaceKey
 from distnb.wire.environment import capture_environment
 from distnb.wire.graph import Side
 
@@ -88,7 +88,7 @@ class NotebookNamespace:
         if not replies:
             self._give_up(space)
             return
-        self.take_in_call(space, dict(replies), with_result=False)
+        self.take_in_call(space, replies, with_result=False)
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -133,13 +133,16 @@ class NotebookNamespace:
 
     def _has_nothing_to_tell(self, space: NotebookSpace) -> bool:
         """Whether the engines have nothing to hear of besides a call."""
-        return not space.ended and not space.has_news and capture_environment().since(space.environment).empty
+        if space.ended or space.has_news:
+            return False
+        now = capture_environment(space.environment)
+        return now is space.environment or now.since(space.environment).empty
 
-    def result(self, team: Team, replies: Mapping[int, Effects]) -> Any:
+    def result(self, team: Team, replies: Mapping[int, Effects | Returned]) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
-        return self.take_in_call(self._space(team.engines), dict(replies))
+        return self.take_in_call(self._space(team.engines), replies)
 
-    def failed(self, delivery: Delivery | Repeat, replies: Mapping[int, Effects] | None = None) -> None:
+    def failed(self, delivery: Delivery | Repeat, replies: Mapping[int, Effects | Returned] | None = None) -> None:
         """A call failed, or could not be sent. What it did until then is taken in, as that of a cell is.
 
         Args:
@@ -154,7 +157,7 @@ class NotebookNamespace:
             if isinstance(delivery, Repeat):
                 space.environment = None
             if replies:
-                self.take_in_call(space, dict(replies), with_result=False)
+                self.take_in_call(space, replies, with_result=False)
             else:
                 space.reject(delivery.serial)
 
@@ -209,14 +212,17 @@ class NotebookNamespace:
             delivery = self._sent(plans.keep(plan, arguments, delivery), space)
         return delivery
 
-    def take_in_call(self, space: NotebookSpace, effects: dict[int, Effects], *, with_result: bool = True) -> Any:
+    def take_in_call(
+        self, space: NotebookSpace, told: Mapping[int, Effects | Returned], *, with_result: bool = True
+    ) -> Any:
         """Take in what a program did, and give its result."""
-        serial = next(iter(effects.values())).serial
+        serial = next(iter(told.values())).serial
         delivery = space.outstanding.get(serial)
-        if delivery is None and with_result and len(effects) == space.size:
-            agreed = agreed_scalar(effects.values())
+        if delivery is None and with_result and len(told) == space.size:
+            agreed = agreed_scalar(told.values())
             if agreed is not MISSING:
                 return agreed
+        effects = {replica: one.effects() if isinstance(one, Returned) else one for replica, one in told.items()}
         watch = delivery.watch if delivery is not None else ()
         arrival = Arrival(space, self.user_ns, self.side, self.operations, effects, watch, self._announce)
         result = None

@@ -30,7 +30,8 @@ __all__ = ["EngineStatus", "Session"]
 
 _START_TIMEOUT_S = 120.0
 _OUTPUT_PATIENCE_S = 1.0
-_MOST_UNSETTLED = 1000  # calls under way; more would only fill queues
+# Calls under way; more would only fill queues. Many are settled at once: it sends what waits to leave together.
+_MOST_UNSETTLED, _FEW_UNSETTLED = 1000, 900
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,7 @@ class Session:
             delivery = self.namespace.outgoing_call(args, kwargs, team)
             message = CallFunction(program, team, spec, method, delivery)
             try:
-                outcome = self._dispatch.send(program, team.engines, message)
+                outcome = (self._dispatch.send if wait else self._dispatch.post)(program, team.engines, message)
             except BaseException:
                 self.namespace.failed(delivery)
                 raise
@@ -330,7 +331,8 @@ class Session:
             pending = Pending(lambda: self._finish_call(outcome, team, delivery))
             self._unsettled.append(pending)
             if len(self._unsettled) > _MOST_UNSETTLED:
-                resolve(self._unsettled.pop(0))
+                while len(self._unsettled) > _FEW_UNSETTLED:
+                    resolve(self._unsettled.pop(0))
             return pending
 
     def _finish_call(self, outcome: Outcome, team: Team, delivery: Delivery | Repeat) -> Any:

@@ -7,7 +7,7 @@ declared stuck, so that the prompt comes back; it stays known as busy until it r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 __all__ = ["EndProgram", "GiveUpOn", "Order", "Supervision"]
 
@@ -41,7 +41,6 @@ class _Program:
     deadline: float | None = None
     reason: str = ""
     interrupted: bool = False
-    given_up: set[int] = field(default_factory=set)
 
 
 class Supervision:

@@ -80,10 +80,11 @@ class Supervisor:
         with self._lock:
             self._state.began(program, engines)
 
-    def replied(self, engine: int, program: int) -> None:
-        """A reply that says the program went well has been read; no event of its own may follow soon."""
+    def replied(self, engine: int, programs: Iterable[int]) -> None:
+        """Replies that say these programs went well have been read; no events of their own may follow soon."""
         with self._lock:
-            self._state.ended(engine, program, True, "", 0.0)
+            for program in programs:
+                self._state.ended(engine, program, True, "", 0.0)
 
     def failed(self, engine: int, program: int, summary: str) -> None:
         """An engine could not even begin with a program: the others' part is to be ended."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, NamedTuple
 
 from distnb.values import DistributedValues
 from distnb.wire.codec import Parcel
 from distnb.wire.environment import Environment
+from distnb.wire.immutables import SCALARS
 from distnb.wire.messages import ObjectId
 
 __all__ = [
@@ -17,10 +18,12 @@ __all__ = [
     "Delivery",
     "Described",
     "Effects",
+    "NO_SCALAR",
     "Leaf",
     "Mark",
     "Repeat",
     "Request",
+    "Returned",
     "SpaceKey",
     "Summary",
     "follow",
@@ -109,23 +112,31 @@ class Delivery:
     keep: int | None = None
 
 
-@dataclass(frozen=True)
-class Repeat:
+class Repeat(NamedTuple):
     """The delivery of a call that brings nothing: it is an earlier one again, and nothing that it reads has changed.
 
     Attributes:
         space, serial: As of a `Delivery`.
         place: Where that call's arguments are kept.
         of: That call's serial. A replica that was stopped before it opened that delivery still has another's there.
+        calls: How many calls in a row it stands for: their programs, and their serials, are numbered on from the first.
     """
 
     space: SpaceKey
     serial: int
     place: int
     of: int
+    calls: int = 1
 
-    watch: ClassVar[tuple[ObjectId, ...]] = ()
-    handles: ClassVar[tuple[ObjectId, ...]] = ()
+    @property
+    def watch(self) -> tuple[ObjectId, ...]:
+        """Nothing is compared."""
+        return ()
+
+    @property
+    def handles(self) -> tuple[ObjectId, ...]:
+        """No engine objects are read."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -239,6 +250,36 @@ class Effects:
     def only_plain_result(self) -> bool:
         """Whether, besides, the engine keeps nothing of it."""
         return self.only_result and type(self.result) is Leaf and self.result.described.kind == "plain"
+
+    @property
+    def scalar(self) -> Any:
+        """The scalar that is all that there is to take in; else NO_SCALAR."""
+        if self.only_plain_result:
+            value = self.result.described.value
+            return value if type(value) in SCALARS else NO_SCALAR
+        return NO_SCALAR
+
+
+NO_SCALAR: Any = object()
+
+
+class Returned:
+    """The effects of a call that did nothing but return a scalar, at a tenth of the cost.
+
+    Attributes:
+        serial: Of the delivery that it came with.
+        scalar: What it returned.
+    """
+
+    __slots__ = ("scalar", "serial")
+
+    def __init__(self, serial: int, scalar: Any) -> None:
+        self.serial = serial
+        self.scalar = scalar
+
+    def effects(self) -> Effects:
+        """The same in full."""
+        return Effects(self.serial, result=Leaf(Described("plain", None, self.scalar)))
 
 
 @dataclass(frozen=True)

@@ -60,14 +60,29 @@ class Environment:
         )
 
 
-def capture_environment() -> Environment:
-    """The environment of this process."""
+def capture_environment(before: Environment | None = None, generators: Generators | None = None) -> Environment:
+    """The environment of this process.
+
+    Args:
+        before: An earlier one: the same is returned if nothing has changed.
+        generators: The states of the random generators, where they are known.
+    """
     try:
         cwd: str | None = os.getcwd()
     except FileNotFoundError:  # the directory was removed under us
         cwd = None
     torch = sys.modules.get("torch")
-    return Environment(cwd, tuple(sys.path), torch.get_default_dtype() if torch else None, capture_generators())
+    dtype = torch.get_default_dtype() if torch else None
+    generators, path = generators or capture_generators(), tuple(sys.path)
+    if (
+        before is not None
+        and generators is before.generators
+        and path == before.path
+        and cwd == before.cwd
+        and dtype == before.dtype
+    ):
+        return before
+    return Environment(cwd, path, dtype, generators)
 
 
 def capture_generators() -> Generators:

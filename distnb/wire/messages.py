@@ -8,7 +8,7 @@ sides, so that events flow, and programs can be ended, while the main thread com
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from distnb.options import StrategySpec
 from distnb.topology import Team
@@ -121,8 +121,7 @@ class ErrorReport:
     rendered: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """The end of a program on one replica."""
 
     program: int

@@ -46,7 +46,7 @@ def fill(kept: Any) -> Any:
     """
     kind = type(kept)
     if kind is tuple:
-        return tuple(map(fill, kept))
+        return tuple(map(fill, kept)) if kept else kept
     if kind is dict:
         return {key: fill(value) for key, value in kept.items()} if kept else {}
     if kind is not weakref.ref:

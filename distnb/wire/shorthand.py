@@ -8,18 +8,18 @@ a reply that tells nothing but a result. Nobody else sees these forms: what is e
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from distnb.wire.bindings import Confirmation, Delivery, Described, Effects, Leaf, Repeat
+from distnb.wire.bindings import Confirmation, Delivery, Described, Effects, Leaf, Repeat, Returned
 from distnb.wire.codec import Parcel
-from distnb.wire.immutables import SCALARS
 from distnb.wire.messages import CallFunction, Reply
 
-__all__ = ["CallReader", "CallWriter", "ReplyReader", "ReplyWriter"]
+__all__ = ["CallReader", "CallWriter", "ReplyReader", "ReplyWriter", "calls_in", "spelled_out"]
 
 _KEPT = 64
-_REPEAT_LENGTH = 5
+_REPEAT_LENGTH = 6
 
 
 class CallWriter:
@@ -45,7 +45,7 @@ class CallWriter:
             return message
         self._slots.move_to_end(key)
         if type(delivery) is Repeat:
-            return found[0], message.program, delivery.serial, delivery.place, delivery.of
+            return found[0], message.program, delivery.serial, delivery.place, delivery.of, delivery.calls
         if not _is_usual(delivery):
             return message
         blob = delivery.blob
@@ -102,6 +102,21 @@ class CallReader:
         return CallFunction(program, kept.team, kept.strategy, kept.method, delivery)
 
 
+def calls_in(message: Any) -> int:
+    """How many replies a message asks for, as it was sent."""
+    return int(message[-1]) if type(message) is tuple and len(message) == _REPEAT_LENGTH else 1
+
+
+def spelled_out(message: CallFunction) -> Iterator[CallFunction]:
+    """The calls that a message stands for, one by one."""
+    delivery = message.delivery
+    for _ in range(delivery.calls - 1 if type(delivery) is Repeat else 0):
+        yield message
+        delivery = Repeat(delivery.space, delivery.serial + 1, delivery.place, delivery.of)
+        message = CallFunction(message.program + 1, message.team, message.strategy, message.method, delivery)
+    yield message
+
+
 class ReplyWriter:
     """An engine's side: results are described like earlier ones, but for their number."""
 
@@ -111,15 +126,14 @@ class ReplyWriter:
     def write(self, reply: Reply) -> Any:
         """A reply, or its short form."""
         effects = reply.value
+        if type(effects) is Returned and reply.status == "ok":
+            return reply.program, effects.serial, None, effects.scalar
         if reply.status != "ok" or type(effects) is not Effects or not effects.only_result:
             return reply
         result = effects.result
         if type(result) is not Leaf:
             return reply
         described = result.described
-        if described.kind == "plain":
-            value = described.value
-            return (reply.program, effects.serial, None, value) if type(value) in SCALARS else reply
         identity = described.identity
         if described.kind != "object" or described.digest is not None or identity is None or described.holds:
             return reply
@@ -145,11 +159,10 @@ class ReplyReader:
             return message
         program, serial, slot, what = message
         if slot is None:
-            described = Described("plain", None, what)
-        else:
-            if what is not None:
-                self._kept[slot] = what
-            general = self._kept[slot]
-            assert general.identity is not None
-            described = replace(general, identity=(serial, general.identity[1]))
+            return Reply(program, "ok", None, Returned(serial, what))
+        if what is not None:
+            self._kept[slot] = what
+        general = self._kept[slot]
+        assert general.identity is not None
+        described = replace(general, identity=(serial, general.identity[1]))
         return Reply(program, "ok", value=Effects(serial, result=Leaf(described)))

@@ -308,6 +308,18 @@ def test_the_user_interrupts(notebook: Notebook, tmp_path: Path, what: str, by: 
     processes.wait_until(lambda: not new_workers(before), LIMIT_S, "DataLoader workers are still there")
 
 
+def test_the_user_interrupts_calls_that_nobody_has_waited_for_yet(notebook: Notebook) -> None:
+    source = (
+        "def naps():\n    print('ready', flush=True)\n    time.sleep(600)\n"
+        "for _ in range(40):\n"
+        "    distnb.MirroredStrategy().run(naps, options=distnb.RunOptions(wait=False))"
+    )
+    message = notebook.start(source)
+    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+    notebook.interrupt()
+    assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+
+
 def new_workers(before: set[int]) -> list[str]:
     """What engines have forked since."""
     new = [processes.describe(p) for pid, p in processes.children_of_this_run().items() if pid not in before]

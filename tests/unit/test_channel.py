@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from distnb.wire import freight
-from distnb.wire.channel import Link, Switchboard, receive_from, send_to
+from distnb.wire.channel import Link, Switchboard, beside, receive_from, send_to
 from distnb.wire.messages import Hello
 
 SERVER_PUBLIC, SERVER_SECRET = zmq.curve_keypair()
@@ -123,19 +123,36 @@ def test_messages_keep_their_order_whatever_way_their_frames_go(board: Switchboa
         assert received == sizes
 
 
-def test_another_key_gets_nothing_through(board: Switchboard, context: zmq.Context[Any]) -> None:
+def ways_to(board: Switchboard) -> dict[str, str]:
+    """Where programs can be sent from, by other machines and by this one."""
+    return {"tcp": board.program_url, "unix": beside(board.harbour.name)}
+
+
+@pytest.mark.parametrize("way", ["tcp", "unix"])
+def test_the_cluster_s_key_gets_through(board: Switchboard, context: zmq.Context[Any], way: str) -> None:
+    link = Link(context, 1, ways_to(board)[way], **KEYS)
+    link.send("hello")
+    assert read(board, 5000) == [(1, "hello")]
+    link.close()
+
+
+@pytest.mark.parametrize("way", ["tcp", "unix"])
+def test_another_key_gets_nothing_through(board: Switchboard, context: zmq.Context[Any], way: str) -> None:
     public, secret = zmq.curve_keypair()
-    link = Link(context, 1, board.program_url, server_public=SERVER_PUBLIC, client_public=public, client_secret=secret)
+    url = ways_to(board)[way]
+    link = Link(context, 1, url, server_public=SERVER_PUBLIC, client_public=public, client_secret=secret)
     link.socket.linger = 0
     link.send("run this")
     assert read(board, 500) == []
 
 
-def test_a_client_without_curve_gets_nothing_through(board: Switchboard, context: zmq.Context[Any]) -> None:
+@pytest.mark.parametrize("way", ["tcp", "unix"])
+def test_a_client_without_curve_gets_nothing_through(board: Switchboard, context: zmq.Context[Any], way: str) -> None:
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
-    socket.connect(board.program_url)
-    socket.send(b"run this")
+    socket.connect(ways_to(board)[way])
+    with suppress(zmq.Again):  # refused before it could send
+        socket.send(b"run this", zmq.NOBLOCK)
     assert read(board, 500) == []
 
 

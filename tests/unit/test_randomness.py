@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -102,6 +103,29 @@ def test_borrowing_the_shared_stream() -> None:
     assert len({own, borrowed, nested}) == 3
     with streams.shared():
         pass
+
+
+@pytest.mark.parametrize("borrows", [False, True], ids=["", "borrows the shared stream"])
+@pytest.mark.parametrize("replica_ids", [(1, 1, 1), (1, 0, 1)])
+def test_streams_that_linger_give_the_same_numbers(borrows: bool, replica_ids: tuple[int, ...]) -> None:
+    def numbers(lingers: bool) -> list[list[float]]:
+        seed(4)
+        streams = Streams()
+        drawn = [inside(streams, 1)]
+        with streams.linger() if lingers else contextlib.nullcontext():
+            for replica_id in replica_ids:
+                streams.enter(replica_id)
+                drawn.append(draw())
+                if borrows:
+                    with streams.shared():
+                        drawn.append(draw())
+                streams.leave()
+                assert streams.lingering == lingers
+            with streams.shared():
+                drawn.append(draw())
+        return [*drawn, draw()]
+
+    assert numbers(lingers=True) == numbers(lingers=False)
 
 
 def test_reset_after_a_program_that_was_ended_inside() -> None:

@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from distnb.errors import NamespaceError
+from distnb.options import StrategySpec
+from distnb.topology import Device, Team
 from distnb.wire.bindings import Delivery, Repeat
+from distnb.wire.messages import CallFunction
+from distnb.wire.shorthand import CallReader, CallWriter, calls_in, spelled_out
 from tests.worlds import DoubleWorld
 
 
@@ -177,3 +181,16 @@ def test_a_replica_that_missed_the_call_that_is_repeated_says_so(world: DoubleWo
     assert function() == 2
     with pytest.raises(NamespaceError, match="Call it again"):
         world.namespaces[1].open_call(world._send(again), 1)
+
+
+def test_one_message_stands_for_many_calls() -> None:
+    team, spec, key = Team((0, 1), (Device("cpu"),) * 2, 1, "", 0), StrategySpec("mirrored"), ((0, 1), 1)
+    writer, reader = CallWriter(), CallReader()
+    reader.read(writer.write(CallFunction(1, team, spec, "run", Delivery(key, 1, keep=5))))
+    word = writer.write(CallFunction(7, team, spec, "run", Repeat(key, 9, 5, 1, calls=3)))
+    assert calls_in(word) == 3
+    calls = list(spelled_out(reader.read(word)))
+    assert [(call.program, call.delivery.serial) for call in calls] == [(7, 9), (8, 10), (9, 11)]
+    assert {(call.method, call.delivery.place, call.delivery.of) for call in calls} == {("run", 5, 1)}
+    alone = CallFunction(10, team, spec, "run", Delivery(key, 12))
+    assert list(spelled_out(alone)) == [alone]

@@ -1,0 +1,192 @@
+"""Repeated calls that nobody waits for leave together, and are answered together; each is a call of its own all the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distnb
+from distnb import session as sessions
+from distnb.errors import EngineDied
+from distnb.session import outgoing
+from distnb.session.pending import resolve
+from distnb.wire.messages import Output
+from tests.processes import wait_until
+
+pytestmark = pytest.mark.timeout(170)
+
+NO_WAIT = distnb.RunOptions(wait=False)
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[Any]:
+    distnb.start(2)
+    try:
+        yield distnb.MirroredStrategy()
+    finally:
+        distnb.stop()
+
+
+def make_counter() -> Any:
+    """A function of a notebook's user: how often it was called on its engine, this time included."""
+
+    def counted(name: str) -> int:
+        import builtins
+
+        number = getattr(builtins, name, 0) + 1
+        setattr(builtins, name, number)
+        return number
+
+    return counted
+
+
+def call_often(strategy: Any, fn: Any, *args: Any, calls: int) -> list[Any]:
+    """The results to be, of calls of which all but the first two repeat an earlier one."""
+    return [strategy.run(fn, args=args, options=NO_WAIT) for _ in range(calls)]
+
+
+def test_they_keep_their_order_and_are_few_messages(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    send_to = outgoing.send_to
+
+    def noted(*args: Any) -> list[int]:
+        sent.append(1)
+        return send_to(*args)
+
+    monkeypatch.setattr(outgoing, "send_to", noted)
+    results = call_often(strategy, make_counter(), "ordered", calls=200)
+    assert [int(one) for one in results] == list(range(1, 201))
+    assert len(sent) < 100
+
+
+def test_one_that_fails_is_not_the_others_failure(strategy: Any) -> None:
+    def fails_once(name: str) -> int:
+        import builtins
+
+        number = getattr(builtins, name, 0) + 1
+        setattr(builtins, name, number)
+        if number == 20 and distnb.replica_id() == 1:
+            raise KeyError(name)
+        return number
+
+    results = call_often(strategy, fails_once, "failing", calls=40)
+    assert [int(one) for one in results[:19]] == list(range(1, 20))
+    with pytest.raises(KeyError, match="failing"):
+        resolve(results[19])
+    assert [int(one) for one in results[20:]] == list(range(21, 41))
+    assert strategy.run(fails_once, args=("failing",)) == 41
+
+
+def test_random_numbers_are_those_of_calls_one_by_one(strategy: Any) -> None:
+    def draw() -> float:
+        return float(torch.rand(1))
+
+    torch.manual_seed(7)
+    expected = [strategy.local_results(strategy.run(draw)) for _ in range(8)]
+    after = torch.rand(1)
+    torch.manual_seed(7)
+    found = [strategy.local_results(resolve(one)) for one in call_often(strategy, draw, calls=8)]
+    assert found == expected
+    assert torch.equal(torch.rand(1), after)
+    assert len({number for numbers in expected for number in numbers}) == 16
+
+
+def test_what_they_print_is_in_order(strategy: Any) -> None:
+    def says() -> None:
+        print("said", distnb.replica_id(), end="\n", flush=True)
+
+    session = sessions.require()
+    heard: list[Output] = []
+    unsubscribe = session.events.subscribe(lambda event: heard.append(event) if isinstance(event, Output) else None)
+    try:
+        for one in call_often(strategy, says, calls=30):
+            resolve(one)
+        assert session.flush_events(60)
+    finally:
+        unsubscribe()
+    for replica in range(2):
+        mine = [event for event in heard if event.replica == replica]
+        assert "".join(event.text for event in mine) == f"said {replica}\n" * 30
+        assert [event.program for event in mine] == sorted(event.program for event in mine)
+
+
+def test_they_are_sent_though_nobody_waits_for_them(strategy: Any, tmp_path: Path) -> None:
+    def leaves_a_mark(folder: str) -> None:
+        import tempfile
+
+        tempfile.mkstemp(dir=folder)
+
+    call_often(strategy, leaves_a_mark, str(tmp_path), calls=50)
+    wait_until(lambda: len(os.listdir(tmp_path)) == 100, 60, "all calls were performed")
+    sessions.require().settle()
+
+
+def test_a_slow_call_keeps_no_earlier_reply_back(strategy: Any, tmp_path: Path) -> None:
+    def third_waits(name: str, path: str) -> int:
+        import builtins
+        import os
+        import time
+
+        number = getattr(builtins, name, 0) + 1
+        setattr(builtins, name, number)
+        while number == 10 and not os.path.exists(path):
+            time.sleep(0.01)
+        return number
+
+    go = tmp_path / "go"
+    results = call_often(strategy, third_waits, "slow", str(go), calls=12)
+    assert [int(one) for one in results[:9]] == list(range(1, 10))
+    go.touch()
+    assert [int(one) for one in results[9:]] == [10, 11, 12]
+
+
+def test_the_users_interrupt_ends_all_of_them(strategy: Any, tmp_path: Path) -> None:
+    def begins_and_sleeps(folder: str) -> None:
+        import tempfile
+        import time
+
+        tempfile.mkstemp(dir=folder)
+        time.sleep(1000)
+
+    session = sessions.require()
+    results = call_often(strategy, begins_and_sleeps, str(tmp_path), calls=30)
+    # One that sleeps must be there to be interrupted.
+    wait_until(lambda: len(os.listdir(tmp_path)) == 2, 60, "the first call began")
+    threading.Timer(0.1, session.interrupt).start()
+    for one in results:
+        with pytest.raises(KeyboardInterrupt):
+            resolve(one)
+    with pytest.raises(KeyboardInterrupt):
+        session.settle()
+    assert len(os.listdir(tmp_path)) == 2, "none of the others began"
+    assert strategy.run(lambda: 3) == 3
+
+
+def test_an_engine_that_is_killed_amid(strategy: Any) -> None:
+    session = sessions.require()
+    pid = session.status()[1].pid
+
+    def dies(name: str, pid: int) -> int:
+        import builtins
+
+        number = getattr(builtins, name, 0) + 1
+        setattr(builtins, name, number)
+        if number == 20 and os.getpid() == pid:
+            os.kill(pid, signal.SIGKILL)
+        return number
+
+    results = call_often(strategy, dies, "killed", pid, calls=40)
+    with pytest.raises(EngineDied):
+        [resolve(one) for one in results]
+    with pytest.raises(EngineDied):
+        session.settle()
+    session.restart(missing=True)
+    assert [int(one) for one in call_often(strategy, make_counter(), "afterwards", calls=9)] == list(range(1, 10))
+    distnb.stop()  # with an engine that is this test's
