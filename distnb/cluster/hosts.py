@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
 from distnb.cluster.ground import Ground, ThisMachine
 from distnb.cluster.network import listening_address
-from distnb.cluster.placement import split_address
-from distnb.cluster.resolvers.base import ClusterResolver
+from distnb.cluster.resolved import Machines, machines_of, machines_with_servers
+from distnb.cluster.resolvers import ClusterResolver, SlurmClusterResolver
 from distnb.cluster.secret import secret_path
 from distnb.errors import OptionError
 from distnb.topology import Device
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["HostOptions", "Plan", "make_plan", "read_host_options"]
 
-_LAUNCHERS = ("local", "ssh", "server")
-_NOT_YET = ("slurm", "mpi", "pbs", "sge", "lsf", "htcondor")
-_NAME = re.compile(r"[^\s-]\S*")
+_LAUNCHERS = ("local", "ssh", "slurm", "mpi", "server")
+_BATCH = ("pbs", "sge", "lsf", "htcondor")
+_NAME = re.compile(r"[^\s,-][^\s,]*")
 
 
 @dataclass(frozen=True)
@@ -34,30 +34,43 @@ class HostOptions:
     """Which machines, and how they are reached.
 
     Attributes:
-        hosts: As ssh names them, each once.
+        hosts: As the launcher names them, each once: for "server" their addresses.
         per_host: How many engines each gets; None as without hosts: one per GPU, else two on the CPU.
         interface: The interface of this machine, or its address, where it listens for them; None for the one that
             leads to them.
-        ssh_args: More arguments for ssh.
-        secret: The secret file, where the machines run servers; hosts are their addresses then. None for ssh.
+        arguments: More arguments for the launcher's command.
+        launcher: "ssh", "slurm", "mpi" or "server".
+        secret: The secret file, where the machines run servers.
+        without_gpus: How many engines each gets that has no GPUs, in place of two.
     """
 
     hosts: tuple[str, ...]
-    per_host: int | None = None
+    per_host: int | Mapping[str, int] | None = None
     interface: str | None = None
-    ssh_args: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    launcher: str = "ssh"
     secret: Path | None = None
+    without_gpus: Mapping[str, int] = field(default_factory=dict)
 
     def way(self) -> Way:
         """How the machines are reached."""
         # Imported late: engines on this machine need none of it.
-        if self.secret is not None:
+        if self.launcher == "server":
             from distnb.cluster.served import Served
 
+            assert self.secret is not None
             return Served(self.secret)
+        if self.launcher == "slurm":
+            from distnb.cluster.slurm import Slurm
+
+            return Slurm(self.arguments)
+        if self.launcher == "mpi":
+            from distnb.cluster.mpi import MPI
+
+            return MPI(self.arguments)
         from distnb.cluster.ssh import SSH
 
-        return SSH(self.ssh_args)
+        return SSH(self.arguments)
 
 
 def read_host_options(
@@ -68,6 +81,7 @@ def read_host_options(
     ssh_args: Sequence[str] = (),
     cluster_resolver: ClusterResolver | None = None,
     secret: str | os.PathLike[str] | None = None,
+    launcher_args: Sequence[str] = (),
     *,
     n: int | None = None,
 ) -> HostOptions | None:
@@ -85,57 +99,109 @@ def read_host_options(
         ('a', 'b')
     """
     _check_launcher(launcher)
-    if cluster_resolver is not None:
-        given: dict[str, Any] = {"n": n, "hosts": hosts, "ssh_args": ssh_args or None}
-        extra = next((name for name, value in given.items() if value is not None), None)
-        if extra is not None or launcher not in (None, "server"):
-            what = f"{extra}={given[extra]!r}" if extra else f"launcher={launcher!r}"
-            raise OptionError(f"{what} cannot be given with cluster_resolver, which names the machines with servers.")
-        servers = _servers(cluster_resolver)
-        return HostOptions(servers, per_host, interface, secret=secret_path(secret))
-    if launcher == "server" or secret is not None:
-        raise OptionError("Engines of servers are started by cluster_resolver=…, which says where the servers are.")
-    if hosts is None:
-        given = {"per_host": per_host, "interface": interface, "ssh_args": ssh_args or None}
-        extra = next((name for name, value in given.items() if value is not None), None)
-        if extra is not None or launcher == "ssh":
-            what = f"{extra}={given[extra]!r}" if extra else "launcher='ssh'"
-            raise OptionError(f"{what} is for engines on other machines: name them too, hosts=['a', 'b'].")
+    chosen = launcher or _usual_launcher(hosts, cluster_resolver)
+    given: dict[str, Any] = {
+        "hosts": hosts,
+        "per_host": per_host,
+        "interface": interface,
+        "ssh_args": ssh_args or None,
+        "launcher_args": launcher_args or None,
+        "cluster_resolver": cluster_resolver,
+        "secret": secret,
+    }
+    if chosen == "local":
+        _check_local(launcher, given)
         return None
-    if launcher == "local":
-        raise OptionError("launcher='local' starts engines on this machine, and hosts names others. Leave one out.")
     if n is not None:
-        raise OptionError(f"n={n} counts engines on this machine. With hosts, per_host says how many each one gets.")
-    if isinstance(ssh_args, str) or not all(isinstance(word, str) for word in ssh_args):
-        raise OptionError(f"ssh_args={ssh_args!r}: give a list of words, such as ['-p', '2222'].")
-    return HostOptions(_read_names(hosts), per_host, interface, tuple(ssh_args))
-
-
-def _servers(resolver: ClusterResolver) -> tuple[str, ...]:
-    """The addresses of a cluster's chief and workers, without this process's own."""
-    spec = resolver.cluster_spec()
-    found = [
-        spec.task_address(job, index)
-        for job in ("chief", "worker")
-        if job in spec.jobs
-        for index in spec.task_indices(job)
-        if (job, index) != (resolver.task_type, resolver.task_id)
-    ]
-    if not found:
-        raise OptionError(f"The cluster {spec.as_dict()} has no worker beside this process, so there is no server.")
-    for address in found:
-        split_address(address)
-    return tuple(found)
+        raise OptionError(f"n={n} counts engines on this machine. On others, per_host says how many each one gets.")
+    _check_given(chosen, given)
+    arguments = (*_words("ssh_args", ssh_args), *_words("launcher_args", launcher_args))
+    machines = _machines(chosen, hosts, cluster_resolver)
+    return HostOptions(
+        machines.names,
+        machines.engines if per_host is None else per_host,
+        interface,
+        arguments,
+        chosen,
+        secret_path(secret) if chosen == "server" else None,
+        machines.without_gpus,
+    )
 
 
 def _check_launcher(launcher: str | None) -> None:
-    if launcher in _NOT_YET:
+    if launcher in _BATCH:
         raise OptionError(
-            f"launcher={launcher!r} is not there yet. Engines start on this machine, or by ssh: inside an allocation "
-            "of your cluster manager, give its machines as hosts=[…]."
+            f"launcher={launcher!r}: engines are not submitted as batch jobs. Inside an allocation of your cluster "
+            "manager, launcher='mpi' (or 'ssh') with its machines as hosts=[…] starts them there."
         )
     if launcher is not None and launcher not in _LAUNCHERS:
         raise OptionError(f"launcher={launcher!r}: the launchers are {', '.join(map(repr, _LAUNCHERS))}.")
+
+
+def _usual_launcher(hosts: str | Sequence[str] | None, resolver: ClusterResolver | None) -> str:
+    if isinstance(resolver, SlurmClusterResolver):
+        return "slurm"
+    if resolver is not None:
+        return "server"
+    return "local" if hosts is None else "ssh"
+
+
+def _check_local(launcher: str | None, given: Mapping[str, Any]) -> None:
+    """What is for other machines is not given for this one."""
+    extra = _first_of(given, given)
+    if extra is None:
+        return
+    if launcher == "local":
+        raise OptionError(f"launcher='local' starts engines on this machine, and {extra} is for others. Leave one out.")
+    raise OptionError(f"{extra} is for engines on other machines: name them too, hosts=['a', 'b'].")
+
+
+_TAKEN_BY = {
+    "ssh": ("hosts", "cluster_resolver", "ssh_args"),
+    "mpi": ("hosts", "cluster_resolver", "launcher_args"),
+    "slurm": ("hosts", "cluster_resolver", "launcher_args"),
+    "server": ("cluster_resolver", "secret"),
+}
+
+
+def _check_given(launcher: str, given: Mapping[str, Any]) -> None:
+    """What is given is for this launcher, and says which machines."""
+    if given["cluster_resolver"] is not None and given["hosts"] is not None:
+        raise OptionError(f"hosts={given['hosts']!r} cannot be given with cluster_resolver, which names the machines.")
+    strange = _first_of(given, [name for name in given if name not in (*_TAKEN_BY[launcher], "per_host", "interface")])
+    if strange is not None:
+        takes = " and ".join(_TAKEN_BY[launcher])
+        raise OptionError(f"{strange} is nothing for launcher={launcher!r}, which takes {takes}.")
+    if launcher == "server" and given["cluster_resolver"] is None:
+        raise OptionError("Engines of servers are started by cluster_resolver=…, which says where the servers are.")
+    if launcher in ("ssh", "mpi") and given["cluster_resolver"] is None and given["hosts"] is None:
+        raise OptionError(f"launcher={launcher!r} is for engines on other machines: name them too, hosts=['a', 'b'].")
+
+
+def _first_of(given: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    return next((f"{name}={given[name]!r}" for name in names if given[name] is not None), None)
+
+
+def _words(name: str, words: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(words, str) or not all(isinstance(word, str) for word in words):
+        raise OptionError(f"{name}={words!r}: give a list of words, such as ['-p', '2222'].")
+    return tuple(words)
+
+
+def _machines(launcher: str, hosts: str | Sequence[str] | None, resolver: ClusterResolver | None) -> Machines:
+    if launcher == "server":
+        assert resolver is not None
+        return machines_with_servers(resolver)
+    from distnb.cluster.slurm import allotted_nodes, tasks_of_nodes
+
+    nodes = allotted_nodes() if launcher == "slurm" else ()
+    machines = Machines(() if hosts is None else _read_names(hosts)) if resolver is None else machines_of(resolver)
+    if launcher != "slurm":
+        return machines
+    strange = [name for name in machines.names if name not in nodes]
+    if strange:
+        raise OptionError(f"{strange[0]!r} is no node of this Slurm allocation; those are {', '.join(nodes)}.")
+    return Machines(machines.names or nodes, machines.engines, machines.without_gpus or tasks_of_nodes())
 
 
 def _read_names(hosts: str | Sequence[str]) -> tuple[str, ...]:
@@ -143,9 +209,11 @@ def _read_names(hosts: str | Sequence[str]) -> tuple[str, ...]:
     if not names:
         raise OptionError("hosts is empty. Name at least one machine, or leave it out to start engines on this one.")
     for name in names:
-        # A name that began with a dash would be an option to ssh.
+        # A name that began with a dash would be an option to ssh, and one with a comma several to srun and mpiexec.
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise OptionError(f"{name!r} is no name of a machine. Give what ssh understands: 'gpu1', 'me@10.0.0.2'.")
+            raise OptionError(
+                f"{name!r} is no name of a machine. Give what the launcher understands: 'gpu1', for ssh 'me@gpu1'."
+            )
     doubles = [name for name in names if names.count(name) > 1]
     if doubles:
         raise OptionError(f"hosts names {doubles[0]!r} more than once. per_host says how many engines each one gets.")
@@ -203,5 +271,13 @@ def make_plan(
     on_progress(f"asking {', '.join(options.hosts)}")
     way = options.way()
     address = listening_address(map(way.network_name, options.hosts), options.interface)
-    hosts, planned = plan_hosts(options.hosts, way, options.per_host, devices, oversubscribe=oversubscribe)
+    hosts, planned = plan_hosts(
+        options.hosts,
+        way,
+        # What a resolver tells of GPUs is not meant where devices are named.
+        options.per_host if isinstance(options.per_host, int) or devices is None else None,
+        devices,
+        oversubscribe=oversubscribe,
+        without_gpus=options.without_gpus,
+    )
     return Plan(planned, address, hosts, options)

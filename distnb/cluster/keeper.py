@@ -1,4 +1,4 @@
-"""`python -m distnb.cluster.keeper`: what ssh, or a server, starts on another machine for each engine there.
+"""`python -m distnb.cluster.keeper`: what ssh, a server or the like starts on another machine for each engine there.
 
 It stands for the notebook on its machine: it makes the run directory, writes the secret connection file, starts the
 engine, and ends it when the notebook lets go or cannot be reached any more. It never computes, so nothing that an
@@ -9,6 +9,7 @@ kernel probes. A notebook that merely stands still confirms probes.
     probe   print, as a line of JSON, what this machine has
     serve   read an `Assignment` from standard input, keep its engine, and end with the engine's exit status
 
+A second argument, `borne`, says that a `bearer` listens to standard output, for beats and for the exit status.
 Standard output carries nothing but these; the engine's own goes to standard error.
 """
 
@@ -31,13 +32,14 @@ from pathlib import Path
 from types import FrameType
 
 from distnb import __version__
+from distnb.cluster.bearer import STATUS, beat_for_ever
 from distnb.cluster.connection import Connection, make_run_directory, remove_run_directory
 from distnb.cluster.devices import available_gpus
 from distnb.cluster.lifeline import Lifeline
 from distnb.cluster.network import address_towards, interface_of
 from distnb.cluster.placement import network_environment
 from distnb.cluster.processes import Processes, Reaped
-from distnb.cluster.surroundings import engine_environment
+from distnb.cluster.surroundings import engine_environment, without_another_place
 from distnb.cluster.watcher import Watcher
 from distnb.errors import StartError
 from distnb.topology import parse_device
@@ -148,7 +150,7 @@ class Keeper:
         told = self._assignment
         device = parse_device(told.device)
         own = engine_environment(told.engine, device, told.engines, directory, agent=told.agent, replaces=told.replaces)
-        return os.environ | own | network_environment(interface) | dict(told.environment)
+        return without_another_place(os.environ) | own | network_environment(interface) | dict(told.environment)
 
     def _start_engine(self, environment: dict[str, str], watcher: Watcher, ended: Reaped) -> int:
         # Not our own standard error: ssh would wait for everything that a process of the user's has inherited of it.
@@ -200,11 +202,27 @@ def _await_end_of_input(keeper: Keeper) -> None:
 
 def _probe() -> None:
     found = {"distnb": __version__, "python": platform.python_version(), "gpus": available_gpus()}
-    print(json.dumps(found), flush=True)
+    os.write(1, json.dumps(found).encode() + b"\n")  # at once: beats are written beside it
 
 
-def main(task: str) -> int:
+def _borne(task: str) -> int:
+    """The same for a bearer."""
+    threading.Thread(target=beat_for_ever, name="distnb-beats", daemon=True).start()
+    status = _FAILED
+    try:
+        status = _do(task)
+        return status
+    finally:
+        with suppress(OSError):
+            os.write(1, STATUS + b"%d\n" % status)
+
+
+def main(task: str, borne: str = "") -> int:
     """Do what the first argument says; returns the exit status."""
+    return _borne(task) if borne else _do(task)
+
+
+def _do(task: str) -> int:
     if task == "probe":
         _probe()
         return 0
@@ -224,6 +242,6 @@ def main(task: str) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1])
+    code = main(*sys.argv[1:])
     sys.stdout.flush()
     os._exit(code)  # a thread still sits in its reading of standard input

@@ -16,7 +16,16 @@ from distnb.cluster.resolvers.base import ClusterResolver
 from distnb.cluster.resolvers.spec import ClusterSpec
 from distnb.errors import OptionError, StartError
 
-__all__ = ["Placement", "Worker", "network_environment", "own_interface", "placement_of", "split_address"]
+__all__ = [
+    "Placement",
+    "Worker",
+    "host_of",
+    "network_environment",
+    "own_interface",
+    "placement_of",
+    "split_address",
+    "workers_of",
+]
 
 _REPLICA_JOBS = ("chief", "worker")
 
@@ -71,7 +80,7 @@ def placement_of(resolver: ClusterResolver) -> Placement | None:
     kind, index = resolver.task_type, resolver.task_id
     if kind == "evaluator" or not spec:
         return None
-    workers = _workers(spec)
+    workers = workers_of(spec)
     if kind in spec.jobs and kind not in _REPLICA_JOBS:
         raise OptionError(
             f"This process is {kind} {index} of its cluster, and replicas are on {' and '.join(_REPLICA_JOBS)} tasks. "
@@ -94,7 +103,8 @@ def placement_of(resolver: ClusterResolver) -> Placement | None:
     return Placement(workers, own)
 
 
-def _workers(spec: ClusterSpec) -> tuple[Worker, ...]:
+def workers_of(spec: ClusterSpec) -> tuple[Worker, ...]:
+    """The tasks of a cluster that hold replicas, in rank order. Raises OptionError where it has several chiefs."""
     if "chief" in spec.jobs and spec.num_tasks("chief") > 1:
         raise OptionError(f"The cluster has {spec.num_tasks('chief')} chiefs: {spec.as_dict()['chief']}. Name one.")
     return tuple(
@@ -133,7 +143,7 @@ def own_interface(placement: Placement) -> tuple[str, str]:
         if not there.get(named):
             raise StartError(f"GLOO_SOCKET_IFNAME is {named!r}; this machine's interfaces are {', '.join(there)}.")
         return named, min(there[named], key=lambda address: ":" in address)
-    host = _host(placement.me.address)
+    host = host_of(placement.me.address)
     for address in _resolve(host, placement.me):
         # All of 127.0.0.0/8 is this machine.
         wanted = "127.0.0.1" if address.startswith("127.") else address
@@ -149,7 +159,7 @@ def own_interface(placement: Placement) -> tuple[str, str]:
     )
 
 
-def _host(address: str) -> str:
+def host_of(address: str) -> str:
     """The host of an address whose port may be missing."""
     host = address.rpartition(":")[0] if address.rpartition(":")[2].isdigit() and not address.endswith("]") else address
     return host.strip("[]") or address
@@ -165,7 +175,7 @@ def _resolve(host: str, worker: Worker) -> list[str]:
 
 
 def _check_reachable(placement: Placement, host: str, address: str) -> None:
-    hosts = {_host(worker.address) for worker in placement.workers}
+    hosts = {host_of(worker.address) for worker in placement.workers}
     if ip_address(address).is_loopback and len(hosts) > 1 and not all(map(_is_loopback, hosts)):
         raise StartError(
             f"{placement.me}: on this machine {host!r} means {address}, where other machines cannot reach it (often by "

@@ -19,7 +19,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any
+
+from ipyparallel.cluster.launcher import LocalEngineLauncher
 
 from distnb import __version__
 from distnb.cluster.calling import LOST
@@ -28,21 +31,30 @@ from distnb.cluster.devices import plan_devices
 from distnb.cluster.ground import EngineOrder, Ground
 from distnb.cluster.keeper import KILLED, Assignment
 from distnb.cluster.launchers import Watched
+from distnb.cluster.orphans import end_group
 from distnb.cluster.processes import Reaped, describe_status
 from distnb.cluster.surroundings import hash_seed, import_environment
 from distnb.cluster.watcher import REPORT_PIPE, Watcher
 from distnb.errors import DistnbError, StartError
 from distnb.topology import Device
 
-__all__ = ["Hosts", "KeeperLauncher", "Way", "plan_hosts", "probe"]
+__all__ = ["BEARER", "KEEPER", "CommandKeeperLauncher", "Hosts", "KeeperLauncher", "Way", "plan_hosts", "probe"]
+
+KEEPER = (sys.executable, "-P", "-m", "distnb.cluster.keeper")
+"""The keeper's command, the same on every machine."""
+
+BEARER = (sys.executable, "-P", "-m", "distnb.cluster.bearer")
+"""The command that bears another, which starts a keeper."""
 
 _PROBE_TIMEOUT_S = 90.0
+_ENDING_S = 10.0
 
 
 class KeeperLauncher(Watched):
     """Starts the process that is connected with one engine's keeper; before a launcher of ipyparallel's."""
 
     told = b""
+    inherited: Mapping[str, str] = os.environ
     _input: IO[bytes]
 
     def start(self) -> None:
@@ -51,7 +63,7 @@ class KeeperLauncher(Watched):
         with open(self.output_file, "ab") as log, open(reports, "wb", buffering=0) as ready:
             started = self._popen_process = subprocess.Popen(
                 self.args,
-                env=os.environ | import_environment(),
+                env={**self.inherited, **import_environment()},
                 stdin=subprocess.PIPE,
                 stdout=ready,
                 stderr=log,
@@ -80,6 +92,14 @@ class KeeperLauncher(Watched):
         super()._end(status)
 
 
+class CommandKeeperLauncher(KeeperLauncher, LocalEngineLauncher):  # type: ignore[misc]
+    """Starts a keeper by `engine_cmd` as it is: ipyparallel would add what its own engines are told."""
+
+    def find_args(self) -> list[str]:
+        """The command line: no word of it is secret."""
+        return list(self.engine_cmd)
+
+
 class Way(ABC):
     """How keepers on other machines are started, and talked to."""
 
@@ -94,6 +114,14 @@ class Way(ABC):
     @abstractmethod
     def probing(self, host: str) -> list[str]:
         """The command that prints what a machine's keeper answers to `probe`."""
+
+    def environment(self, directory: Path | None = None) -> Mapping[str, str]:
+        """The environment of the commands, but for what lets them import this distnb.
+
+        Args:
+            directory: Where they may leave files; None for nowhere.
+        """
+        return os.environ
 
     @abstractmethod
     def network_name(self, host: str) -> str:
@@ -143,6 +171,7 @@ class Hosts(Ground):
         launcher = self._way.launcher(
             host, identifier=str(order.engine), output_file=str(order.log), profile_dir=str(order.directory)
         )
+        launcher.inherited = self._way.environment(order.directory)
         launcher.told, launcher.watcher, launcher.ended = assignment.encode(), watcher, ended
         launcher.start()
         self._launchers[launcher.pid] = launcher
@@ -193,7 +222,7 @@ def probe(hosts: Sequence[str], way: Way) -> dict[str, int]:
         for host in hosts:
             asked[host] = subprocess.Popen(
                 way.probing(host),
-                env=os.environ | import_environment(),
+                env={**way.environment(), **import_environment()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -204,7 +233,12 @@ def probe(hosts: Sequence[str], way: Way) -> dict[str, int]:
         return {host: _answer(host, process, deadline, way) for host, process in asked.items()}
     finally:
         for process in asked.values():
-            process.kill()
+            process.terminate()  # it ends what it has started
+        for process in asked.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_ENDING_S)
+                continue
+            end_group(process.pid)
             process.communicate()
 
 
@@ -239,12 +273,20 @@ def _checked(host: str, found: Mapping[str, Any]) -> int:
 def plan_hosts(
     names: Sequence[str],
     way: Way,
-    per_host: int | None,
+    per_host: int | Mapping[str, int] | None,
     devices: str | Sequence[str | Device] | None,
     *,
     oversubscribe: bool,
+    without_gpus: Mapping[str, int] | None = None,
 ) -> tuple[tuple[str, ...], tuple[Device, ...]]:
     """The machine and the device of each engine, in order. The same devices are asked of every machine.
+
+    Args:
+        names: The machines.
+        way: How they are reached.
+        per_host: How many engines each gets; None for one per GPU.
+        devices, oversubscribe: As `plan_devices` takes them.
+        without_gpus: How many engines a machine gets that has no GPUs, where neither `per_host` nor `devices` says.
 
     Raises:
         OptionError: The numbers or names make no sense.
@@ -253,8 +295,11 @@ def plan_hosts(
     hosts: list[str] = []
     planned: list[Device] = []
     for host, gpus in probe(names, way).items():
+        count = per_host.get(host) if isinstance(per_host, Mapping) else per_host
+        if count is None and devices is None and not gpus:
+            count = (without_gpus or {}).get(host)
         try:
-            there = plan_devices(per_host, devices, oversubscribe=oversubscribe, gpus=gpus)
+            there = plan_devices(count, devices, oversubscribe=oversubscribe, gpus=gpus)
         except DistnbError as error:
             raise type(error)(f"{host}: {error}") from None
         hosts += [host] * len(there)

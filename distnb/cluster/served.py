@@ -6,21 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ipyparallel.cluster.launcher import LocalEngineLauncher
-
 from distnb.cluster.placement import split_address
-from distnb.cluster.remote import KeeperLauncher, Way
+from distnb.cluster.remote import CommandKeeperLauncher, KeeperLauncher, Way
 from distnb.cluster.secret import read_secret
 
-__all__ = ["Served", "ServedKeeperLauncher"]
-
-
-class ServedKeeperLauncher(KeeperLauncher, LocalEngineLauncher):  # type: ignore[misc]
-    """Starts the process that calls a server for a keeper, and stays connected with it."""
-
-    def find_args(self) -> list[str]:
-        """The command line: the secret's path, never the secret."""
-        return list(self.engine_cmd)
+__all__ = ["Served"]
 
 
 class Served(Way):
@@ -38,8 +28,8 @@ class Served(Way):
         self._secret = secret.absolute()
 
     def launcher(self, host: str, **settings: Any) -> KeeperLauncher:
-        """A process of this machine that calls."""
-        return ServedKeeperLauncher(engine_cmd=self._calling(host, "serve"), **settings)
+        """A process of this machine that calls: it gets the secret's path, never the secret."""
+        return CommandKeeperLauncher(engine_cmd=self._calling(host, "serve"), **settings)
 
     def probing(self, host: str) -> list[str]:
         """By the same kind of call."""

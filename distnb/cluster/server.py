@@ -35,11 +35,9 @@ class _Keeper:
     """A keeper's process, and who called for it."""
 
     def __init__(self, task: str) -> None:
-        # TF_CONFIG is the server's: an engine has its place from its notebook.
-        environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "distnb.cluster.keeper", task],
-            env=environment | import_environment(),
+            env=os.environ | import_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from ipyparallel.cluster.launcher import SSHEngineLauncher
 
 from distnb.cluster.lifeline import LOST_AFTER_S
-from distnb.cluster.remote import KeeperLauncher, Way
+from distnb.cluster.remote import KEEPER, KeeperLauncher, Way
 from distnb.errors import StartError
 
 __all__ = ["SSH", "SSHKeeperLauncher"]
 
 _ALIVE_S = 2
-_PYTHON = (sys.executable, "-P", "-m", "distnb.cluster.keeper")
 _OPTIONS = {
     "BatchMode": "yes",  # nobody could answer a question
     "ServerAliveInterval": str(_ALIVE_S),
@@ -63,12 +61,12 @@ class SSH(Way):
         self._arguments = _ssh_arguments(arguments)
 
     def launcher(self, host: str, **settings: Any) -> KeeperLauncher:
-        """ipyparallel's, whose configuration holds here too."""
-        return SSHKeeperLauncher(engine_cmd=[*_PYTHON, "serve"], hostname=host, ssh_args=self._arguments, **settings)
+        """ipyparallel's, with a keeper's end."""
+        return SSHKeeperLauncher(engine_cmd=[*KEEPER, "serve"], hostname=host, ssh_args=self._arguments, **settings)
 
     def probing(self, host: str) -> list[str]:
         """By the same ssh."""
-        return ["ssh", *self._arguments, host, _remote([*_PYTHON, "probe"])]
+        return ["ssh", *self._arguments, host, _remote([*KEEPER, "probe"])]
 
     def network_name(self, host: str) -> str:
         """What ssh's configuration makes of the name.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import site
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ __all__ = [
     "rank_environment",
     "script_environment",
     "threads_for",
+    "without_another_place",
 ]
 
 ENGINE_VARIABLE = "DISTNB_ENGINE_ID"
@@ -83,6 +85,17 @@ def import_environment() -> dict[str, str]:
     if package in (*site.getsitepackages(), site.getusersitepackages()):
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
+
+
+_OF_A_TASK = re.compile(r"TF_CONFIG|(OMPI|PMIX?|PMI2|PRTE|MPI|MPIR|HYD[A-Z]*)_.*|SLURM_(?!JOB|CONF).*")
+
+
+def without_another_place(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what a launcher tells its task of the place among others: an engine has one of its own.
+
+    Libraries would take it for theirs; MPI would even wait for its launcher. What Slurm tells of the whole job stays.
+    """
+    return {name: value for name, value in environment.items() if not _OF_A_TASK.fullmatch(name)}
 
 
 def keep_temporary_sockets_in(directory: Path) -> None:

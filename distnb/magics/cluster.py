@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distnb import session as sessions
+from distnb.cluster.resolvers import (
+    ClusterResolver,
+    KubernetesClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+)
 from distnb.errors import NoClusterError, OptionError
 from distnb.magics.arguments import LineParser, closest, parse_count
 from distnb.magics.presenting import presented
@@ -24,11 +30,21 @@ if TYPE_CHECKING:
 
 __all__ = ["ClusterMagic"]
 
+_RESOLVERS: dict[str, Callable[[], ClusterResolver]] = {
+    "slurm": SlurmClusterResolver,
+    "tfconfig": TFConfigClusterResolver,
+    "kubernetes": KubernetesClusterResolver,
+}
+
 HELP = """\
 %distnb start [-n N] [--devices cuda:0,cuda:1] [--oversubscribe]
                                            start engines; by default one per GPU, else two on the CPU
-%distnb start --hosts a,b [--per-host N] [--interface eth0] [--ssh-args "-p 2222"] [--launcher ssh]
+%distnb start --hosts a,b [--per-host N] [--interface eth0] [--ssh-args "-p 2222"]
                                            the same on other machines, which ssh reaches
+%distnb start --launcher slurm|mpi [--hosts a,b] [--per-host N] [--interface eth0] [--launcher-args "…"]
+                                           by srun on the nodes of the notebook's allocation, or by mpiexec
+%distnb start --resolver slurm|tfconfig|kubernetes|NAME [--secret FILE] [--launcher ssh] …
+                                           on the machines that a cluster resolver names
 %distnb stop                               end them
 %distnb restart [ENGINE …] [--missing]     replace engines by new processes: all, those named, or those that have ended
 %distnb status                             what each engine is, and does
@@ -106,7 +122,8 @@ class ClusterMagic:
         parser = LineParser(
             "%distnb start",
             "%distnb start [-n N] [--devices cuda:0,cuda:1] [--oversubscribe] [--hosts a,b] [--per-host N] "
-            '[--interface eth0] [--ssh-args "-p 2222"] [--launcher ssh]',
+            '[--interface eth0] [--launcher ssh|slurm|mpi|server] [--ssh-args "-p 2222"] [--launcher-args "…"] '
+            "[--resolver slurm|tfconfig|kubernetes|NAME] [--secret FILE]",
         )
         parser.add_argument("-n", dest="count", action=parse_count, default=None)
         parser.add_argument("--devices", default=None)
@@ -116,8 +133,14 @@ class ClusterMagic:
         parser.add_argument("--interface", default=None)
         parser.add_argument("--ssh-args", default="", type=shlex.split)
         parser.add_argument("--launcher", default=None)
+        parser.add_argument("--launcher-args", default="", type=shlex.split)
+        parser.add_argument("--resolver", default=None)
+        parser.add_argument("--secret", default=None)
         found = parser.read(line)
-        where = {name: getattr(found, name) for name in ("hosts", "per_host", "interface", "ssh_args", "launcher")}
+        names = ("hosts", "per_host", "interface", "ssh_args", "launcher", "launcher_args", "secret")
+        where = {name: getattr(found, name) for name in names}
+        if found.resolver is not None:
+            where["cluster_resolver"] = self._resolver(found.resolver)
         self._start(found.count, found.devices, found.oversubscribe, **where)
 
     def _start(self, count: int | None, devices: Any, oversubscribe: bool, **where: Any) -> Session:
@@ -249,6 +272,19 @@ class ClusterMagic:
         print(HELP)
 
     # -- pieces ----------------------------------------------------------------------------------------------------
+
+    def _resolver(self, word: str) -> ClusterResolver:
+        if word in _RESOLVERS:
+            return _RESOLVERS[word]()
+        found = self._shell.user_ns.get(word)
+        if isinstance(found, ClusterResolver):
+            return found
+        known = ", ".join(_RESOLVERS)
+        what = f"{word} is a {type(found).__name__}" if word in self._shell.user_ns else f"there is no {word}"
+        raise OptionError(
+            f"%distnb start --resolver {word}: {what}{closest(word, _RESOLVERS)}. Name one of {known}, or a variable "
+            "of the notebook that is a ClusterResolver."
+        )
 
     def _session(self) -> Session:
         session = sessions.current()

@@ -96,7 +96,7 @@ class Extension:
     def _follow(self, session: Session | None) -> None:
         """A session began, or ended. Strategies of several replicas start a cluster when there is none."""
         self.front.attach(session)
-        choice.register_remote(lambda strategy: Remote(lambda: self._cluster.ensure(None)))
+        choice.register_remote(lambda strategy: Remote(lambda: self._cluster.ensure(None)), sessions.machines)
 
     def _variables(self, since_program: int) -> list[VariableRow]:
         session = sessions.current()

@@ -10,7 +10,7 @@ from typing import Any
 from distnb.errors import OptionError
 from distnb.magics.arguments import LineParser, closest, parse_count
 from distnb.options import StrategySpec
-from distnb.runtime import multi_worker
+from distnb.runtime import choice, multi_worker
 from distnb.topology import parse_device
 
 __all__ = ["LOCAL", "WORDS", "Request", "read_request"]
@@ -125,7 +125,7 @@ def _from_word(
     # Spelt as the strategy's own class does it: equal arguments name the same strategy object.
     spec = StrategySpec(word, devices, 0 if devices else replicas or 0, kept)
     if word == multi_worker.KIND:
-        multi_worker.check_notebook(spec)
+        multi_worker.check_notebook(spec, choice.remote_machines())
     return Request(word, spec, local=False, oversubscribe=oversubscribe)
 
 

@@ -11,29 +11,46 @@ from distnb.options import StrategySpec
 from distnb.runtime.base import Owner, Runtime
 from distnb.runtime.in_process import InProcess
 
-__all__ = ["DEFAULT", "has_remote", "is_in_process", "register_remote", "runtime_for", "started_by_launcher"]
+__all__ = [
+    "DEFAULT",
+    "has_remote",
+    "is_in_process",
+    "register_remote",
+    "remote_machines",
+    "runtime_for",
+    "started_by_launcher",
+]
 
 DEFAULT = "default"
 _IN_PROCESS_KINDS = (DEFAULT, "one_device")
 _MULTI_WORKER = "multi_worker"
 
 _remote: Callable[[Owner], Runtime] | None = None
+_machines: Callable[[], tuple[str, ...]] = tuple
 _in_process: dict[str | None, InProcess] = {}
 
 
-def register_remote(factory: Callable[[Owner], Runtime] | None) -> None:
+def register_remote(
+    factory: Callable[[Owner], Runtime] | None, machines: Callable[[], tuple[str, ...]] = tuple
+) -> None:
     """Say that strategies of several replicas run on engines; None takes it back. The session calls this.
 
     Args:
         factory: Gives the runtime of a strategy; starts a cluster when there is none.
+        machines: Names the other machines of the engines; empty where there are none, or no engines.
     """
-    global _remote
-    _remote = factory
+    global _remote, _machines
+    _remote, _machines = factory, machines
 
 
 def has_remote() -> bool:
     """Whether this process is a notebook whose strategies run on engines."""
     return _remote is not None
+
+
+def remote_machines() -> tuple[str, ...]:
+    """The machines where a notebook's engines run; empty for its own."""
+    return _machines()
 
 
 def started_by_launcher() -> bool:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 
 from distnb.cluster.devices import available_gpus
-from distnb.cluster.placement import Placement, network_environment, own_interface, placement_of, split_address
+from distnb.cluster.placement import (
+    Placement,
+    network_environment,
+    own_interface,
+    placement_of,
+    split_address,
+    workers_of,
+)
+from distnb.cluster.resolved import are_workers
 from distnb.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
 from distnb.cluster.store import RendezvousStore
 from distnb.cluster.surroundings import Seat, rank_environment
@@ -121,15 +130,26 @@ def check_still(spec: StrategySpec) -> None:
         )
 
 
-def check_notebook(spec: StrategySpec) -> None:
-    """Raise OptionError in a notebook whose engines are the replicas, while a cluster of machines is described too."""
-    placement = placement_of(resolver_of(spec))
-    if placement is not None:
-        raise OptionError(
-            f"This notebook's strategies run on its engines, and {_source(spec)} says that it is {placement.me} of "
-            f"{len(placement.workers)} workers. Run the program as a script on each machine, or take TF_CONFIG (the "
-            "resolver) away."
-        )
+def check_notebook(spec: StrategySpec, machines: Sequence[str]) -> None:
+    """Raise OptionError in a notebook whose engines are the replicas, while a cluster of other machines is described.
+
+    Args:
+        spec: The strategy's.
+        machines: Those of the engines, as they were named at the start; empty for the notebook's own.
+    """
+    resolver = resolver_of(spec)
+    cluster = resolver.cluster_spec()
+    if len(workers_of(cluster)) < 2 or are_workers(machines, resolver):
+        return
+    if resolver.task_type == "evaluator":
+        return
+    own = f"it is {resolver.task_type} {resolver.task_id} of" if resolver.task_type is not None else "there is"
+    where = f"on {', '.join(machines)}" if machines else "on this machine"
+    raise OptionError(
+        f"This notebook's strategies run on its engines, {where}, and {_source(spec)} says that {own} the cluster "
+        f"{cluster.as_dict()}. Start the engines there (distnb.start(cluster_resolver=…)), run the program as a script "
+        "on each machine, or take TF_CONFIG (the resolver) away."
+    )
 
 
 def _source(spec: StrategySpec) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -113,6 +114,7 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
         sync_batch_norm.install(lambda: None if _current is None else _current.group)
     process = _current
     process.team, process.rank, process.device, process.group = team, rank, device, group
+    process.machines = _numbered(team.hosts)
     process.agreement.forget()
     contexts.entries().clear()  # a program that was ended from without may have left some
     streams.reset()
@@ -149,6 +151,12 @@ def results_left_to_caller() -> AbstractContextManager[None]:
     return nullcontext() if _current is None else _current.agreement.left_to_caller()
 
 
+def _numbered(names: Sequence[str]) -> tuple[int, ...]:
+    """The number of each name, in the order in which they first appear."""
+    different = list(dict.fromkeys(names))
+    return tuple(different.index(name) for name in names)
+
+
 def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None) -> SpmdProcess:
     """Become the replica that torchrun's (or `distnb run`'s) environment says, once per process.
 
@@ -166,8 +174,7 @@ def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None)
         machine = os.environ.get("GROUP_RANK") or socket.gethostname()
         seats = group.all_gather_object((group.device, machine))
         process.team = Team(team.engines, tuple(device for device, _ in seats), team.generation, "", 0)
-        machines = list(dict.fromkeys(name for _, name in seats))
-        process.machines = tuple(machines.index(name) for _, name in seats)
+        process.machines = _numbered([name for _, name in seats])
         # Each process was started with random numbers of its own; outside replicas they must be the same.
         randomness.share(group)
     return process

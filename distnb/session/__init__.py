@@ -53,11 +53,13 @@ def start(
     ssh_args: Sequence[str] = (),
     cluster_resolver: ClusterResolver | None = None,
     secret: str | os.PathLike[str] | None = None,
+    launcher_args: Sequence[str] = (),
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Session:
     """Start engines, on this machine or on others: `%distnb start` does the same.
 
-    Other machines are reached by ssh, without a password; they have the same Python environment at the same path.
+    Other machines are reached by ssh, without a password, by srun from inside a Slurm allocation, or by mpiexec; they
+    have the same Python environment at the same path.
     What notebook and engines say to each other is encrypted and authenticated. What replicas say to each other (the
     rendezvous store; gradients over Gloo or NCCL) is neither: it stays on one network interface of each machine, and
     everyone who can reach that must be trusted.
@@ -66,15 +68,20 @@ def start(
         n: How many. Nothing given: one per GPU, else two on the CPU.
         devices: Their devices, as a sequence or as text with commas ("cuda:0,cuda:1"); with `hosts` those of each.
         oversubscribe: Let several engines share one device.
-        hosts: The machines where the engines run, as ssh names them; None for this one.
-        per_host: How many engines each of them gets. Nothing given: one per GPU, else two on the CPU.
-        launcher: "local", "ssh" or "server"; None for what the other arguments say.
+        hosts: The machines where the engines run, as the launcher names them; None for this one, and with
+            launcher="slurm" for all nodes of the allocation.
+        per_host: How many engines each of them gets. Nothing given: one per GPU, else two on the CPU, or as many as
+            Slurm was asked for tasks.
+        launcher: "local", "ssh", "slurm" (srun), "mpi" (mpiexec) or "server"; None for what the other arguments say.
         interface: The network interface of this machine, or the address, where it listens for the hosts; None for the
             one that leads to them.
         ssh_args: More arguments for ssh.
-        cluster_resolver: Instead of `hosts`: a cluster whose workers each run a `distnb.Server`.
+        cluster_resolver: Instead of `hosts`: the cluster's chief and workers. Each runs a `distnb.Server`, unless
+            `launcher` reaches them otherwise; a SlurmClusterResolver's are reached by srun. What the resolver tells of
+            accelerators says how many engines they get.
         secret: The secret file (mode 0600) that those servers have too; None for the one that the environment
             variable DISTNB_SECRET_FILE names.
+        launcher_args: More arguments for srun or mpiexec.
         on_progress: Told, in words, how far the start is.
 
     Returns:
@@ -108,12 +115,14 @@ def start(
             n,
             devices,
             oversubscribe=oversubscribe,
-            options=read_host_options(hosts, per_host, launcher, interface, ssh_args, cluster_resolver, secret, n=n),
+            options=read_host_options(
+                hosts, per_host, launcher, interface, ssh_args, cluster_resolver, secret, launcher_args, n=n
+            ),
             user_ns=_user_namespace(),
             on_progress=on_progress,
         )
         _current = session
-        choice.register_remote(lambda strategy: Remote(require))
+        choice.register_remote(lambda strategy: Remote(require), machines)
         atexit.register(stop)
         for tell in on_change:
             tell(session)
@@ -142,6 +151,11 @@ def ensure(announce: Callable[[str], None] = print) -> Session:
             "%distnb start -n N chooses."
         )
         return start()
+
+
+def machines() -> tuple[str, ...]:
+    """The other machines of the running cluster, as they were named at its start; empty where there are none."""
+    return _current.machines() if _current is not None else ()
 
 
 def _user_namespace() -> dict[str, Any]:

@@ -255,6 +255,11 @@ class Session:
         team = self._teams[spec] = self._team_of(chosen)
         return team
 
+    def machines(self) -> tuple[str, ...]:
+        """The other machines where engines were started, those that are lost among them; empty for this one."""
+        cluster = self._require_cluster()
+        return tuple(dict.fromkeys(filter(None, (cluster.ground.host(engine) for engine in cluster.engines))))
+
     def _team_of(self, engines: Sequence[int]) -> Team:
         cluster = self._require_cluster()
         processes = cluster.engines

@@ -18,7 +18,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     A script that makes it runs on each machine, with that machine's TF_CONFIG; the processes meet at the chief's
     address (worker 0's where there is no chief). A process is one replica; `distnb run script.py -n 2` makes two on
-    each machine. Without TF_CONFIG, and in an evaluator, it trains alone. In a notebook the replicas are the engines.
+    each machine. Without TF_CONFIG, and in an evaluator, it trains alone. In a notebook the replicas are the engines;
+    a cluster that is described there too has to be the machines where they run.
 
     What crosses machines is neither encrypted nor authenticated: use a network on which you trust everyone.
 
@@ -74,7 +75,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Be where it computes: in a script the workers meet now, and share their random numbers from here on."""
         multi_worker.check_still(self.spec)
         if choice.has_remote():
-            multi_worker.check_notebook(self.spec)
+            multi_worker.check_notebook(self.spec, choice.remote_machines())
             devices = self.worker_devices
             nccl = all(device.startswith("cuda") for device in devices) and len(set(devices)) == len(devices)
             multi_worker.check_communication(self.spec, devices, nccl)

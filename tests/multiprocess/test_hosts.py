@@ -14,6 +14,7 @@ import pytest
 from tests import processes
 from tests.kernel import Notebook
 from tests.machines import Machines, machines
+from tests.remote_engines import check_secrets, check_training, left
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -62,53 +63,11 @@ found = (socket.gethostname(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD
 
 
 def test_no_secret_is_an_argument_or_a_variable(notebook: Notebook) -> None:
-    secrets = notebook.value("(cluster._keys.client_secret, cluster._keys.server_secret)")
-    looked_at = 0
-    for pid in processes.children_of_this_run():
-        for name in ("cmdline", "environ"):
-            try:
-                text = Path(f"/proc/{pid}/{name}").read_bytes()
-            except OSError:
-                continue
-            assert not any(secret.encode() in text for secret in secrets)
-            looked_at += 1
-    assert looked_at >= 2 * 3 * 4  # ssh, keeper and engine of each of four
-
-
-TRAINING = """
-from sklearn.datasets import load_digits
-import torch.nn.functional as F
-torch.manual_seed(7)
-digits = load_digits()
-inputs, labels = torch.tensor(digits.data / 16)[:250], torch.tensor(digits.target)[:250]
-data = torch.utils.data.TensorDataset(inputs, labels)
-with strategy.scope():
-    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)).double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-def step(batch):
-    x, y = batch
-    loss = distnb.nn.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-losses = []
-for batch in strategy.distribute_dataset(data, batch_size=64):  # the last one has 58
-    losses.append(strategy.reduce("sum", strategy.run(step, args=(batch,)), axis=None).item())
-weights = tuple(parameter.sum().item() for parameter in model.state_dict().values())
-losses = tuple(losses)
-"""
+    check_secrets(notebook, 3 * 4)  # ssh, keeper and engine of each of four
 
 
 def test_training_equals_one_replica(notebook: Notebook) -> None:
-    found = []
-    for name in ("mirrored", "default"):
-        notebook.run(f"%%distribute {name}\n{TRAINING}")
-        found.append((notebook.value("losses"), notebook.value("weights")))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-9)
+    check_training(notebook, "mirrored")
 
 
 def test_a_machine_that_is_cut_off(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
@@ -157,7 +116,7 @@ dist.barrier()
 
 def test_stop_leaves_no_process_on_any_machine(notebook: Notebook) -> None:
     notebook.run("%distnb stop", timeout_s=60)
-    assert _left() == []
+    assert left() == []
     assert not processes.run_directories()
 
 
@@ -167,24 +126,11 @@ def test_a_machine_that_cannot_be_reached(network: Machines, notebook: Notebook)
     assert failed.error_name == "StartError"
     assert "ssh does not reach red" in failed.error_text
     assert "Connection refused" in failed.error_text
-    assert _left() == []
+    assert left() == []
 
 
 def test_the_end_of_the_notebook(notebook: Notebook) -> None:
     notebook.run("cluster = distnb.start(hosts=['red'], per_host=1, ssh_args=ssh_args)", timeout_s=120)
-    assert len(_left()) == 4  # ssh, keeper and engine; and the guard
+    assert len(left()) == 4  # ssh, keeper and engine; and the guard
     os.kill(notebook.pid, signal.SIGKILL)
-    processes.wait_until(lambda: not _left() and not processes.run_directories(), 20, "something is left")
-
-
-def _left() -> list[str]:
-    """The processes of a cluster, but those that run the notebook."""
-    found = []
-    for process in processes.children_of_this_run().values():
-        try:
-            command = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
-        if "distnb." in command and "sh -c" not in command:
-            found.append(command)
-    return found
+    processes.wait_until(lambda: not left() and not processes.run_directories(), 20, "something is left")

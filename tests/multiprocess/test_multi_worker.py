@@ -242,7 +242,7 @@ def test_in_a_notebook_the_engines_are_the_replicas():
         for cell in ("%%distribute multi_worker\n1", "distnb.MultiWorkerMirroredStrategy()"):
             failed = notebook.try_run(cell)
             assert failed.error_name == "OptionError"
-            assert "strategies run on its engines, and TF_CONFIG says that it is worker 1" in failed.error_text
+            assert "run on its engines, on this machine, and TF_CONFIG says that it is worker 1" in failed.error_text
 
 
 def test_an_evaluator_follows_the_chief_and_is_no_replica():

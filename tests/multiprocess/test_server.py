@@ -104,6 +104,21 @@ total = strategy.reduce("sum", strategy.run(lambda: torch.tensor(1.0 + distnb.re
     assert notebook.value("total") == 3.0
 
 
+def test_a_strategy_of_the_servers_cluster(servers: Servers, notebook: Notebook) -> None:
+    notebook.run(f"resolvers = distnb.cluster_resolver; workers = {servers.addresses!r}")
+    notebook.run(
+        "s = distnb.MultiWorkerMirroredStrategy(resolvers.SimpleClusterResolver({'worker': workers}))\n"
+        "twice = s.reduce('sum', s.run(lambda: torch.tensor(1.0 + distnb.replica_id())), axis=None).item()"
+    )
+    assert notebook.value("[twice, s.num_replicas_in_sync]") == [3.0, 2]
+    assert notebook.value("s.cluster_resolver.master('worker', 0)") == servers.addresses[0]
+    failed = notebook.try_run(
+        "distnb.MultiWorkerMirroredStrategy(resolvers.SimpleClusterResolver({'worker': ['a:1', 'b:1']}))"
+    )
+    assert failed.error_name == "OptionError"
+    assert f"run on its engines, on {', '.join(servers.addresses)}, and the cluster_resolver says" in failed.error_text
+
+
 def test_a_server_that_is_killed(servers: Servers, notebook: Notebook) -> None:
     lost = notebook.value("cluster.status()[1].pid")
     ended = notebook.try_run(f"""%%distribute mirrored
@@ -150,5 +165,5 @@ def test_what_makes_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         distnb.Server(spec, "worker", 1, secret=secret)
     with pytest.raises(StartError, match="none is named"):
         distnb.start(cluster_resolver=SimpleClusterResolver(spec))
-    with pytest.raises(OptionError, match="n=2 cannot be given with cluster_resolver"):
+    with pytest.raises(OptionError, match="n=2 counts engines on this machine"):
         distnb.start(2, cluster_resolver=SimpleClusterResolver(spec), secret=secret)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import queue
 import signal
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +17,17 @@ from distnb.cluster.hosts import HostOptions, make_plan, read_host_options
 from distnb.cluster.keeper import Assignment
 from distnb.cluster.lifeline import Lifeline
 from distnb.cluster.network import address_towards, interface_of, listening_address
-from distnb.cluster.remote import Hosts
+from distnb.cluster.remote import Hosts, plan_hosts
+from distnb.cluster.resolved import are_workers
+from distnb.cluster.resolvers import SimpleClusterResolver, SlurmClusterResolver, TFConfigClusterResolver
+from distnb.cluster.slurm import Slurm
 from distnb.cluster.ssh import SSH
+from distnb.cluster.surroundings import without_another_place
 from distnb.errors import OptionError, StartError
 from distnb.topology import Device, Team
 from distnb.wire.channel import Switchboard
 
+WORKERS = SimpleClusterResolver({"worker": ["a:1", "a:2", "b:1"]}, num_accelerators={"GPU": 2})
 CONNECTION = Connection("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", "a", "b", "c", "10.0.0.1", 3, 4, "harbour", "token")
 
 
@@ -29,6 +37,75 @@ def test_options_are_read() -> None:
     read = read_host_options("a, me@b", per_host=2, interface="eth0", ssh_args=["-p", "22"])
     assert read == HostOptions(("a", "me@b"), 2, "eth0", ("-p", "22"))
     assert read_host_options(["a"], launcher="ssh") == HostOptions(("a",))
+    read = read_host_options(["a"], launcher="mpi", launcher_args=["--mca", "x", "y"])
+    assert read == HostOptions(("a",), arguments=("--mca", "x", "y"), launcher="mpi")
+
+
+def test_a_resolver_names_machines(tmp_path: Path) -> None:
+    tasks = {"a": 2, "b": 1}
+    read = read_host_options(launcher="ssh", cluster_resolver=WORKERS)
+    assert read == HostOptions(("a", "b"), {"a": 4, "b": 2}, without_gpus=tasks)
+    read = read_host_options(launcher="mpi", cluster_resolver=SimpleClusterResolver(WORKERS.cluster_spec()), per_host=3)
+    assert read == HostOptions(("a", "b"), 3, launcher="mpi", without_gpus=tasks)
+    secret = tmp_path / "secret"
+    read = read_host_options(cluster_resolver=WORKERS, secret=secret)
+    servers = ("a:1", "a:2", "b:1")
+    assert read == HostOptions(servers, dict.fromkeys(servers, 2), launcher="server", secret=secret)
+
+
+ALLOCATION = {"JOB_ID": "7", "JOB_NODELIST": "n[1-2]", "TASKS_PER_NODE": "3(x2)"}
+
+
+def test_an_allocation_names_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ALLOCATION.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert read_host_options(launcher="slurm") == HostOptions(("n1", "n2"), launcher="slurm")
+    read = read_host_options("n2", launcher="slurm", launcher_args=["--exclusive"], per_host=1)
+    assert read == HostOptions(("n2",), 1, arguments=("--exclusive",), launcher="slurm")
+    with pytest.raises(OptionError, match="'n3' is no node of this Slurm allocation; those are n1, n2"):
+        read_host_options("n3", launcher="slurm")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "3")  # asked for, and not what salloc says of its own accord
+    tasks = {"n1": 3, "n2": 3}
+    assert read_host_options(launcher="slurm") == HostOptions(("n1", "n2"), launcher="slurm", without_gpus=tasks)
+    # The notebook is no task of a step, and its GPUs are not cut.
+    read = read_host_options(cluster_resolver=SlurmClusterResolver(gpus_per_task=2))
+    assert read == HostOptions(("n1", "n2"), {"n1": 6, "n2": 6}, launcher="slurm", without_gpus=tasks)
+
+
+def test_srun_is_not_told_of_the_step_in_which_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("JOB_ID", "NTASKS", "CPU_BIND", "PROCID", "CONF"):
+        monkeypatch.setenv(f"SLURM_{name}", "1")
+    told = {name for name in Slurm().environment() if name.startswith("SLURM_")}
+    assert told == {"SLURM_JOB_ID", "SLURM_CONF"}
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("TF_CONFIG", "{}")
+    left = without_another_place(os.environ)
+    assert "SLURM_JOB_ID" in left
+    assert not {"SLURM_PROCID", "PMI_RANK", "TF_CONFIG"} & set(left)
+
+
+def test_whose_machines_the_workers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = SimpleClusterResolver({"worker": ["a:1", "a:2", "b:1"]})
+    assert are_workers(("a:1", "a:2", "b:1"), workers)
+    assert are_workers(("me@a", "b"), workers)
+    assert not are_workers(("a",), workers)
+    assert not are_workers((), workers)
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}')
+    assert are_workers(("b:1",), TFConfigClusterResolver())
+
+
+def test_how_many_engines_a_machine_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"a": 4, "b": 0}
+    monkeypatch.setattr("distnb.cluster.remote.probe", lambda names, way: found)
+
+    def engines(**words: Any) -> dict[str, int]:
+        hosts, _ = plan_hosts(("a", "b"), SSH(), oversubscribe=False, **{"per_host": None, "devices": None} | words)
+        return dict(Counter(hosts))
+
+    assert engines() == {"a": 4, "b": 2}
+    assert engines(without_gpus={"a": 1, "b": 1}) == {"a": 4, "b": 1}
+    assert engines(per_host={"a": 2}) == {"a": 2, "b": 2}
+    assert engines(devices="cpu:0", without_gpus={"a": 3, "b": 3}) == {"a": 1, "b": 1}
 
 
 @pytest.mark.parametrize(
@@ -38,9 +115,20 @@ def test_options_are_read() -> None:
         ({"interface": "eth0"}, "interface='eth0' is for"),
         ({"launcher": "ssh"}, "launcher='ssh' is for"),
         ({"ssh_args": ["-v"]}, "is for engines on other machines"),
-        ({"launcher": "slurm"}, "not there yet"),
-        ({"launcher": "mpi", "hosts": ["a"]}, "not there yet"),
-        ({"launcher": "rsh", "hosts": ["a"]}, "the launchers are 'local', 'ssh', 'server'"),
+        ({"launcher": "mpi"}, "launcher='mpi' is for"),
+        ({"launcher": "slurm"}, "runs in none .* `salloc --no-kill --nodes=2 jupyter lab`"),
+        ({"cluster_resolver": SlurmClusterResolver()}, "needs an allocation, and this process runs in none"),
+        ({"launcher": "pbs", "hosts": ["a"]}, "launcher='mpi' .or 'ssh'. with its machines as hosts"),
+        ({"launcher": "rsh", "hosts": ["a"]}, "the launchers are 'local', 'ssh', 'slurm', 'mpi', 'server'"),
+        ({"launcher": "slurm", "ssh_args": ["-v"]}, "is nothing for launcher='slurm', which takes hosts and .* and"),
+        ({"hosts": ["a"], "launcher_args": ["-v"]}, "is nothing for launcher='ssh'"),
+        ({"hosts": ["a"], "secret": "s"}, "secret='s' is nothing for launcher='ssh'"),
+        ({"hosts": ["a"], "cluster_resolver": WORKERS}, "cannot be given with cluster_resolver"),
+        ({"launcher": "server"}, "by cluster_resolver"),
+        ({"launcher": "local", "cluster_resolver": WORKERS}, "Leave one out"),
+        ({"n": 2, "cluster_resolver": WORKERS}, "n=2 counts engines on this machine"),
+        ({"launcher": "ssh", "cluster_resolver": SimpleClusterResolver({"ps": ["a:1"]})}, "no chief and no worker"),
+        ({"hosts": ["a,b"]}, "is no name of a machine"),
         ({"launcher": "local", "hosts": ["a"]}, "Leave one out"),
         ({"hosts": ["a"], "n": 2}, "per_host says"),
         ({"hosts": []}, "hosts is empty"),

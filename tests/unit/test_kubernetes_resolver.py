@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import pickle
 import sys
 import threading
 from collections.abc import Iterator
@@ -107,6 +108,8 @@ def test_running_pods_are_the_cluster_in_numeric_order(api: ApiServer):
     assert resolver.master() == "grpc://10.0.0.2:2222"
     api.pods.append(worker(3, "10.0.0.9"))
     assert resolver.cluster_spec().num_tasks("worker") == 3
+    # As part of a strategy it goes to engines, where another client is made.
+    assert pickle.loads(pickle.dumps(resolver)).master() == "grpc://10.0.0.2:2222"
 
 
 def test_a_pod_knows_itself_by_its_name(api: ApiServer, monkeypatch: pytest.MonkeyPatch):

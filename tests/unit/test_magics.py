@@ -16,6 +16,12 @@ from IPython.utils.capture import capture_output
 
 import distnb
 from distnb import session as sessions
+from distnb.cluster_resolver import (
+    KubernetesClusterResolver,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+)
 from distnb.errors import OptionError
 from distnb.magics import load_ipython_extension, unload_ipython_extension
 from distnb.magics.cell_text import check_no_nested_magic, padded
@@ -77,6 +83,45 @@ def test_loading_twice_and_unloading(shell: InteractiveShell) -> None:
 def test_loading_needs_no_torch() -> None:
     code = "import sys, distnb.magics.extension as e; assert not {'torch', 'anywidget', 'jedi'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# -- %distnb start ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `distnb.start` is given by the magic; it starts nothing."""
+    given: dict[str, Any] = {}
+
+    def start(*counts: Any, **words: Any) -> None:
+        given.update(words)
+        raise OptionError("nothing is started here")
+
+    monkeypatch.setattr("distnb.session.start", start)
+    return given
+
+
+def test_launchers_and_resolvers_of_start(shell: InteractiveShell, started: dict[str, Any]) -> None:
+    line = "--launcher mpi --hosts a,b --per-host 2 --launcher-args '--mca x y' --interface eth0"
+    assert "nothing is started here" in run(shell, f"%distnb start {line}")[1]
+    assert (started["launcher"], started["hosts"], started["per_host"]) == ("mpi", "a,b", 2)
+    assert (started["launcher_args"], started["interface"]) == (["--mca", "x", "y"], "eth0")
+    assert "cluster_resolver" not in started
+    run(shell, "%distnb start --resolver slurm")
+    assert isinstance(started["cluster_resolver"], SlurmClusterResolver)
+    run(shell, "%distnb start --resolver tfconfig --secret s")
+    assert isinstance(started["cluster_resolver"], TFConfigClusterResolver)
+    assert started["secret"] == "s"
+    run(shell, "%distnb start --resolver kubernetes")
+    assert isinstance(started["cluster_resolver"], KubernetesClusterResolver)
+    shell.user_ns["mine"] = made = SimpleClusterResolver({"worker": ["a:1"]})
+    run(shell, "%distnb start --resolver mine")
+    assert started["cluster_resolver"] is made
+    shell.user_ns["mine"] = 5
+    started.clear()
+    assert "--resolver mine: mine is a int" in run(shell, "%distnb start --resolver mine")[1]
+    assert "there is no slrum (did you mean slurm?)" in run(shell, "%distnb start --resolver slrum")[1]
+    assert not started
 
 
 # -- lines of %%distribute -------------------------------------------------------------------------------------------

@@ -104,6 +104,11 @@ class ClusterResolver(ABC):
         gpus = available_gpus()
         return {"GPU": gpus} if gpus else {}
 
+    @property
+    def knows_accelerators(self) -> bool:
+        """Whether `num_accelerators` can tell of other tasks than this process's own."""
+        return type(self).num_accelerators is not ClusterResolver.num_accelerators
+
     def _task(self) -> tuple[str | None, int | None]:
         """Which task this is, as far as it is known. What was assigned goes before what can be found out."""
         return self._task_type, self._task_id

@@ -55,6 +55,10 @@ class KubernetesClusterResolver(ClusterResolver):
         self._client = override_client
         self._namespace = namespace
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A client holds connections and locks. Elsewhere, on an engine, another one is made when it is asked for.
+        return {**self.__dict__, "_client": None}
+
     def cluster_spec(self) -> ClusterSpec:
         """The running pods' addresses."""
         found = self._pods()

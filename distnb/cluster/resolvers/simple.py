@@ -69,6 +69,11 @@ class SimpleClusterResolver(ClusterResolver):
             return dict(self._accelerators)
         return super().num_accelerators(task_type, task_id, config_proto)
 
+    @property
+    def knows_accelerators(self) -> bool:
+        """Whether it was told."""
+        return self._accelerators is not None
+
     def __repr__(self) -> str:
         return (
             f"SimpleClusterResolver({self._spec.as_dict()!r}, task_type={self.task_type!r}, task_id={self.task_id!r})"

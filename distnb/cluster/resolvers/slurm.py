@@ -59,7 +59,7 @@ class SlurmClusterResolver(ClusterResolver):
         cluster: dict[str, list[str]] = {}
         for job, count in self._jobs_of(len(addresses)).items():
             cluster[job], addresses = addresses[:count], addresses[count:]
-        if self._auto_set_gpu:
+        if self._auto_set_gpu and "SLURM_PROCID" in os.environ:  # else this is no task: a notebook of the allocation
             self._set_gpus()
         return ClusterSpec(cluster)
 

@@ -1,0 +1,130 @@
+"""`python -m distnb.cluster.bearer COMMAND …`: runs a command that starts a keeper on another machine, as ssh would.
+
+Programs such as srun and mpiexec start what they are told on a machine, and connect its standard input and output with
+their own. They find out late, or never, that the machine is gone, and each has its own way of telling how its task
+ended. So the keeper says itself, now and then, that it is there, and at last how it ended; both are kept back here, and
+all else that it writes goes on. The exit status is the keeper's; 255 when it was not reached, or is not any more.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+import psutil
+
+from distnb.cluster.calling import BEAT_S, LOST, SILENCE_S
+
+__all__ = ["BEAT", "STATUS", "Bearer", "beat_for_ever", "main"]
+
+BEAT: Final = b"distnb-beat"
+STATUS: Final = b"distnb-status "
+
+_FIRST_WORD_S = 80.0  # until then the machine may be loading Python from a slow disk
+_ENDING_S = 2.0
+_CHUNK = 1 << 16
+
+
+def beat_for_ever() -> None:
+    """Say on standard output that this process is there; a thread of the keeper's."""
+    with suppress(OSError):  # nobody listens any more, and the end of its input tells the keeper so
+        while True:
+            os.write(1, BEAT + b"\n")
+            time.sleep(BEAT_S)
+
+
+class Bearer:
+    """One command, from its start to its end.
+
+    Args:
+        command: Its words. It inherits standard input and standard error.
+        silence_s: After so long without a word from the keeper its machine is lost.
+        first_word_s: So long its first word may take.
+    """
+
+    def __init__(
+        self, command: Sequence[str], silence_s: float = SILENCE_S, first_word_s: float = _FIRST_WORD_S
+    ) -> None:
+        self._silence_s, self._first_word_s = silence_s, first_word_s
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        self._heard: float | None = None
+        self._status: int | None = None
+        self._rest = b""
+
+    def run(self) -> int:
+        """Until the keeper has ended, or is lost. Returns the exit status."""
+        assert self._process.stdout is not None
+        source = self._process.stdout.fileno()
+        started = time.monotonic()
+        try:
+            while True:
+                heard, limit = (started, self._first_word_s) if self._heard is None else (self._heard, self._silence_s)
+                wait_s = heard + limit - time.monotonic()
+                if wait_s <= 0:
+                    print(f"Nothing was heard from there for {limit:.0f} s.", file=sys.stderr, flush=True)
+                    return LOST
+                if not select.select([source], [], [], wait_s)[0]:
+                    continue
+                data = os.read(source, _CHUNK)
+                if not data:
+                    return LOST if self._status is None else self._status
+                self._take(data)
+        finally:
+            self._end()
+
+    def _take(self, data: bytes) -> None:
+        """Hear what is for here, and write the rest on."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line == BEAT:
+                self._heard = time.monotonic()
+            elif line.startswith(STATUS) and line[len(STATUS) :].isdigit():
+                self._status = int(line[len(STATUS) :])
+            else:
+                left = memoryview(line + b"\n")
+                while left:
+                    left = left[os.write(1, left) :]
+
+    def _end(self) -> None:
+        """End the command, and what it has started: mpiexec's ssh is in a process group of its own."""
+        below: list[psutil.Process] = []
+        with suppress(psutil.Error):
+            below = psutil.Process(self._process.pid).children(recursive=True)
+        with suppress(subprocess.TimeoutExpired):
+            if self._status is not None:  # it ends by itself, and knows better how
+                self._process.wait(_ENDING_S)
+        for _ in range(2):  # mpiexec, asked once more, waits for no other machine
+            if self._process.poll() is None:
+                self._process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_ENDING_S)
+        self._process.kill()
+        self._process.wait()
+        for process in below:
+            with suppress(psutil.Error):  # it looks whether the number is another's by now
+                process.kill()
+
+
+def main(command: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(LOST)  # on its way out the command is ended
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        return Bearer(command).run()
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error}.", file=sys.stderr, flush=True)
+        return LOST
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

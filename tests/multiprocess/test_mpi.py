@@ -1,0 +1,78 @@
+"""Engines on other machines by mpiexec: they train with the right numbers, and a machine that is cut off is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import processes
+from tests.conftest import needs
+from tests.kernel import Notebook
+from tests.machines import Machines, machines
+from tests.remote_engines import check_training
+
+pytestmark = pytest.mark.timeout(170)
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    needs("mpiexec")
+    with machines(tmp_path_factory.mktemp("machines"), "red", "blue") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def notebook(network: Machines) -> Iterator[Notebook]:
+    """Its cluster is the one that TF_CONFIG names, by addresses, with two tasks on each machine."""
+    words = " ".join(network.ssh_args)
+    tasks = [f"{network.address(name)}:{port}" for name in network.names for port in (1, 2)]
+    environment = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_plm_rsh_agent": f"ssh {words}",  # Open MPI's way to other machines
+        "HYDRA_LAUNCHER_EXTRA_ARGS": words,  # MPICH's
+        "HYDRA_IFACE": f"{network.mark}b",
+        "TF_CONFIG": f'{{"cluster": {{"worker": {tasks}}}}}'.replace("'", '"'),
+    }
+    with Notebook(env=environment) as made:
+        processes.OF_MODULE.add(made.pid)
+        made.run("import os, torch, distnb, distnb.session; torch.set_num_threads(1)")
+        made.run("%distnb start --launcher mpi --resolver tfconfig", timeout_s=150)
+        made.run("cluster = distnb.session.current()")
+        yield made
+
+
+def test_training_equals_one_replica(notebook: Notebook) -> None:
+    assert notebook.value("[row.host for row in cluster.status()]") == ["red", "red", "blue", "blue"]
+    check_training(notebook, "multi_worker")
+    notebook.run("%%distribute multi_worker\nimport os; of_mpi = any(name.startswith('OMPI_') for name in os.environ)")
+    assert notebook.value("of_mpi") is False  # an engine is no rank of mpiexec's
+
+
+def test_a_machine_that_is_cut_off(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
+    goes = tmp_path / "goes"
+    cell = notebook.start(f"""%%distribute mirrored
+import torch.distributed as dist
+while True:
+    dist.all_reduce(torch.ones(1))
+    open({str(goes)!r}, "w").close()
+""")
+    processes.wait_until(goes.exists, 60, "the cell does not begin")
+    network.cut("blue")
+    ended = notebook.finish(cell, timeout_s=40)
+    assert ended.error_name in ("EngineDied", "CollectiveError"), ended.traceback
+    count = f"sum('{network.address('blue')} cannot be reached' in row.state for row in cluster.status())"
+    processes.wait_until(lambda: notebook.value(count) == 2, 20)
+    notebook.run("%%distribute mirrored\nleft = strategy.num_replicas_in_sync, os.uname().nodename")
+    assert notebook.value("left") == (2, "red")
+    network.join("blue")
+    notebook.run("%distnb stop", timeout_s=60)
+
+
+def test_a_machine_that_mpiexec_does_not_know(notebook: Notebook) -> None:
+    failed = notebook.try_run("%distnb start --launcher mpi --hosts localhost --launcher-args=--no-such-option")
+    assert failed.error_name == "StartError"
+    assert "mpiexec starts nothing on localhost" in failed.error_text
+    assert "no-such-option" in failed.error_text

@@ -1,0 +1,132 @@
+"""A notebook in a Slurm allocation: real Slurm, its nodes in network namespaces; engines on them by srun."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import processes
+from tests.kernel import Notebook
+from tests.machines import Machines, machines
+from tests.remote_engines import check_secrets, check_training, left
+from tests.slurm import allocation, steps
+
+pytestmark = pytest.mark.timeout(170)
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    with machines(tmp_path_factory.mktemp("machines"), "blue", "red") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def environment(network: Machines, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with allocation(network, tmp_path_factory.mktemp("slurm"), "--ntasks-per-node=2") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def notebook(environment: dict[str, str]) -> Iterator[Notebook]:
+    with Notebook(env={**environment, "OMP_NUM_THREADS": "1"}) as made:
+        processes.OF_MODULE.add(made.pid)
+        made.run("import os, torch, distnb, distnb.session; torch.set_num_threads(1)")
+        made.run("%distnb start --launcher slurm", timeout_s=150)
+        made.run("cluster = distnb.session.current()")
+        yield made
+
+
+def test_engines_are_on_the_nodes(network: Machines, notebook: Notebook) -> None:
+    assert notebook.value("[row.host for row in cluster.status()]") == ["blue", "blue", "red", "red"]
+    notebook.run("""%%distribute mirrored
+import os, socket, psutil
+found = (socket.gethostname(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["SLURM_JOB_ID"],
+         "SLURM_PROCID" in os.environ,
+         sorted({c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}))
+""")
+    job = notebook.value("os.environ['SLURM_JOB_ID']")
+    assert notebook.value("strategy.local_results(found)") == tuple(
+        (host, local, "2", job, False, [network.address(host)]) for host in ("blue", "red") for local in "01"
+    )
+
+
+def test_no_secret_is_an_argument_or_a_variable(notebook: Notebook) -> None:
+    check_secrets(notebook, 4 * 4)  # bearer, srun, keeper and engine of each of four
+
+
+def test_training_equals_one_replica(notebook: Notebook) -> None:
+    """And a strategy that was made with the allocation's resolver is one for these machines."""
+    notebook.run("slurm = distnb.MultiWorkerMirroredStrategy(distnb.cluster_resolver.SlurmClusterResolver())")
+    check_training(notebook, "slurm", "multi_worker")
+    notebook.run("""%%distribute multi_worker
+def make(context):
+    global pipelines
+    pipelines = context.num_input_pipelines, context.input_pipeline_id
+    return [torch.zeros(1)]
+strategy.distribute_datasets_from_function(make)
+""")
+    assert notebook.value("strategy.local_results(pipelines)") == ((2, 0), (2, 0), (2, 1), (2, 1))
+
+
+def test_a_node_that_is_cut_off(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
+    goes = tmp_path / "goes"
+    cell = notebook.start(f"""%%distribute mirrored
+import torch.distributed as dist
+while True:
+    dist.all_reduce(torch.ones(1))
+    open({str(goes)!r}, "w").close()
+""")
+    processes.wait_until(goes.exists, 60, "the cell does not begin")
+    network.cut("red")
+    ended = notebook.finish(cell, timeout_s=40)
+    # Who finds out first: what stands beside srun, or the replicas on the other node.
+    assert ended.error_name in ("EngineDied", "CollectiveError"), ended.traceback
+    count = "sum('red cannot be reached' in row.state for row in cluster.status())"
+    processes.wait_until(lambda: notebook.value(count) == 2, 20)
+    notebook.run("%%distribute mirrored\nleft = strategy.num_replicas_in_sync, os.uname().nodename")
+    assert notebook.value("left") == (2, "blue")  # all say the same
+
+
+def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
+    network.join("red")
+    notebook.run("%distnb restart --missing", timeout_s=150)
+    processes.OF_MODULE.update(steps())
+    notebook.run("%%distribute mirrored\nback = os.uname().nodename")
+    assert notebook.value("strategy.local_results(back)") == ("blue", "blue", "red", "red")
+
+
+def test_an_engine_that_is_killed(notebook: Notebook) -> None:
+    ended = notebook.try_run("""%%distribute mirrored
+import signal
+if distnb.replica_id() == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+""")
+    assert ended.error_name == "EngineDied"
+    assert "(on red) was killed by SIGKILL" in ended.error_text
+
+
+def test_stop_leaves_no_process_on_any_node(notebook: Notebook) -> None:
+    notebook.run("%distnb stop", timeout_s=60)
+    assert left() == []
+    assert not processes.run_directories()
+
+
+def test_an_srun_that_fails(notebook: Notebook) -> None:
+    failed = notebook.try_run("distnb.start(launcher='slurm', hosts=['red'], launcher_args=['--no-such-option'])")
+    assert failed.error_name == "StartError"
+    assert "srun starts nothing on red" in failed.error_text
+    assert "unrecognized option '--no-such-option'" in failed.error_text
+
+
+def test_the_end_of_the_notebook(notebook: Notebook) -> None:
+    """Of one whose cluster a resolver named."""
+    notebook.run("%distnb start --resolver slurm --per-host 1", timeout_s=120)
+    assert notebook.value("[row.host for row in distnb.session.current().status()]") == ["blue", "red"]
+    assert len(left()) == 2 * 5 + 1  # bearer, srun (which is two), keeper and engine of each; and the guard
+    os.kill(notebook.pid, signal.SIGKILL)
+    processes.wait_until(lambda: not left() and not processes.run_directories(), 20, "something is left")

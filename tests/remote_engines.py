@@ -1,0 +1,81 @@
+"""What the engines on other machines are put through, whatever launched them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import processes
+from tests.kernel import Notebook
+
+_TRAINING = """
+from sklearn.datasets import load_digits
+import torch.nn.functional as F
+torch.manual_seed(7)
+digits = load_digits()
+inputs, labels = torch.tensor(digits.data / 16)[:250], torch.tensor(digits.target)[:250]
+data = torch.utils.data.TensorDataset(inputs, labels)
+with strategy.scope():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+
+def step(batch):
+    x, y = batch
+    loss = distnb.nn.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+losses = []
+for batch in strategy.distribute_dataset(data, batch_size=64):  # the last one has 58
+    losses.append(strategy.reduce("sum", strategy.run(step, args=(batch,)), axis=None).item())
+weights = tuple(parameter.sum().item() for parameter in model.state_dict().values())
+losses = tuple(losses)
+"""
+
+
+def check_training(notebook: Notebook, *strategies: str) -> None:
+    """Training under each strategy gives the numbers that one replica gives, in the notebook's own process."""
+    found = []
+    for name in (*strategies, "default"):
+        notebook.run(f"%%distribute {name}\n{_TRAINING}")
+        found.append((notebook.value("losses"), notebook.value("weights")))
+    for losses, weights in found[:-1]:
+        assert losses == pytest.approx(found[-1][0], rel=1e-9)
+        assert weights == pytest.approx(found[-1][1], rel=1e-9)
+
+
+def check_secrets(notebook: Notebook, at_least: int) -> None:
+    """No process of this run has a secret of the cluster among its arguments or variables.
+
+    Args:
+        notebook: It calls its cluster `cluster`.
+        at_least: So many processes have to be there.
+    """
+    secrets = notebook.value("(cluster._keys.client_secret, cluster._keys.server_secret)")
+    looked_at = 0
+    for pid in processes.children_of_this_run():
+        for name in ("cmdline", "environ"):
+            try:
+                text = Path(f"/proc/{pid}/{name}").read_bytes()
+            except OSError:
+                continue
+            assert not any(secret.encode() in text for secret in secrets)
+            looked_at += 1
+    assert looked_at >= 2 * at_least
+
+
+def left() -> list[str]:
+    """The processes of a cluster, but those that run the notebook."""
+    found = []
+    for process in processes.children_of_this_run().values():
+        try:
+            command = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if "distnb." in command and "sh -c" not in command:
+            found.append(command)
+    return found

@@ -1,0 +1,43 @@
+"""What stands between this machine and a program that starts keepers: it tells how they ended, and when one is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from distnb.cluster.bearer import Bearer
+
+BEARER = [sys.executable, "-P", "-m", "distnb.cluster.bearer"]
+
+
+def _borne(script: str, told: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*BEARER, "sh", "-c", script], input=told, capture_output=True, text=True, timeout=60)
+
+
+def test_a_keepers_words_go_on_and_its_status_is_told() -> None:
+    done = _borne(
+        'echo distnb-beat; echo 3; read line; echo "$line" >&2; echo distnb-status 137; exit 1', "an assignment\n"
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("3\n", "an assignment\n", 137)
+
+
+def test_an_end_of_which_no_keeper_told_is_a_lost_machine() -> None:
+    done = _borne("echo srun: error: no such node >&2; exit 1")
+    assert (done.stderr, done.returncode) == ("srun: error: no such node\n", 255)
+    done = subprocess.run([*BEARER, "no-such-program"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 255
+    assert "no-such-program cannot be started" in done.stderr
+
+
+def test_silence_is_a_lost_machine_too() -> None:
+    # What it has started is ended with it: conftest looks.
+    assert Bearer(["sh", "-c", "echo distnb-beat; setsid sleep 600"], silence_s=0.3, first_word_s=60).run() == 255
+    assert Bearer(["sleep", "600"], first_word_s=0.3).run() == 255
+
+
+def test_being_ended() -> None:
+    with subprocess.Popen([*BEARER, "sh", "-c", "sleep 600 & echo up; wait"], stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"up\n"
+        started.terminate()
+        assert started.wait(20) == 255
