@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distnb.accelerators import torch_device
 from distnb.collectives.aggregated import mark_aggregated
 from distnb.errors import DistributedValueError
 from distnb.options import ReduceOp
 from distnb.runtime import differentiable
 from distnb.runtime.gathering import checked_axis
-from distnb.runtime.placement import torch_device
 from distnb.runtime.reduction import python_number, tensor_of
 from distnb.values.structure import flatten, unflatten
 
