@@ -13,7 +13,7 @@ from typing import Any
 from distnb.errors import OptionError
 from distnb.topology import Device
 
-__all__ = ["allocated_nbytes", "c10d_backend", "checked", "device_of_rank", "generator", "torch_device", "use"]
+__all__ = ["allocated_nbytes", "c10d_backend", "checked", "count", "device_of_rank", "generator", "torch_device", "use"]
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,18 @@ def checked(device: Device) -> None:
 def _indices(kind: str) -> range:
     import torch
 
-    module = _module(kind)
-    if module is None:
-        return range(0)
     if _odd(kind).bound:
         if not _is_current(kind):
             return range(0)
         own: int = torch.accelerator.current_device_index()
         return range(own, own + 1)
-    return range(module.device_count())
+    return range(count(kind))
+
+
+def count(kind: str) -> int:
+    """How many devices of a type torch finds from this process."""
+    module = _module(kind)
+    return 0 if module is None else int(module.device_count())
 
 
 def device_of_rank(local_rank: int) -> Device:

@@ -24,6 +24,7 @@ _CLASSES = {
     "one_device": "distnb.strategies.one_device:OneDeviceStrategy",
     "mirrored": "distnb.strategies.mirrored:MirroredStrategy",
     "multi_worker": "distnb.strategies.multi_worker:MultiWorkerMirroredStrategy",
+    "tpu": "distnb.strategies.tpu:TPUStrategy",
 }
 _made: dict[StrategySpec, Strategy] = {}
 
