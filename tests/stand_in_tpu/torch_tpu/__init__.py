@@ -38,6 +38,9 @@ class ChipTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"{self.host!r} on tpu:0"
 
+    def tolist(self) -> Any:  # torch refuses subclasses, which this only is to be written in Python
+        return self.host.tolist()
+
     @classmethod
     def __torch_dispatch__(cls, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(op, args, kwargs or {})
