@@ -24,6 +24,7 @@ _kept: list[Any] = []
 class ChipTensor(torch.Tensor):
     """A tensor on the chip. Its data is `host`, which only the kernels below see."""
 
+    __slots__ = ("host",)  # so that it has no attributes of its own, as any tensor
     host: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
