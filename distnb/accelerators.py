@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distnb.errors import OptionError
 from distnb.topology import Device
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["allocated_nbytes", "c10d_backend", "checked", "count", "device_of_rank", "generator", "torch_device", "use"]
 
@@ -53,9 +56,8 @@ def _is_current(kind: str) -> bool:
     return current is not None and current.type == kind
 
 
-def torch_device(device: Device) -> Any:
-    """The device as torch names it here, a `torch.device`. The CPU has no index: its tensors say that they are on
-    `cpu`."""
+def torch_device(device: Device) -> torch.device:
+    """The device as torch names it here. The CPU has no index: its tensors say that they are on `cpu`."""
     import torch
 
     if device.type == "cpu":

@@ -18,4 +18,4 @@ def placed_on(device: Device) -> AbstractContextManager[Any]:
 
     On the CPU this does nothing at all, since torch's own mode for it sees every single torch call.
     """
-    return _NOWHERE_ELSE if device.type == "cpu" else torch_device(device)  # type: ignore[no-any-return]
+    return _NOWHERE_ELSE if device.type == "cpu" else torch_device(device)
