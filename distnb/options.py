@@ -261,7 +261,7 @@ class CommunicationImplementation(_Named):
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """How the replicas of a MultiWorkerMirroredStrategy communicate.
+    """How the replicas of a MultiWorkerMirroredStrategy, or those of one call of all_reduce or all_gather, communicate.
 
     Attributes:
         bytes_per_pack: Gradients, and the tensors of one reduce or all_reduce, travel in packs, each of which is closed
