@@ -25,6 +25,7 @@ _WHERE = {
     "OneDeviceStrategy": "distnb.strategies.one_device",
     "MirroredStrategy": "distnb.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "distnb.strategies.multi_worker",
+    "TPUStrategy": "distnb.strategies.tpu",
     "CrossDeviceOps": "distnb.collectives.cross_device.base",
     "NcclAllReduce": "distnb.collectives.cross_device.nccl",
     "HierarchicalCopyAllReduce": "distnb.collectives.cross_device.hierarchical_copy",
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
     from distnb.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from distnb.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from distnb.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+    from distnb.strategies.tpu import TPUStrategy as TPUStrategy
     from distnb.strategies.variables import Variable as Variable
     from distnb.values import DistributedValues as DistributedValues
     from distnb.values import Mirrored as Mirrored

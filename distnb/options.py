@@ -261,7 +261,7 @@ class CommunicationImplementation(_Named):
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """How the replicas of a MultiWorkerMirroredStrategy communicate.
+    """How the replicas of a MultiWorkerMirroredStrategy, or those of one call of all_reduce or all_gather, communicate.
 
     Attributes:
         bytes_per_pack: Gradients, and the tensors of one reduce or all_reduce, travel in packs, each of which is closed
@@ -302,7 +302,7 @@ class StrategySpec:
     """Everything that says which strategy is meant; equal specs name the same strategy object in every process.
 
     Attributes:
-        kind: The word of the magic: "default", "one_device", "mirrored", "multi_worker".
+        kind: The word of the magic: "default", "one_device", "mirrored", "multi_worker", "tpu".
         devices: Devices in replica order, as strings; empty for "all that the cluster has".
         num_replicas: Replicas in sync; 0 while it is not yet known.
         options: Sorted (name, value) pairs of hashable options, such as ("gradient_reduction", "mean").
@@ -312,6 +312,11 @@ class StrategySpec:
     devices: tuple[str, ...] = ()
     num_replicas: int = 0
     options: tuple[tuple[str, Any], ...] = field(default=())
+
+    @property
+    def device_type(self) -> str:
+        """The type that all its devices must have; "" for any."""
+        return "tpu" if self.kind == "tpu" else ""
 
     def option(self, name: str, default: Any = None) -> Any:
         """The value of one option."""

@@ -1,7 +1,8 @@
 """Which devices this machine has, and which of them engines get.
 
 GPUs are counted through NVML, the driver's own library: no process is started, torch is not imported, and CUDA is
-not initialised in the notebook (that would cost GPU memory there, and make forking unsafe).
+not initialised in the notebook (that would cost GPU memory there, and make forking unsafe). TPU chips are counted by
+`tpu.py`, devices of any other type by torch's module for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from distnb.accelerators import count
+from distnb.cluster import tpu
 from distnb.errors import OptionError, StartError
 from distnb.topology import Device, parse_device
 
@@ -37,8 +40,10 @@ def plan_devices(
     Args:
         n: How many engines.
         devices: Their devices, as a sequence or as comma-separated text, in any spelling that `parse_device` reads.
+            One bare type of accelerator ("tpu") means all that there are of it, or the first `n`.
         oversubscribe: Let several engines share one device.
-        gpus: How many GPUs there are; None to ask the driver.
+        gpus: How many GPUs a machine has that cannot be asked from here; it counts as having nothing else but the CPU.
+            None for this machine.
 
     Returns:
         One device per engine.
@@ -54,10 +59,10 @@ def plan_devices(
         ['cuda:0', 'cuda:1']
     """
     _check_count(n)
-    named = _read_names(devices)
+    machine = _Machine(gpus)
+    named = _read_names(devices, None if oversubscribe else n, machine)
     if named is None:
-        gpus = available_gpus() if gpus is None else gpus
-        return _plan_by_count(n, gpus, oversubscribe)
+        return _plan_by_count(n, machine.count("cuda"), oversubscribe)
     if n is not None and n != len(named) and not (oversubscribe and len(set(named)) == 1):
         raise OptionError(
             f"n={n} engines were asked for with {len(named)} device(s) ({_list(named)}). "
@@ -65,10 +70,9 @@ def plan_devices(
         )
     if n is not None and n != len(named):
         named = named * n
-    if any(device.type == "cuda" for device in named) and gpus is None:
-        gpus = available_gpus()
     for device in named:
-        _check_exists(device, gpus or 0)
+        machine.check(device)
+    tpu.check_named(named)
     doubles = sorted({device for device in named if named.count(device) > 1})
     if doubles and not oversubscribe:
         raise OptionError(
@@ -91,7 +95,9 @@ def _check_count(n: int | None) -> None:
         )
 
 
-def _read_names(devices: str | Sequence[str | Device] | None) -> tuple[Device, ...] | None:
+def _read_names(
+    devices: str | Sequence[str | Device] | None, n: int | None, machine: _Machine
+) -> tuple[Device, ...] | None:
     if devices is None:
         return None
     if isinstance(devices, str):
@@ -104,7 +110,11 @@ def _read_names(devices: str | Sequence[str | Device] | None) -> tuple[Device, .
         raise OptionError(
             "devices is empty. Name at least one device, or leave it out: one engine per GPU, else two on the CPU."
         )
-    return tuple(parse_device(device) for device in devices)
+    named = tuple(parse_device(device) for device in devices)
+    if len(named) == 1 and isinstance(devices[0], str) and devices[0].strip().isalpha() and named[0].type != "cpu":
+        kind = named[0].type
+        return tuple(Device(kind, index) for index in range(n or machine.count(kind) or 1))
+    return named
 
 
 def _plan_by_count(n: int | None, gpus: int, oversubscribe: bool) -> tuple[Device, ...]:
@@ -122,21 +132,46 @@ def _plan_by_count(n: int | None, gpus: int, oversubscribe: bool) -> tuple[Devic
     return tuple(Device("cuda", index % gpus) for index in range(n))
 
 
-def _check_exists(device: Device, gpus: int) -> None:
-    if device.type == "cpu":
-        if device.index >= _MOST_ENGINES:
-            raise OptionError(f"{device}: CPU engines are numbered cpu:0 to cpu:{_MOST_ENGINES - 1}.")
-        return
-    if device.type != "cuda":
-        raise StartError(f"{device}: engines run on CPU and CUDA devices here. {_what_is_there(gpus)}")
-    if device.index >= gpus:
-        raise StartError(f"There is no {device} on this machine. {_what_is_there(gpus)}")
+class _Machine:
+    """What devices a machine has.
 
+    Args:
+        gpus: Of a machine that cannot be asked from here; None for this one.
+    """
 
-def _what_is_there(gpus: int) -> str:
-    if gpus:
-        return f"It has {_count(gpus)} ({_list(Device('cuda', i) for i in range(gpus))}) and the CPU (cpu:0, cpu:1, …)."
-    return f"It has the CPU only (cpu:0, cpu:1, …): {_why_no_gpu()}."
+    def __init__(self, gpus: int | None) -> None:
+        self._here = gpus is None
+        self._counts: dict[str, int] = {} if gpus is None else {"cuda": gpus}
+
+    def count(self, kind: str) -> int:
+        """How many accelerators of a type."""
+        if kind not in self._counts:
+            ways = {"cuda": available_gpus, "tpu": tpu.chips}
+            self._counts[kind] = ways.get(kind, lambda: count(kind))() if self._here else 0
+        return self._counts[kind]
+
+    def check(self, device: Device) -> None:
+        """Refuse what it does not have."""
+        if device.type == "cpu":
+            if device.index >= _MOST_ENGINES:
+                raise OptionError(f"{device}: CPU engines are numbered cpu:0 to cpu:{_MOST_ENGINES - 1}.")
+            return
+        if device.index < self.count(device.type):
+            return
+        if not self._here and device.type != "cuda":
+            raise StartError(
+                f"{device}: engines on other machines run on CPU and CUDA devices. {self._what_is_there()}"
+            )
+        why = f" {tpu.why_none()}" if device.type == "tpu" and tpu.why_none() else ""
+        raise StartError(f"There is no {device} on this machine.{why} {self._what_is_there()}")
+
+    def _what_is_there(self) -> str:
+        there = [f"{kind}:{index}" for kind, number in self._counts.items() for index in range(number)]
+        if not there:
+            return f"It has the CPU only (cpu:0, cpu:1, …): {_why_no_gpu()}."
+        gpus = self._counts.get("cuda")
+        what = f"{_count(gpus)} ({', '.join(there)})" if gpus == len(there) else ", ".join(there)
+        return f"It has {what} and the CPU (cpu:0, cpu:1, …)."
 
 
 def _why_no_gpu() -> str:

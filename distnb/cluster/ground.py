@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distnb.cluster import tpu
 from distnb.cluster.processes import Reaped
 from distnb.cluster.surroundings import engine_environment
 from distnb.cluster.watcher import Watcher
@@ -77,14 +78,15 @@ class ThisMachine(Ground):
     """Engines beside the notebook, through ipyparallel's local launcher.
 
     Args:
-        engines: How many there are.
+        devices: One per engine.
     """
 
     has_controller = True
     patience_s = 2.0
 
-    def __init__(self, engines: int) -> None:
-        self._engines = engines
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = tuple(devices)
+        self._for_chips: dict[str, str] | None = None
 
     def launch(self, order: EngineOrder, watcher: Watcher, ended: Reaped) -> int:
         """Start an engine."""
@@ -92,8 +94,11 @@ class ThisMachine(Ground):
         from distnb.cluster.launchers import launch_engine
 
         environment = engine_environment(
-            order.engine, order.device, self._engines, order.directory, agent=order.agent, replaces=order.replaces
+            order.engine, order.device, len(self._devices), order.directory, agent=order.agent, replaces=order.replaces
         )
+        if self._for_chips is None:
+            self._for_chips = tpu.launch_environment(self._devices)
+        environment |= tpu.chip_environment(order.device, self._devices, self._for_chips)
         return launch_engine(order.engine, order.directory, order.log, environment, watcher, ended)
 
     def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:

@@ -239,7 +239,7 @@ class Plan:
     def ground(self, connection: Connection) -> Ground:
         """Where the engines of a cluster with this connection are started."""
         if self.options is None:
-            return ThisMachine(len(self.devices))
+            return ThisMachine(self.devices)
         from distnb.cluster.remote import Hosts
 
         return Hosts(self.hosts, connection, self.address, self.options.way())

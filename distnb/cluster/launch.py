@@ -78,7 +78,7 @@ class Cluster:
         self._on_exit = on_exit
         self._on_progress = on_progress
         self._agent = agent
-        self.ground = ground if ground is not None else ThisMachine(len(self.devices))
+        self.ground = ground if ground is not None else ThisMachine(self.devices)
         self._lock = threading.RLock()  # one start, stop or restart at a time
         self._engines: dict[int, EngineProcess] = {}
         self._processes: Processes | None = None

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from distnb.cluster import tpu
 from distnb.cluster.connection import make_run_directory, remove_run_directory
 from distnb.cluster.orphans import end_process, record_group
 from distnb.cluster.placement import Placement, network_environment, own_interface, split_address
@@ -23,6 +24,7 @@ from distnb.cluster.replica import error_path
 from distnb.cluster.store import RendezvousStore
 from distnb.cluster.surroundings import Seat, import_environment, script_environment
 from distnb.cluster.watcher import Watcher
+from distnb.errors import StartError
 from distnb.topology import Device
 
 __all__ = ["run_script"]
@@ -52,6 +54,10 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Pla
         KeyboardInterrupt: The user ended it. All replicas are gone then.
         StartError: A replica could not be started, or an address of the cluster is not this machine's.
     """
+    if placement is not None and any(device.type == "tpu" for device in devices):
+        raise StartError(
+            "A cluster of several machines (TF_CONFIG) on TPU chips: distnb uses the chips of one machine."
+        )
     with ExitStack() as undo:  # each step is undone, also when undoing another fails
         directory = make_run_directory()
         undo.callback(remove_run_directory, directory)
@@ -64,8 +70,9 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Pla
             undo.callback(_finish, serving)
         run = _Run(directory, mark=len(devices) > 1, first=seat.worker * len(devices), size=seat.workers * len(devices))
         undo.callback(run.close)
+        for_chips = tpu.launch_environment(devices)
         for rank, device in enumerate(devices):
-            environment = script_environment(rank, device, devices, seat)
+            environment = script_environment(rank, device, devices, seat) | (for_chips if device.type == "tpu" else {})
             run.start_replica(
                 [*_PYTHON, "distnb.cluster.replica", str(os.getpid()), str(directory), str(rank), *command], environment
             )

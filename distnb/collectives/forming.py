@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from distnb.collectives import board, rendezvous, shared_sum, transport
@@ -16,7 +15,7 @@ from distnb.collectives.board import Board
 from distnb.collectives.process_group import GroupCore
 from distnb.collectives.rendezvous import Card, StoreClient
 from distnb.collectives.replicated import ReplicatedBoard
-from distnb.collectives.transport import Transport
+from distnb.collectives.transport import Carrier, Transport
 from distnb.errors import CollectiveError
 
 __all__ = ["Forming", "Parts"]
@@ -42,7 +41,7 @@ class Forming:
         client: The store's.
         prefix: Where in the store this team of this generation meets.
         device: This replica's device, by its name.
-        nccl: The GPU of this replica if the group has NCCL, else None.
+        carrier: What carries tensors of the replicas' own devices; None where nothing but Gloo does.
         staged: Device types whose tensors go through host memory.
         give_up: Raises once the joining was given up.
         timeout_s: How long to wait for the others to come; None for as long as there is hope.
@@ -52,7 +51,7 @@ class Forming:
     client: StoreClient
     prefix: str
     device: str
-    nccl: torch.device | None
+    carrier: Carrier | None
     staged: frozenset[str]
     give_up: Callable[[], None]
     timeout_s: float | None
@@ -102,7 +101,7 @@ class Forming:
                 self._store,
                 self._rank,
                 self._size,
-                nccl=self.nccl,
+                carrier=self.carrier,
                 staged=self.staged,
                 local=self._local,
                 check=self._check,

@@ -277,7 +277,7 @@ class Group:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every replica's value, in replica order, pickled. Small ones take one collective, larger ones two."""
         data = cloudpickle.dumps(value)
-        head = torch.zeros(_SMALL_NBYTES, dtype=torch.uint8)
+        head = torch.zeros(_SMALL_NBYTES, dtype=torch.uint8, device="cpu")
         head[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
         begin = data[: _SMALL_NBYTES - 8]
         head[8 : 8 + len(begin)] = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
@@ -286,7 +286,7 @@ class Group:
         rest = max(sizes) - (_SMALL_NBYTES - 8)
         tails = [b""] * self.size
         if rest > 0:
-            tail = torch.zeros(rest, dtype=torch.uint8)
+            tail = torch.zeros(rest, dtype=torch.uint8, device="cpu")
             mine = data[_SMALL_NBYTES - 8 :]
             if mine:
                 tail[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)

@@ -15,10 +15,10 @@ import sys
 import threading
 import time
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from distnb.accelerators import device_of_rank
 from distnb.collectives import exits, membership, rendezvous, world
 from distnb.collectives.group import Group, Pending
 from distnb.collectives.membership import Member
@@ -144,11 +144,8 @@ def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None)
             )
         store, rank, size = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
     local = int(os.environ.get("LOCAL_RANK", rank))
-    device = (
-        Device("cuda", local) if torch.cuda.is_available() and local < torch.cuda.device_count() else Device("cpu", 0)
-    )
-    if "DISTNB_DEVICE" in os.environ:  # `distnb run --devices …`: several replicas may share one
-        device = parse_device(os.environ["DISTNB_DEVICE"])
+    named = os.environ.get("DISTNB_DEVICE")  # `distnb run --devices …`: several replicas may share one
+    device = parse_device(named) if named else device_of_rank(local)
     _script_joins += 1  # after `leave` the keys of the last time are still in the store
     prefixed = PrefixStore(f"distnb/{_script_joins}", store)
     card = rendezvous.Card(rendezvous.host(), os.getpid(), device=str(device))

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
+from distnb.accelerators import c10d_backend, torch_device
 from distnb.collectives import exits, transport
 from distnb.collectives.forming import Forming, Parts
 from distnb.collectives.operations import GuardedProcessGroup
 from distnb.collectives.process_group import GroupCore
 from distnb.collectives.rendezvous import StoreClient
 from distnb.collectives.sockets import LOST_AFTER_S
+from distnb.collectives.transport import Carrier
 from distnb.collectives.world import World
 from distnb.errors import CollectiveError, ProgramAborted
 from distnb.topology import Device, Team
@@ -73,6 +73,7 @@ class Member:
         self.device = device
         self.devices = devices
         self._apart = apart
+        self._backend = self._device_backend()
         self.generation = -1
         self.group = self._group(rank, range(self.size), "world", None)
         self.world = World(self.group, HashStore(), self._backend_name, self._backend_config)
@@ -85,21 +86,21 @@ class Member:
 
     # -- which backends ----------------------------------------------------------------------------------------------
 
-    @property
-    def _uses_nccl(self) -> bool:
-        """NCCL needs a GPU for each replica."""
-        return self._apart and all(device.type == "cuda" for device in self.devices) and dist.is_nccl_available()
+    def _device_backend(self) -> str | None:
+        """That of the replicas' devices; it needs one for each replica."""
+        kinds = {device.type for device in self.devices}
+        return c10d_backend(self.device.type) if self._apart and len(kinds) == 1 else None
 
     @property
     def _backend_name(self) -> str:
-        return "nccl" if self._uses_nccl else "gloo"
+        return self._backend or "gloo"
 
     @property
     def _backend_config(self) -> str:
-        return "cpu:gloo,cuda:nccl" if self._uses_nccl else "cpu:gloo,cuda:gloo"
+        kind = "cuda" if self.device.type == "cpu" else self.device.type
+        return f"cpu:gloo,{kind}:{self._backend_name}"
 
     def _group(self, rank: int, replicas: Any, name: str, parent: GuardedProcessGroup | None) -> GuardedProcessGroup:
-        on_gpu = self.device.type == "cuda"
         return GuardedProcessGroup(
             rank,
             len(replicas),
@@ -107,7 +108,7 @@ class Member:
             replicas=replicas,
             form=self._form,
             backend_name=self._backend_name,
-            device_types=["cpu", "cuda"] if on_gpu else ["cpu"],
+            device_types=list(dict.fromkeys(("cpu", self.device.type))),
             parent=parent,
             make_subgroup=self._make_subgroup,
         )
@@ -148,14 +149,16 @@ class Member:
 
     def _form(self, group: GroupCore) -> Parts:
         assert self._client is not None
-        device = torch.device(self.device.type, self.device.index) if self.device.type == "cuda" else None
+        carrier = None
+        if self._backend is not None:
+            carrier = Carrier(self._backend, torch_device(self.device), group.label, tuple(group.replicas))
         return Forming(
             group,
             self._client,
             self._prefix,
             str(self.device),
-            nccl=device if self._uses_nccl else None,
-            staged=frozenset({"cuda"}) if device is not None and not self._uses_nccl else frozenset(),
+            carrier=carrier,
+            staged=frozenset({self.device.type} - {"cpu"}) if carrier is None else frozenset(),
             give_up=self._attempt.check if self._attempt is not None else _nothing,
             timeout_s=self._timeout_s,
         ).run()
@@ -214,7 +217,7 @@ class Member:
             return  # it came from the environment
         # Programs select their GPU by LOCAL_RANK.
         beside = team.beside(self.rank)
-        local = self.device.index if self.device.type == "cuda" else beside.index(self.rank)
+        local = beside.index(self.rank) if self.device.type == "cpu" else self.device.index
         os.environ.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.size),

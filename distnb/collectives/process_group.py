@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -107,6 +108,16 @@ class GroupCore(GroupIdentity):
             in_memory: Whether memory that replicas share may be used instead of sockets.
         """
         self._patience_s, self.in_memory = patience_s, in_memory
+
+    @contextmanager
+    def preferring(self, patience_s: float | None, in_memory: bool) -> Iterator[None]:
+        """The same for some calls: afterwards all is as it was."""
+        before = self._patience_s, self.in_memory
+        self.prefer(patience_s, in_memory)
+        try:
+            yield
+        finally:
+            self.prefer(*before)
 
     def connect(self) -> None:
         """Connect with the other ranks now, and not in the first operation."""

@@ -5,9 +5,24 @@ from __future__ import annotations
 import torch
 
 from distnb.collectives.buckets import ReducingGroup
+from distnb.collectives.group import Group
 from distnb.collectives.packing import Slot
 
-__all__ = ["reduce_sparse"]
+__all__ = ["reduce_sparse", "sum_entries"]
+
+
+def sum_entries(group: Group, tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a sparse (COO) tensor over the replicas, of equal shape and dtype on each: coalesced, without a graph.
+
+    Raises:
+        CollectiveMismatchError: The replicas' tensors differ in shape or dtype.
+    """
+    with torch.no_grad():
+        local = tensor.detach().coalesce()
+        group.note_pack([local], f"sparse {local.sparse_dim()}")
+        indices = torch.cat(group.all_gather_uneven(local.indices().t().contiguous()))
+        values = torch.cat(group.all_gather_uneven(local.values()))
+        return torch.sparse_coo_tensor(indices.t(), values, local.shape, check_invariants=False).coalesce()
 
 
 def reduce_sparse(group: ReducingGroup, slot: Slot, gradient: torch.Tensor | None, scale: float) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""What carries a process group's data: Gloo and NCCL backends of one generation, formed and ended as one."""
+"""What carries a process group's data: Gloo, and what the replicas' devices have, formed and ended as one."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
 
 from distnb.collectives import exits
 from distnb.collectives.sockets import Connections, pollers
 from distnb.errors import CollectiveError
 
-__all__ = ["FOREVER", "Transport", "abort_all", "form"]
+__all__ = ["FOREVER", "Carrier", "Transport", "abort_all", "form"]
 
 FOREVER = timedelta(days=3650)
 """The time limit that the inner backends get. A replica that computes for an hour is slow, not lost."""
@@ -30,12 +31,29 @@ _HOPELESS_S = 60.0
 _device_making = threading.Lock()
 
 
+@dataclass(frozen=True)
+class Carrier:
+    """A c10d backend for the tensors of the replicas' own devices.
+
+    Attributes:
+        name: torch's name for it, "nccl".
+        device: This replica's device.
+        group: The label of the group.
+        replicas: The group's members, as numbers in the default group.
+    """
+
+    name: str
+    device: torch.device
+    group: str
+    replicas: tuple[int, ...]
+
+
 @dataclass
 class Transport:
     """The inner backends of one process group, by the type of device whose tensors they carry.
 
     Attributes:
-        backends: "cpu" and "cuda" to the backend that carries such tensors.
+        backends: "cpu" (Gloo), and the type of the replicas' devices if these have a backend of their own (NCCL).
         staged: Device types whose tensors go through host memory, by the "cpu" backend.
         plain: A C++ process group over the same backends, for the few operations that backends themselves don't offer
             to Python.
@@ -47,6 +65,11 @@ class Transport:
     plain: dist.ProcessGroup
     connections: Connections = field(default_factory=Connections)
 
+    @property
+    def of_device(self) -> Any:
+        """The devices' own backend; None where there is only Gloo."""
+        return next((backend for kind, backend in self.backends.items() if kind != "cpu"), None)
+
     def abort(self) -> None:
         """End everything that is under way on this replica. Safe from any thread."""
         abort_all([self])
@@ -57,7 +80,7 @@ class Transport:
 
     def end(self, idle: bool) -> None:
         """Before the interpreter ends: have Gloo's threads end, or, where that could wait for others, keep them."""
-        if not idle or "cuda" in self.backends:
+        if not idle or self.of_device is not None:
             self.keep_for_ever()
             return
         self.connections.close()
@@ -72,7 +95,7 @@ class Transport:
                 way for ever, and the destructor would wait for it: such a backend is leaked, with its threads.
         """
         keep = [self.plain, *self.backends.values()]
-        if idle() and "cuda" not in self.backends:  # NCCL's destructor may take its time
+        if idle() and self.of_device is None:  # NCCL's destructor may take its time
             self.connections.close()
             self.backends, self.plain = {}, None  # type: ignore[assignment]
             del keep
@@ -98,13 +121,18 @@ def abort_all(transports: Sequence[Transport]) -> None:
     """End everything that is under way on this replica in several groups. Safe from any thread."""
     for transport in transports:
         transport.connections.shut_down()
-    nccl = [backends["cuda"] for backends in (transport.backends for transport in transports) if "cuda" in backends]
+    found = [transport.of_device for transport in transports if transport.of_device is not None]
+    nccl = [backend for backend in found if hasattr(backend, "_group_start")]
     if nccl:
         # Inside one NCCL group, so that the aborts of several communicators cannot wait for each other.
         nccl[0]._group_start()
         for backend in nccl:
             backend.abort()
         nccl[0]._group_end()
+    for backend in found:
+        if backend not in nccl:
+            with suppress(Exception):  # torch's base class raises where a backend cannot be aborted
+                backend.abort()
 
 
 def leak(*objects: Any) -> None:
@@ -119,7 +147,7 @@ def form(
     rank: int,
     size: int,
     *,
-    nccl: torch.device | None,
+    carrier: Carrier | None,
     staged: frozenset[str],
     local: bool,
     check: Callable[[], None],
@@ -130,7 +158,7 @@ def form(
     Args:
         store: Where addresses are exchanged, under a prefix that nobody used before.
         rank, size: Who is who.
-        nccl: The GPU of this replica if the group has NCCL, else None.
+        carrier: What carries the devices' own tensors, beside Gloo; None where nothing does.
         staged: See `Transport`.
         local: All replicas are on this machine: listen on loopback only.
         check: Called while waiting; raises when there is no point any more.
@@ -145,7 +173,7 @@ def form(
     # leaves the thread behind instead of waiting with it.
     def make() -> None:
         try:
-            made.append(_make(store, rank, size, nccl, staged, local))
+            made.append(_make(store, rank, size, carrier, staged, local))
         except BaseException as error:  # noqa: BLE001  (raised on the thread that waits)
             made.append(error)
         finished.set()
@@ -174,7 +202,7 @@ def form(
 
 
 def _make(
-    store: Store, rank: int, size: int, nccl: torch.device | None, staged: frozenset[str], local: bool
+    store: Store, rank: int, size: int, carrier: Carrier | None, staged: frozenset[str], local: bool
 ) -> Transport:
     with _device_making:  # the device is found again by which epoll instances are new
         before = pollers()
@@ -183,18 +211,26 @@ def _make(
     if not local:
         connections.expect_silence()
     backends: dict[str, Any] = {"cpu": gloo}
-    if nccl is not None:
-        backends["cuda"] = _nccl(PrefixStore("nccl", store), rank, size, nccl)
+    if carrier is not None:
+        make = _nccl if carrier.name == "nccl" else _from_outside
+        backends[carrier.device.type] = make(PrefixStore(carrier.name, store), rank, size, carrier)
     return Transport(backends, staged, _plain(rank, size, backends), connections)
 
 
 def _plain(rank: int, size: int, backends: Mapping[str, Any]) -> dist.ProcessGroup:
     plain: dist.ProcessGroup = cast(Any, dist.ProcessGroup)(rank, size)
-    kinds = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
-    plain._set_default_backend(kinds["cuda" if "cuda" in backends else "cpu"])
-    for kind, backend in backends.items():
-        plain._register_backend(torch.device(kind), kinds[kind], backend)
+    # A backend from outside may be a process group written in Python, which C++ cannot hold.
+    kinds = {kind: _type_of(backend) for kind, backend in backends.items() if isinstance(backend, Backend)}
+    plain._set_default_backend(list(kinds.values())[-1])
+    for kind, backend_type in kinds.items():
+        plain._register_backend(torch.device(kind), backend_type, backends[kind])
     return plain
+
+
+def _type_of(backend: Backend) -> Any:
+    types = dist.ProcessGroup.BackendType
+    known = {"gloo": types.GLOO, "nccl": types.NCCL}
+    return known.get(backend.name(), types.CUSTOM)
 
 
 def _gloo(store: Store, rank: int, size: int, local: bool) -> Any:
@@ -209,7 +245,7 @@ def _gloo(store: Store, rank: int, size: int, local: bool) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl(store: Store, rank: int, size: int, device: torch.device) -> Any:
+def _nccl(store: Store, rank: int, size: int, carrier: Carrier) -> Any:
     # Aborting is ours alone: torch's watchdog would end the process over a communicator that we aborted.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
@@ -217,5 +253,17 @@ def _nccl(store: Store, rank: int, size: int, device: torch.device) -> Any:
     options._timeout = FOREVER
     backend = dist.ProcessGroupNCCL(store, rank, size, options)
     # Now, and not in the first operation, where the connecting would block uninterruptibly.
-    backend.eager_connect_single_device(device)
+    backend.eager_connect_single_device(carrier.device)
     return backend
+
+
+def _from_outside(store: Store, rank: int, size: int, carrier: Carrier) -> Any:
+    """A backend of a package beside torch, made as `init_process_group` makes it."""
+    plugin = dist.Backend._plugins[carrier.name.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, FOREVER)
+    options = _DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = store, rank, size
+    options.timeout, options.group_id = FOREVER, carrier.group
+    options.global_ranks_in_group = list(carrier.replicas)
+    return plugin.creator_fn(options, None)

@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from distnb.accelerators import use
 from distnb.cluster.connection import CONNECTION_VARIABLE, Connection, remove_run_directory
 from distnb.cluster.orphans import die_with
 from distnb.cluster.surroundings import (
@@ -22,7 +23,7 @@ from distnb.cluster.surroundings import (
     keep_temporary_sockets_in,
 )
 from distnb.cluster.watcher import report
-from distnb.topology import Device, parse_device
+from distnb.topology import parse_device
 
 __all__ = ["main"]
 
@@ -49,7 +50,7 @@ def main() -> None:
 
     def prepare(shell: Any) -> None:
         agent = loading.finish()
-        _choose_device(device)
+        use(device)
         agent.install(shell, connection, engine, device)
         report(path.parent, engine)
 
@@ -90,13 +91,6 @@ class _Loading:
         if self._error is not None:
             raise self._error
         return self._agent
-
-
-def _choose_device(device: Device) -> None:
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.set_device(device.index)
 
 
 def _leave(code: int) -> None:

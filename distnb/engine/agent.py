@@ -17,6 +17,7 @@ import zmq
 from tornado.ioloop import IOLoop
 
 from distnb import strategies
+from distnb.accelerators import torch_device
 from distnb.collectives import groups
 from distnb.engine import failure, operations, progress_bars, telemetry
 from distnb.engine.control import Control
@@ -101,7 +102,8 @@ class Agent:
             Apply: self._apply,
         }
         self._adapt_shell(logs)
-        codec.place_storage = lambda kind: "cpu" if kind == "cpu" else str(device) if device.type != "cpu" else "cpu"
+        here = str(torch_device(device))
+        codec.place_storage = lambda kind: "cpu" if kind == "cpu" else here
         contexts.note_names = self._namespace.note_names
         self._connect_live()
 

@@ -8,6 +8,7 @@ import time
 
 import psutil
 
+from distnb.accelerators import allocated_nbytes
 from distnb.runtime import progress
 from distnb.wire.messages import TelemetrySample
 
@@ -54,17 +55,9 @@ def sample(engine: int, program: int, replica: int) -> TelemetrySample:
         steps=_steps_before + progress.steps,
         examples=_examples_before + progress.examples,
         rss_nbytes=int(_process.memory_info().rss),
-        device_nbytes=_device_nbytes(),
+        device_nbytes=allocated_nbytes(),
         where=_where(),
     )
-
-
-def _device_nbytes() -> int | None:
-    torch = sys.modules.get("torch")
-    # Asking CUDA for anything would initialise it, which costs hundreds of megabytes.
-    if torch is None or not torch.cuda.is_initialized():
-        return None
-    return int(torch.cuda.memory_allocated())
 
 
 def _where() -> str:

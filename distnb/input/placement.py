@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from distnb.accelerators import torch_device
 from distnb.input.layout import map_parts
 from distnb.topology import Device
 
@@ -63,7 +64,7 @@ class _Elsewhere(Placement):
     """Devices without streams and pinned memory."""
 
     def __init__(self, device: Device) -> None:
-        self._device = torch.device(device.type, device.index)
+        self._device = torch_device(device)
 
     def carry(self, leaf: Any, borrowed: bool) -> Any:
         def move(tensor: torch.Tensor) -> torch.Tensor:

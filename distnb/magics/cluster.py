@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distnb import session as sessions
+from distnb.cluster import tpu
+from distnb.cluster.devices import available_gpus
 from distnb.cluster.resolvers import (
     ClusterResolver,
     KubernetesClusterResolver,
@@ -38,7 +40,8 @@ _RESOLVERS: dict[str, Callable[[], ClusterResolver]] = {
 
 HELP = """\
 %distnb start [-n N] [--devices cuda:0,cuda:1] [--oversubscribe]
-                                           start engines; by default one per GPU, else two on the CPU
+                                           start engines; by default one per GPU, else two on the CPU; --devices tpu
+                                           takes all TPU chips
 %distnb start --hosts a,b [--per-host N] [--interface eth0] [--ssh-args "-p 2222"]
                                            the same on other machines, which ssh reaches
 %distnb start --launcher slurm|mpi [--hosts a,b] [--per-host N] [--interface eth0] [--launcher-args "…"]
@@ -100,11 +103,12 @@ class ClusterMagic:
         session = sessions.current()
         if session is None:
             wanted = request.spec if request is not None else None
-            if wanted is not None and (wanted.num_replicas or wanted.devices):
-                what = f"on {', '.join(wanted.devices)}" if wanted.devices else f"with {wanted.num_replicas} engines"
+            if wanted is not None and (wanted.num_replicas or wanted.devices or wanted.device_type):
+                devices = wanted.devices or ((wanted.device_type,) if wanted.device_type else ())
+                what = f"on {', '.join(devices)}" if devices else f"with {wanted.num_replicas} engines"
                 print(f"No cluster is running: starting one {what}.", flush=True)
                 session = self._start(
-                    wanted.num_replicas or None, wanted.devices or None, request is not None and request.oversubscribe
+                    wanted.num_replicas or None, devices or None, request is not None and request.oversubscribe
                 )
             else:
                 print(
@@ -332,6 +336,5 @@ def _count(number: int, thing: str) -> str:
 
 
 def _machine_devices() -> tuple[str, ...]:
-    import torch
-
-    return tuple(f"cuda:{i}" for i in range(torch.cuda.device_count())) or ("cpu:0",)
+    gpus = tuple(f"cuda:{index}" for index in range(available_gpus()))
+    return gpus + tuple(f"tpu:{index}" for index in range(tpu.chips())) or ("cpu:0",)

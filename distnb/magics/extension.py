@@ -12,8 +12,10 @@ from distnb.magics.completion import Completion, warm_up
 from distnb.magics.distribute import CellRunner
 from distnb.magics.local_cell import LocalCells, StrategyName
 from distnb.magics.presenting import presented
+from distnb.magics.request import Request
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.runtime import choice
+from distnb.runtime.base import Owner
 from distnb.session import failures
 from distnb.session.live_model import VariableRow
 from distnb.session.remote import Remote
@@ -96,7 +98,11 @@ class Extension:
     def _follow(self, session: Session | None) -> None:
         """A session began, or ended. Strategies of several replicas start a cluster when there is none."""
         self.front.attach(session)
-        choice.register_remote(lambda strategy: Remote(lambda: self._cluster.ensure(None)), sessions.machines)
+
+        def remote(strategy: Any) -> Remote:
+            return Remote(lambda: self._cluster.ensure(_request_of(strategy)))
+
+        choice.register_remote(remote, sessions.machines)
 
     def _variables(self, since_program: int) -> list[VariableRow]:
         session = sessions.current()
@@ -136,3 +142,9 @@ class Extension:
             self._name.restore()
             self._settle(result)
             self.front.end_cell(failed=getattr(result, "success", True) is False)
+
+
+def _request_of(strategy: Owner) -> Request | None:
+    """What a cluster that is started for a strategy must have; None for the default one."""
+    spec = strategy.spec
+    return Request(spec.kind, spec, local=False) if spec.device_type else None

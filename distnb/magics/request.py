@@ -15,11 +15,11 @@ from distnb.topology import parse_device
 
 __all__ = ["LOCAL", "WORDS", "Request", "read_request"]
 
-WORDS = ("default", "one_device", "mirrored", "multi_worker")
+WORDS = ("default", "one_device", "mirrored", "multi_worker", "tpu")
 LOCAL = ("default", "one_device")
 """Strategies whose only replica is the notebook itself."""
 
-_PLANNED = ("central_storage", "parameter_server", "tpu")
+_PLANNED = ("central_storage", "parameter_server")
 _USAGE = (
     "%%distribute WORD_OR_STRATEGY [-n REPLICAS] [--devices cuda:0,cuda:1] [--gradients sum|mean] [--oversubscribe]"
 )
@@ -126,7 +126,19 @@ def _from_word(
     spec = StrategySpec(word, devices, 0 if devices else replicas or 0, kept)
     if word == multi_worker.KIND:
         multi_worker.check_notebook(spec, choice.remote_machines())
+    if spec.device_type:
+        _check_chips(word, spec, oversubscribe)
     return Request(word, spec, local=False, oversubscribe=oversubscribe)
+
+
+def _check_chips(word: str, spec: StrategySpec, oversubscribe: bool) -> None:
+    from distnb.strategies.tpu import check_available
+
+    wrong = [name for name in spec.devices if not name.startswith(f"{spec.device_type}:")]
+    if wrong:
+        raise OptionError(f"%%distribute {word}: {wrong[0]} is no {spec.device_type} device. Use mirrored for others.")
+    _refuse(word, ["--oversubscribe"] if oversubscribe else [], "a chip belongs to one process")
+    check_available(f"%%distribute {word}")
 
 
 def _from_object(word: str, user_ns: Mapping[str, Any], given: list[str]) -> Request:

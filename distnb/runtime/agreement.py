@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distnb.runtime.placement import torch_device
+from distnb.accelerators import torch_device
 from distnb.values.distributed import DistributedValues, PerReplica
 from distnb.values.structure import Spec, flatten, is_immutable, unflatten, unlike_structures
 from distnb.variables.variable import Variable

@@ -79,7 +79,7 @@ def runtime_for(strategy: Owner) -> Runtime:
     spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it
     process = spmd.current() if spmd is not None else None
     if process is not None:
-        if spec.kind == _MULTI_WORKER or spec.devices or spec.num_replicas or spec.options:
+        if spec.kind == _MULTI_WORKER or spec.devices or spec.num_replicas or spec.options or spec.device_type:
             _check_team(strategy, process.team.devices, process.uses_nccl)
         return process.runtime_of(strategy)  # type: ignore[no-any-return]
     if _remote is not None:
@@ -127,6 +127,12 @@ def _check_team(strategy: Owner, devices: tuple[object, ...], nccl: bool) -> Non
     ops = spec.option("cross_device_ops")
     if ops is not None:
         ops.check(there, nccl)
+    wrong = [name for name in there if spec.device_type and not name.startswith(f"{spec.device_type}:")]
+    if wrong:
+        raise OptionError(
+            f"{strategy!r} needs replicas on {spec.device_type} devices, and this program's run on {', '.join(there)}. "
+            f"Start it on those: `distnb run --devices {spec.device_type} {_script()}`."
+        )
     wanted = len(spec.devices) or spec.num_replicas or len(there)
     if wanted != len(there) or (spec.devices and spec.devices != there):
         asked = ", ".join(spec.devices) or f"{wanted} replicas"

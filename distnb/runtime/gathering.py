@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distnb.accelerators import torch_device
 from distnb.errors import DistributedValueError, OptionError, StructureError
-from distnb.runtime.placement import torch_device
 from distnb.values.structure import flatten, unflatten
 
 if TYPE_CHECKING:

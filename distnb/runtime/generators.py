@@ -13,7 +13,7 @@ import torch
 
 from distnb.wire.twisters import NumpyTwister, PythonTwister, bits_memory
 
-__all__ = ["CudaStream", "NumpyStream", "PythonStream", "Stream", "TorchStream"]
+__all__ = ["DeviceStream", "NumpyStream", "PythonStream", "Stream", "TorchStream"]
 
 
 class Stream(ABC):
@@ -158,21 +158,26 @@ def _mark_is_safe() -> bool:
     return same and kept and torch.equal(marked.manual_seed(1).get_state(), state)
 
 
-class CudaStream(Stream):
-    """The generator of one CUDA device."""
+class DeviceStream(Stream):
+    """The generator of an accelerator.
 
-    def __init__(self, index: int) -> None:
+    Args:
+        generator: As `accelerators.generator` gives it.
+    """
+
+    def __init__(self, generator: Any) -> None:
         super().__init__()
-        self._generator = torch.cuda.default_generators[index]
+        self._generator = generator
 
     def read(self) -> bytes:
-        return self._generator.get_state().numpy().tobytes()
+        return self._generator.get_state().numpy().tobytes()  # type: ignore[no-any-return]
 
     def write(self, state: bytes) -> None:
         self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def derive(self, seed: int) -> bytes:
-        return self._generator.clone_state().manual_seed(seed).get_state().numpy().tobytes()
+        self._generator.manual_seed(seed)
+        return self.read()
 
 
 class PythonStream(Stream):

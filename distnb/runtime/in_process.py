@@ -43,10 +43,11 @@ class InProcess:
 
     @contextmanager
     def _placed(self, strategy: Owner, replica: ReplicaContext | None) -> Iterator[Owner]:
-        from distnb.runtime.placement import checked_device, placed_on
+        from distnb.accelerators import checked
+        from distnb.runtime.placement import placed_on
 
         assert self._device is not None
-        checked_device(self._device)
+        checked(self._device)
         stack = contexts.entries()
         stack.append((strategy, replica))
         try:

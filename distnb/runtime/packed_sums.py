@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from distnb.accelerators import torch_device
 from distnb.errors import CollectiveMismatchError
 from distnb.options import ReduceOp
-from distnb.runtime.placement import torch_device
 
 if TYPE_CHECKING:
     from distnb.collectives.cross_device.aggregation import Aggregation

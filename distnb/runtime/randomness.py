@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distnb.accelerators import generator
 from distnb.runtime.gathering import broadcast_bytes
-from distnb.runtime.generators import CudaStream, NumpyStream, PythonStream, Stream, TorchStream
+from distnb.runtime.generators import DeviceStream, NumpyStream, PythonStream, Stream, TorchStream
 
 if TYPE_CHECKING:
     from distnb.collectives.groups import Group
+    from distnb.topology import Device
 
 __all__ = ["capture", "restore", "share", "streams"]
 
@@ -41,7 +43,7 @@ class Streams:
         self._torch: TorchStream | None = None
         self._streams: list[Stream] = []
         self._has_numpy = False
-        self._cuda: set[int] = set()
+        self._devices: dict[Device, DeviceStream] = {}
         self._inside = False
         self._lent = False
         self._replica_id = self._entered = -1
@@ -56,13 +58,20 @@ class Streams:
             self._has_numpy = True
             self._streams.append(NumpyStream())
 
-    def use_cuda(self, index: int) -> None:
-        """Switch this CUDA device's generator too."""
-        if index not in self._cuda:
-            self._cuda.add(index)
+    def use_device(self, device: Device) -> None:
+        """Switch this device's generator too, if it has one."""
+        if device in self._devices:
+            return
+        own = generator(device)
+        if own is not None:
             self._find_generators()
-            torch.cuda.init()
-            self._streams.append(CudaStream(index))
+            self._devices[device] = DeviceStream(own)
+            self._streams.append(self._devices[device])
+
+    @property
+    def device(self) -> DeviceStream | None:
+        """That of the replica's accelerator."""
+        return next(reversed(self._devices.values()), None)
 
     def enter(self, replica_id: int) -> None:
         """From the shared streams to the replica's own."""
@@ -152,8 +161,8 @@ def capture() -> dict[str, Any]:
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
-    if torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if streams.device is not None:
+        states["device"] = streams.device.read()
     return states
 
 
@@ -165,8 +174,8 @@ def restore(states: dict[str, Any]) -> None:
         import numpy as np
 
         np.random.set_state(states["numpy"])
-    if "cuda" in states and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(states["cuda"])
+    if "device" in states and streams.device is not None:
+        streams.device.write(states["device"])
 
 
 def share(group: Group) -> None:

@@ -12,6 +12,7 @@ from distnb.errors import CollectiveMismatchError, DistributedValueError, Option
 from distnb.options import ReduceOp
 from distnb.runtime.gathering import require_dense
 from distnb.runtime.packed_sums import combine_over_replicas
+from distnb.runtime.sparse_sums import beside_sparse, is_entries
 
 if TYPE_CHECKING:
     from distnb.collectives.cross_device.aggregation import Aggregation
@@ -19,19 +20,21 @@ if TYPE_CHECKING:
 __all__ = ["axes_of", "plain_value_error", "python_number", "reduce_alone", "reduce_leaves", "tensor_of"]
 
 
-def tensor_of(value: Any, method: str, device: torch.device | None = None) -> torch.Tensor:
+def tensor_of(value: Any, method: str, device: torch.device | None = None, *, sparse: bool = False) -> torch.Tensor:
     """A leaf as a tensor: tensors, NumPy arrays and Python numbers.
 
     Args:
         value: The leaf.
         method: The user's call, for errors.
         device: Where a number lands.
+        sparse: A sparse (COO) tensor will do.
 
     Raises:
         DistributedValueError: It is something else.
     """
     if isinstance(value, torch.Tensor):
-        require_dense(value, method)
+        if not (sparse and is_entries(value)):
+            require_dense(value, method)
         return value
     if isinstance(value, (bool, int, float, complex)):
         dtype = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}[
@@ -112,7 +115,7 @@ def reduce_alone(op: ReduceOp, value: Any, axis: Any) -> Any:
     """One leaf, when there is one replica only: unchanged for axis=None, else reduced along its axes."""
     if axis is None:
         if value is not None and not isinstance(value, (str, bytes)):
-            _refuse_bool(tensor_of(value, "reduce"), op, "reduce")
+            _refuse_bool(tensor_of(value, "reduce", sparse=True), op, "reduce")
         return value
     tensor = tensor_of(value, "reduce")
     _refuse_bool(tensor, op, "reduce")
@@ -134,14 +137,14 @@ def reduce_leaves(
         axis: None, a whole number or several: also sum (average) along these axes of the components.
         device: Where numbers become tensors.
     """
-    tensors = [tensor_of(value, "reduce", device) for value in values]
+    tensors = [tensor_of(value, "reduce", device, sparse=axis is None) for value in values]
     for tensor in tensors:
         _refuse_bool(tensor, op, "reduce")
     mean = op is ReduceOp.MEAN
     if mean:
         tensors = [_for_mean(tensor) for tensor in tensors]
     if axis is None:
-        results = _reduce_elements(aggregation, op, tensors)
+        results = beside_sparse(aggregation, op, tensors, lambda dense: _reduce_elements(aggregation, op, dense))
     else:
         results = _reduce_along(aggregation, mean, tensors, axis)
     return [python_number(result, value) for result, value in zip(results, values, strict=True)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distnb.accelerators import torch_device
 from distnb.collectives.cross_device.aggregation import Aggregation
 from distnb.collectives.cross_device.packs import Packs
 from distnb.collectives.gradients import GradientSync
@@ -27,7 +28,7 @@ from distnb.runtime.base import Owner
 from distnb.runtime.gathering import broadcast_tree, checked_axis, gather_tensor
 from distnb.runtime.in_process import local_components
 from distnb.runtime.outsiders import OutsiderCheck
-from distnb.runtime.placement import placed_on, torch_device
+from distnb.runtime.placement import placed_on
 from distnb.runtime.randomness import streams
 from distnb.runtime.reduction import plain_value_error, reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distnb.accelerators import torch_device
 from distnb.collectives.aggregated import mark_aggregated
 from distnb.errors import DistributedValueError
 from distnb.options import ReduceOp
 from distnb.runtime import differentiable
 from distnb.runtime.gathering import checked_axis
-from distnb.runtime.placement import torch_device
 from distnb.runtime.reduction import python_number, tensor_of
+from distnb.runtime.sparse_sums import beside_sparse
 from distnb.values.structure import flatten, unflatten
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def all_reduce_tree(aggregation: Aggregation, op: ReduceOp, tree: Any) -> Any:
     leaves = [every[place] for place in places]
     tensors = []
     for leaf in leaves:
-        tensor = tensor_of(leaf, "all_reduce", torch_device(aggregation.group.device))
+        tensor = tensor_of(leaf, "all_reduce", torch_device(aggregation.group.device), sparse=True)
         if tensor.dtype is torch.bool:
             raise DistributedValueError(
                 f"all_reduce {op.name} of booleans is not defined. Convert them first: value.long() counts."
@@ -39,7 +40,10 @@ def all_reduce_tree(aggregation: Aggregation, op: ReduceOp, tree: Any) -> Any:
             tensor = tensor.to(torch.float64)
         tensors.append(tensor)
     # Which leaves are None must be the same everywhere, or others would be added up in their place.
-    results = differentiable.all_reduce(aggregation, op, tensors, None if len(leaves) == len(every) else places)
+    layout = None if len(leaves) == len(every) else places
+    results = beside_sparse(
+        aggregation, op, tensors, lambda dense: differentiable.all_reduce(aggregation, op, dense, layout)
+    )
     for result in results:
         mark_aggregated(result)
     for place, result, leaf in zip(places, results, leaves, strict=True):
@@ -54,5 +58,7 @@ def all_gather_tree(aggregation: Aggregation | None, tree: Any, axis: int) -> An
     axes = [checked_axis(axis, tensor, "all_gather") for tensor in tensors]
     if aggregation is None:
         return tree
-    gathered = [differentiable.all_gather(aggregation, tensor, one) for tensor, one in zip(tensors, axes, strict=True)]
+    with aggregation.communicating():
+        pairs = zip(tensors, axes, strict=True)
+        gathered = [differentiable.all_gather(aggregation, tensor, one) for tensor, one in pairs]
     return unflatten(shape, gathered)

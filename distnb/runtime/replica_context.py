@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError, OptionError
-from distnb.options import ReduceOp
+from distnb.options import CommunicationOptions, ReduceOp
 from distnb.runtime import contexts
 from distnb.values.distributed import PerReplica
 from distnb.values.structure import map_structure, select
@@ -68,46 +68,53 @@ class ReplicaContext:
         """Examples in this replica's slice of it."""
         return self._slice_size
 
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: None = None) -> Any:
+    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Combine a value of every replica; each gets the result. Gradients flow through.
 
         Args:
             reduce_op: "sum" or "mean", in any case, or a `distnb.ReduceOp`.
-            value: A tensor, an array, a Python number, or a nested structure of them; equal shapes on all replicas.
-            options: Must be None.
+            value: A tensor, an array, a Python number, or a nested structure of them; equal shapes on all replicas. Of
+                sparse (COO) tensors only the entries travel; no gradient flows through them.
+            options: How to communicate in this call, instead of what the strategy was told; the same on all replicas.
+                It holds for the gradient's way back, too.
 
         Returns:
             The same structure of results. MEAN of integers is float64.
 
         Raises:
-            OptionError: The op is unknown.
+            OptionError: The op is unknown; the options cannot be honoured.
             DistributedValueError: The value is boolean, or no number at all.
             ContextError: Called outside the function of `run` that this context belongs to.
         """
         op = ReduceOp.parse(reduce_op)
-        self._check(options)
-        if self._aggregation is None or self.num_replicas_in_sync == 1:
+        aggregation = self._communicating(options)
+        if aggregation is None:
             return value
         from distnb.runtime.replica_collectives import all_reduce_tree
 
-        return all_reduce_tree(self._aggregation, op, value)
+        return all_reduce_tree(aggregation, op, value)
 
-    def all_gather(self, value: Any, axis: int, options: None = None) -> Any:
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate the tensors of every replica; each gets the result. Gradients flow through.
 
         Args:
             value: A tensor or array, or a nested structure of them; sizes may differ along `axis` only.
             axis: Along which; negative ones count from the end.
-            options: Must be None.
+            options: As in `all_reduce`; without `bytes_per_pack`, since each tensor is a message of its own.
 
         Raises:
-            OptionError: The axis is out of range, or a value is a scalar.
+            OptionError: The axis is out of range, or a value is a scalar; the options cannot be honoured.
             StructureError: Shapes differ along another axis, or dtypes do.
         """
-        self._check(options)
+        if isinstance(options, CommunicationOptions) and options.bytes_per_pack:
+            raise OptionError(
+                f"bytes_per_pack={options.bytes_per_pack} cannot be honoured by all_gather: each tensor is a message "
+                "of its own. Leave it out."
+            )
+        aggregation = self._communicating(options)
         from distnb.runtime.replica_collectives import all_gather_tree
 
-        return all_gather_tree(None if self.num_replicas_in_sync == 1 else self._aggregation, value, axis)
+        return all_gather_tree(aggregation, value, axis)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -122,7 +129,7 @@ class ReplicaContext:
         Returns:
             The function's result, of which each replica gets its component.
         """
-        self._check(None)
+        self._check()
         if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
             raise ContextError(f"merge_call needs args as a tuple or list and got {args!r}. Write args=(value,).")
         own, total = self.replica_id_in_sync_group, self.num_replicas_in_sync
@@ -141,9 +148,16 @@ class ReplicaContext:
                 result = merge_fn(self.strategy, *merged, **named)
         return select(result, own, total)
 
-    def _check(self, options: object) -> None:
-        if options is not None:
-            raise OptionError(f"options={options!r} cannot be honoured by {self.strategy!r}; leave it out.")
+    def _communicating(self, options: object) -> Aggregation | None:
+        """How to bring this call's tensors together; None where there is one replica only."""
+        if options is not None and not isinstance(options, CommunicationOptions):
+            raise OptionError(f"options={options!r}: give a distnb.CommunicationOptions, or leave it out.")
+        self._check()
+        if self._aggregation is None or self.num_replicas_in_sync == 1:
+            return None
+        return self._aggregation if options is None else self._aggregation.told(options)
+
+    def _check(self) -> None:
         if self._aggregation is None:
             return  # the default context is in force wherever no other is
         innermost = contexts.innermost()

@@ -14,11 +14,11 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 
+from distnb.accelerators import torch_device
 from distnb.collectives.mirrored import find_mirror
 from distnb.errors import ContextError, StructureError
 from distnb.options import VariableAggregation
 from distnb.runtime import contexts, metric_binding
-from distnb.runtime.placement import torch_device
 from distnb.runtime.scope_buffers import ScopeBuffers
 from distnb.variables.sync_on_read import SyncOnReadVariable
 from distnb.variables.variable import Variable, component_of

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from distnb.accelerators import torch_device
 from distnb.collectives.cross_device.aggregation import Aggregation
 from distnb.errors import CollectiveMismatchError
 from distnb.options import ReduceOp
 from distnb.runtime import contexts
 from distnb.runtime.packed_sums import combine_over_replicas
-from distnb.runtime.placement import torch_device
 
 if TYPE_CHECKING:
     from distnb.collectives.groups import Group

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
+from distnb.accelerators import use
 from distnb.collectives import groups
 from distnb.collectives.eager import always_eager
 from distnb.collectives.groups import Group
 from distnb.runtime import contexts, randomness, sync_batch_norm
 from distnb.runtime.agreement import Agreement
 from distnb.runtime.base import Owner
-from distnb.runtime.placement import use_device
 from distnb.runtime.randomness import streams
 from distnb.runtime.replica import Spmd
 from distnb.runtime.scope_buffers import ScopeBuffers
@@ -118,9 +118,8 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
     process.agreement.forget()
     contexts.entries().clear()  # a program that was ended from without may have left some
     streams.reset()
-    use_device(device)
-    if device.type == "cuda":
-        streams.use_cuda(device.index)
+    use(device)
+    streams.use_device(device)
     while _restored:
         strategy, values = _restored.popitem()
         process.runtime_of(strategy).adoption.take_restored(values)

@@ -42,7 +42,7 @@ class _Alone:
         """That of a one-device strategy."""
         if not self._strategy.spec.devices or self._is_copy:
             return None
-        from distnb.runtime.placement import torch_device
+        from distnb.accelerators import torch_device
         from distnb.topology import parse_device
 
         return torch_device(parse_device(self._strategy.spec.devices[0]))
@@ -98,7 +98,7 @@ class ReplicaHome:
     @property
     def device(self) -> torch.device | None:
         """This replica's."""
-        from distnb.runtime.placement import torch_device
+        from distnb.accelerators import torch_device
 
         return torch_device(self._adoption.group.device)
 

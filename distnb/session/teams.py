@@ -25,6 +25,13 @@ def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]
     if not alive:
         raise ClusterError("Every engine of the cluster has ended. %distnb restart starts them anew.")
     there = ", ".join(map(str, alive.values()))
+    if spec.device_type:
+        alive = {engine: device for engine, device in alive.items() if device.type == spec.device_type}
+        if not alive:
+            raise OptionError(
+                f"The strategy {spec.kind} needs engines on {spec.device_type} devices, and the cluster's engines have "
+                f"{there}. Start one that has them: %distnb stop, then %distnb start --devices {spec.device_type}."
+            )
     if not spec.devices:
         wanted = spec.num_replicas or len(alive)
         if wanted > len(alive):

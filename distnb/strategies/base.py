@@ -13,6 +13,7 @@ from distnb.runtime import choice, contexts, variable_homes  # noqa: F401  (find
 from distnb.runtime.arguments import check_call, check_input_function, check_input_options
 from distnb.runtime.base import Runtime
 from distnb.strategies.aliases import METHODS
+from distnb.variables.homes import several_strategies
 
 if TYPE_CHECKING:
     from distnb.cluster.resolvers import ClusterResolver
@@ -24,6 +25,7 @@ _CLASSES = {
     "one_device": "distnb.strategies.one_device:OneDeviceStrategy",
     "mirrored": "distnb.strategies.mirrored:MirroredStrategy",
     "multi_worker": "distnb.strategies.multi_worker:MultiWorkerMirroredStrategy",
+    "tpu": "distnb.strategies.tpu:TPUStrategy",
 }
 _made: dict[StrategySpec, Strategy] = {}
 
@@ -70,6 +72,8 @@ class Strategy:
             strategy = object.__new__(cls)
             strategy.spec = spec
             _made[spec] = strategy
+            if sum(each.kind != choice.DEFAULT for each in _made) > 1:
+                several_strategies()
         return cast("Self", strategy)
 
     def __reduce__(self) -> tuple[Callable[[StrategySpec], Strategy], tuple[StrategySpec]]:

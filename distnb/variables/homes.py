@@ -13,7 +13,15 @@ if TYPE_CHECKING:
 
     from distnb.variables.variable import Variable
 
-__all__ = ["Home", "current_strategy", "home_of", "register_homes", "register_strategies"]
+__all__ = [
+    "Home",
+    "current_strategy",
+    "home_of",
+    "register_homes",
+    "register_look",
+    "register_strategies",
+    "several_strategies",
+]
 
 
 class Home(Protocol):
@@ -47,6 +55,8 @@ class Home(Protocol):
         """A variable was made: give it replica 0's value and keep it in sync. All replicas call this."""
 
 
+_several = False
+_look: Callable[[], None] | None = None
 _current: Callable[[], Any] | None = None
 _find: Callable[[Any], Home] | None = None
 
@@ -61,6 +71,26 @@ def register_homes(find: Callable[[Any], Home]) -> None:
     """Say how a strategy's home in this process is found."""
     global _find
     _find = find
+
+
+def several_strategies() -> None:
+    """There is more than one strategy now: what is read by torch's functions may be another one's variable."""
+    global _several
+    if not _several:
+        _several = True
+        if _look is not None:
+            _look()
+
+
+def register_look(look: Callable[[], None]) -> None:
+    """Say what sees to it that torch's functions refuse variables of another strategy; called once there are several.
+
+    With one strategy there is nothing to refuse, and torch's functions on variables cost what they cost on parameters.
+    """
+    global _look
+    _look = look
+    if _several:
+        look()
 
 
 def current_strategy() -> Any:

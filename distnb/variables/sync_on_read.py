@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from distnb.errors import CollectiveMismatchError, ContextError, OptionError
 from distnb.options import VariableAggregation
 from distnb.values.structure import map_structure
+from distnb.variables.facts import is_fact
 from distnb.variables.homes import Home, home_of
 from distnb.variables.variable import Variable, component_of
 
@@ -56,7 +56,7 @@ class SyncOnReadVariable(Variable):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(function, "__name__", "")
-        if _is_fact(function, name):
+        if is_fact(function, name):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         target = args[0] if args else kwargs.get("tensor")  # as torch.nn.init's functions call it
@@ -84,6 +84,8 @@ def _share(value: torch.Tensor, num_replicas: int, label: str) -> torch.Tensor:
 
 def _as_seen(leaf: Any, name: str) -> Any:
     if not isinstance(leaf, SyncOnReadVariable):
+        if isinstance(leaf, Variable):
+            home_of(leaf._strategy).in_replica(writing=False)  # raises where another strategy is in force
         return leaf
     # What changes it in a replica is given the variable itself, and returns it.
     return leaf if _changes(name) else leaf._seen(name)
@@ -94,25 +96,7 @@ def _has_one_component(variable: SyncOnReadVariable) -> bool:
     return home.in_replica(writing=True) or home.alone
 
 
-_GETTERS = ("real", "imag", "T", "H", "mT", "mH")
-_FACTS = frozenset(
-    {
-        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "__len__"),
-        *("data_ptr", "untyped_storage", "storage", "get_device", "is_pinned", "is_shared", "_is_view", "__hash__"),
-        *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "is_conj", "is_neg"),
-        *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "has_names"),
-        *("is_same_size", "_has_compatible_shallow_copy_type", "__dir__"),
-    }
-)
 _IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"})
-
-
-def _is_fact(function: Any, name: str) -> bool:
-    """Whether a function of torch asks for what is the same on every replica: shapes, dtypes, flags, not the value."""
-    if name == "__get__":
-        owner = getattr(function, "__self__", None)
-        return not (isinstance(owner, types.GetSetDescriptorType) and owner.__name__ in _GETTERS)
-    return name in _FACTS
 
 
 def _changes(name: str) -> bool:

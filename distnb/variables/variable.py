@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 
 from distnb.errors import ContextError, OptionError
 from distnb.options import VariableAggregation, VariableSynchronization
-from distnb.variables.homes import Home, current_strategy, home_of
+from distnb.values.structure import flatten
+from distnb.variables.facts import is_fact
+from distnb.variables.homes import Home, current_strategy, home_of, register_look
 from distnb.variables.settings import Settings, initial_tensor, parse_settings, value_for
 
 __all__ = ["Variable", "component_of"]
@@ -225,6 +228,26 @@ class Variable(torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return make, (component_of(self), self._settings, self._strategy, self.number)
+
+
+def _refusing_others(
+    cls: type[Variable], function: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """`Variable.__torch_function__` once there are several strategies: another one's variable is not to be read."""
+    kwargs = dict(kwargs or {})
+    if not is_fact(function, getattr(function, "__name__", "")):
+        for leaf in flatten((tuple(args), kwargs))[0]:
+            if isinstance(leaf, Variable):
+                home_of(leaf._strategy).in_replica(writing=False)  # raises where another strategy is in force
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)
+
+
+def _look_at_reads() -> None:
+    Variable.__torch_function__ = classmethod(_refusing_others)  # type: ignore[assignment]
+
+
+register_look(_look_at_reads)
 
 
 def component_of(variable: Variable) -> torch.Tensor:

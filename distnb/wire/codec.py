@@ -82,6 +82,9 @@ class Parcel:
 # -- tensors: their storages are the raw buffers ------------------------------------------------------------------
 
 
+_SHOWN_AS_BYTES = ("cpu", "cuda", "meta")
+
+
 def _on_the_cpu(device: str) -> str:
     return "cpu"
 
@@ -98,6 +101,14 @@ def _rebuild_storage(data: Any, device: str) -> Any:
     return storage if target == "cpu" else torch.empty(0, dtype=torch.uint8).set_(storage).to(target).untyped_storage()
 
 
+def _rebuild_from_host(host: Any, device: str, requires_grad: bool, is_parameter: bool) -> Any:
+    import torch
+
+    target = place_storage(device)
+    tensor = host if target == "cpu" else host.to(target)
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
 def _rebuild_typed_storage(untyped: Any, dtype: Any) -> Any:
     import torch
 
@@ -107,7 +118,7 @@ def _rebuild_typed_storage(untyped: Any, dtype: Any) -> Any:
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle whose large buffers, those of tensors on any device too, stay out of band.
 
-    Subclasses add persistent ids and reducers of their own; they call `reduce_tensor_storage` first.
+    Subclasses add persistent ids and reducers of their own; they call `reduce_tensor_data` first.
 
     Attributes:
         buffers: The frames that were kept out of band, in order.
@@ -119,8 +130,13 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._storages: dict[int, Any] = {}
         super().__init__(file, protocol=5, buffer_callback=_out_of_band(self.buffers))
 
-    def reduce_tensor_storage(self, obj: Any) -> Any:
-        """How to pickle `obj` if it is a tensor's storage, else NotImplemented."""
+    def reduce_tensor_data(self, obj: Any) -> Any:
+        """How to pickle `obj` if it is a tensor's storage, or a tensor whose storage cannot be had; else
+        NotImplemented."""
+        reduced = self.reduce_from_device(obj)
+        return self._reduce_storage(obj) if reduced is NotImplemented else reduced
+
+    def _reduce_storage(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(obj, (torch.UntypedStorage, torch.storage.TypedStorage)):
             return NotImplemented
@@ -131,8 +147,18 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         untyped = obj._untyped_storage
         return _rebuild_typed_storage, (self._storages.setdefault(untyped._cdata, untyped), obj.dtype)
 
+    def reduce_from_device(self, obj: Any) -> Any:
+        """How to pickle `obj` if it is a tensor of a device whose memory torch may not show as bytes, else
+        NotImplemented: as a copy on the host. Views of one memory become tensors of their own."""
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(obj, torch.Tensor) or obj.device.type in _SHOWN_AS_BYTES:
+            return NotImplemented
+        is_parameter = isinstance(obj, torch.nn.Parameter)
+        requires_grad = obj.is_leaf and obj.requires_grad
+        return _rebuild_from_host, (obj.detach().to("cpu"), str(obj.device), requires_grad, is_parameter)
+
     def reducer_override(self, obj: Any) -> Any:
-        reduced = self.reduce_tensor_storage(obj)
+        reduced = self.reduce_tensor_data(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 

@@ -153,7 +153,7 @@ class GraphPickler(codec.Pickler):
             return self._reduce_tensor(obj)
         reduced = reduce_code(self, obj, self._side.user_ns)
         if reduced is NotImplemented:
-            reduced = self.reduce_tensor_storage(obj)
+            reduced = self.reduce_tensor_data(obj)
         return reduced
 
     def _look_into(self, function: types.FunctionType) -> None:
@@ -204,7 +204,7 @@ class GraphPickler(codec.Pickler):
     def _reduce_tensor(self, tensor: Any) -> Any:
         near = [other for other in self._neighbours_there(tensor) if is_tensor(other)]
         if tensor.is_leaf and tensor.grad is None and not vars(tensor) and not near:
-            return NotImplemented
+            return self.reduce_from_device(tensor)
         kind = type(tensor)
         # A copy of what has a graph is cut off from it.
         requires_grad, gradient = (tensor.requires_grad, tensor.grad) if tensor.is_leaf else (False, None)
@@ -215,7 +215,8 @@ class GraphPickler(codec.Pickler):
             place = plain.dtype, plain.storage_offset(), tuple(plain.shape), plain.stride()
             # What is there is not looked at for this: its elements may be out of date.
             return _make_near, (kind, near[0], place, plain.clone()), state, None, None, _fill_tensor
-        make, args = plain.__reduce_ex__(5)[:2]
+        reduced = self.reduce_from_device(plain)
+        make, args = plain.__reduce_ex__(5)[:2] if reduced is NotImplemented else reduced
         return _make_tensor, (kind, make, args), state, None, None, _fill_tensor
 
 

@@ -111,11 +111,15 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         result["context"] = distnb.in_cross_replica_context()
         result["lazy"] = strategy.run(lambda: distnb.Variable(float(distnb.replica_id() + 5))).item()
 
+        default = distnb.Variable(1.0)
         one = distnb.OneDeviceStrategy("cpu:0")
         with one.scope():
             other = distnb.Variable(1.0)
             result["read there"], result["written there"] = error(write.read_value), error(lambda: total.assign(2))
-        default = distnb.Variable(1.0)
+            reads = lambda: write + 1, lambda: torch.stack([write, other]), lambda: write.add_(1), lambda: total + write
+            result["used there"] = [error(read) for read in reads]
+            result["facts"] = (list(write.shape), str(write.dtype), write.grad, write.requires_grad), (other + default).item()
+        result["used after"] = (write + 1).tolist(), strategy.run(lambda: (write + 1).tolist()), type(write + 1).__name__
         result["mixed"] = [error(lambda: strategy.run(step)) for step in (lambda: other + 1, lambda: other.assign(1))]
         result["default"] = error(lambda: strategy.run(lambda: default.assign_add(1)))
         """
@@ -137,8 +141,10 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         assert one["returned"]
         assert not one["context"]
         assert one["lazy"] == 5.0
-        texts = [one["read there"], one["written there"], *one["mixed"]]
+        texts = [one["read there"], one["written there"], *one["mixed"], *one["used there"]]
         assert all(text is not None and "Mixing different Strategy objects" in text for text in texts), texts
+        assert one["facts"] == (([2], "torch.float32", None, True), 2.0)
+        assert one["used after"] == ([6.0, 6.0], [6.0, 6.0], "Tensor")
         assert "with strategy.scope()" in one["default"]
 
 

@@ -57,7 +57,7 @@ def test_oversubscription_must_be_asked_for() -> None:
         (100_000, None, 0, OptionError, "more than 256"),
         (None, "cuda:2", 2, StartError, "no cuda:2 on this machine. It has 2 GPUs (cuda:0, cuda:1)"),
         (None, "cuda", 0, StartError, "no cuda:0 on this machine. It has the CPU only"),
-        (None, "tpu:0", 1, StartError, "tpu:0: engines run on CPU and CUDA devices"),
+        (None, "tpu:0", 1, StartError, "tpu:0: engines on other machines run on CPU and CUDA devices"),
         (None, "cuda:x", 1, OptionError, "'cuda:x' is no device"),
         (None, "", 1, OptionError, "devices is empty"),
         (None, [], 1, OptionError, "devices is empty"),

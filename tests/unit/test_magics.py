@@ -155,7 +155,7 @@ def test_the_word_and_the_class_name_the_same_object() -> None:
     [
         ("", ["needs a strategy", "default, one_device, mirrored"]),
         ("mirorred", ["mirorred", "did you mean mirrored"]),
-        ("tpu", ["not in this version"]),
+        ("tpu --devices cpu:0", ["cpu:0 is no tpu device"]),
         ("x", ["'x' is a int", "strategy is needed"]),
         ("mirrored -n 0", ["-n 0", "1 or more"]),
         ("mirrored -n two", ["two", "whole number"]),

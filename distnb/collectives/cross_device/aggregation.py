@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,14 +11,22 @@ from distnb.collectives.cross_device.base import CrossDeviceOps
 from distnb.collectives.cross_device.nccl import NcclAllReduce
 from distnb.collectives.cross_device.packs import Packs
 from distnb.collectives.cross_device.replicas import Replicas
+from distnb.collectives.entering import OWN
 from distnb.errors import OptionError
-from distnb.options import ReduceOp
+from distnb.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
     from distnb.collectives.buckets import Started
     from distnb.collectives.group import Group
 
 __all__ = ["Aggregation"]
+
+
+_BACKENDS = {
+    CommunicationImplementation.AUTO: "",
+    CommunicationImplementation.RING: "gloo",
+    CommunicationImplementation.NCCL: "nccl",
+}
 
 
 class Aggregation:
@@ -27,21 +36,60 @@ class Aggregation:
         group: The replicas.
         ops: The algorithm; None for the group's own.
         packs: How tensors that are reduced together are packed.
+        options: What one call was told instead of what the strategy was; None for the strategy's own ways.
 
     Attributes:
         group, packs: As given.
         exact: Whether the group itself adds up, so that distnb's own marks may ride with the data.
     """
 
-    def __init__(self, group: Group, ops: CrossDeviceOps | None = None, packs: Packs | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        ops: CrossDeviceOps | None = None,
+        packs: Packs | None = None,
+        options: CommunicationOptions | None = None,
+    ) -> None:
         self.group = group
         self.packs = packs or Packs()
         self.exact = ops is None or type(ops).reduce is NcclAllReduce.reduce
         self._ops = None if self.exact else ops
         self._replicas = Replicas(group)
+        self._options = options
+
+    def told(self, options: CommunicationOptions) -> Aggregation:
+        """The same replicas, communicating as one call says. Every replica must say the same.
+
+        Raises:
+            OptionError: They cannot communicate so.
+            CollectiveMismatchError: Another replica says otherwise.
+        """
+        wanted, found = _BACKENDS[options.implementation], self.group.process_group.name()
+        if wanted and (self._ops is not None or found != wanted):
+            way = f"their tensors go the way of {self._ops!r}" if self._ops is not None else f"{found} connects them"
+            raise OptionError(
+                f"implementation={options.implementation.name!r} cannot be honoured by these replicas: {way}. Leave it "
+                "out."
+            )
+        made = Aggregation(self.group, self._ops, Packs.larger_than(options.bytes_per_pack), options)
+        with made.communicating():
+            self.group.process_group.note((f"{OWN}options", None, repr(options), "cpu"))
+        return made
+
+    def communicating(self) -> AbstractContextManager[None]:
+        """A context for collectives that go as the call was told."""
+        options = self._options
+        if options is None:
+            return nullcontext()
+        ring = options.implementation is CommunicationImplementation.RING
+        return self.group.process_group.preferring(options.timeout_seconds, not ring)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Replace the tensor (contiguous, of real numbers) by the sum or mean over all replicas."""
+        with self.communicating():
+            self._all_reduce(tensor, op)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         if self._ops is None or not tensor.numel():
             self.group.all_reduce(tensor, op.value.lower())
             return

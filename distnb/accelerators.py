@@ -1,0 +1,188 @@
+"""Devices other than the CPU: what distnb uses of one type of them, asked of torch's own names for it.
+
+A type needs no code of its own here: torch knows its module (`torch.cuda`, `torch.xpu`, or that of a backend from
+outside) and its c10d backend. `_ODD` lists what a type does in another way. Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from distnb.errors import OptionError
+from distnb.topology import Device
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["allocated_nbytes", "c10d_backend", "checked", "count", "device_of_rank", "generator", "torch_device", "use"]
+
+
+@dataclass(frozen=True)
+class _Odd:
+    """What a type of device does in another way.
+
+    Attributes:
+        bound: A process has one device, chosen by its environment, and cannot change it. Its index in the process need
+            not be its number among the machine's.
+    """
+
+    bound: bool = False
+
+
+_ODD = {"tpu": _Odd(bound=True)}
+
+
+def _odd(kind: str) -> _Odd:
+    return _ODD.get(kind, _Odd())
+
+
+def _module(kind: str) -> Any:
+    """torch's module for a type of device; None where torch has none."""
+    import torch
+
+    try:
+        return torch.get_device_module(kind)
+    except RuntimeError:  # no such type, or one without a module
+        return None
+
+
+def _is_current(kind: str) -> bool:
+    """Whether torch's generic functions (`torch.accelerator`) are about this type: a process has one accelerator."""
+    import torch
+
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return current is not None and current.type == kind
+
+
+def torch_device(device: Device) -> torch.device:
+    """The device as torch names it here. The CPU has no index: its tensors say that they are on `cpu`."""
+    import torch
+
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if _odd(device.type).bound:
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return torch.device(device.type, device.index)
+
+
+def use(device: Device) -> None:
+    """Make it the current device of its type in this process, so that its bare name means this one.
+
+    Raises:
+        OptionError: torch knows no such device here.
+    """
+    if device.type == "cpu":
+        return
+    module = _module(device.type)
+    if module is None:
+        raise OptionError(
+            f"{device}: torch knows no device type {device.type!r} in this process. Is the package that brings it "
+            "installed in this environment?"
+        )
+    if not _odd(device.type).bound:
+        module.set_device(device.index)
+
+
+def checked(device: Device) -> None:
+    """Refuse a device that this process does not have.
+
+    Raises:
+        OptionError: It lists those that there are.
+    """
+    if device.type == "cpu":
+        return
+    there = ["cpu:0", *(f"{device.type}:{index}" for index in _indices(device.type))]
+    if str(device) not in there:
+        raise OptionError(f"There is no device {device} here. The devices are {', '.join(there)}.")
+
+
+def _indices(kind: str) -> range:
+    import torch
+
+    if _odd(kind).bound:
+        if not _is_current(kind):
+            return range(0)
+        own: int = torch.accelerator.current_device_index()
+        return range(own, own + 1)
+    return range(count(kind))
+
+
+def count(kind: str) -> int:
+    """How many devices of a type torch finds from this process."""
+    module = _module(kind)
+    return 0 if module is None else int(module.device_count())
+
+
+def device_of_rank(local_rank: int) -> Device:
+    """The device of one of several processes on a machine, where nothing says which: as torchrun's programs take it."""
+    import torch
+
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None or not (_odd(current.type).bound or local_rank < torch.accelerator.device_count()):
+        return Device("cpu", 0)
+    return Device(current.type, local_rank)
+
+
+def allocated_nbytes() -> int | None:
+    """What torch holds on the process's current device, in bytes.
+
+    None where torch is not loaded, or has not used a device yet (asking would initialise it, which can cost hundreds of
+    megabytes), and for types that do not count.
+    """
+    torch = sys.modules.get("torch")
+    current = None if torch is None else torch.accelerator.current_accelerator()
+    module = None if current is None else _module(current.type)
+    if torch is None or module is None or not (hasattr(module, "is_initialized") and module.is_initialized()):
+        return None
+    try:
+        return int(torch.accelerator.memory_allocated())
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+class _ModuleGenerator:
+    """A device's generator, by its module's functions: of types whose module shows no generator objects."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def get_state(self) -> Any:
+        return self._module.get_rng_state()
+
+    def set_state(self, state: Any) -> None:
+        self._module.set_rng_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        self._module.manual_seed(seed)
+
+
+def generator(device: Device) -> Any:
+    """The device's own generator of random numbers, with `get_state`, `set_state` and `manual_seed`.
+
+    None where the type has none: on the CPU, and where random numbers are drawn on the host.
+    """
+    if device.type == "cpu":
+        return None
+    module = _module(device.type)
+    if hasattr(module, "init"):
+        module.init()  # what CUDA's generators need first
+    if hasattr(module, "default_generators"):
+        return module.default_generators[torch_device(device).index]
+    return _ModuleGenerator(module) if hasattr(module, "set_rng_state") else None
+
+
+def c10d_backend(kind: str) -> str | None:
+    """The name of the c10d backend that carries tensors of a type between processes, each with a device of its own.
+
+    None where torch knows none, or none that can be made without `init_process_group`: tensors then go through host
+    memory.
+    """
+    import torch.distributed as dist
+
+    name = None if kind == "cpu" else dist.Backend.default_device_backend_map.get(kind)
+    if name == "nccl":
+        return name if dist.is_nccl_available() else None
+    # Those from outside tell torch how they are made; "fake" is torch's own that carries nothing.
+    return name if name is not None and name != "fake" and name.upper() in dist.Backend._plugins else None

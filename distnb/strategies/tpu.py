@@ -1,0 +1,99 @@
+"""Synchronous training on the TPU chips of one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+from distnb.cluster import tpu
+from distnb.errors import OptionError, StartError
+from distnb.options import StrategySpec
+from distnb.runtime import choice
+from distnb.strategies.base import Strategy
+from distnb.topology import Device, parse_device
+
+__all__ = ["TPUStrategy"]
+
+
+class TPUStrategy(Strategy):
+    """Variables made in its scope are mirrored, as under MirroredStrategy; each replica has a TPU chip of this machine.
+
+    PyTorch reaches the chips through the package torch_tpu (`pip install 'distnb[tpu]'`). In a notebook the replicas
+    are engines, which start now if there are none; a script is started by `distnb run --devices tpu`.
+
+    Args:
+        tpu_cluster_resolver: Only None: torch_tpu finds the chips itself.
+        experimental_device_assignment: Only None: replica *r* has the chip tpu:*r*.
+        experimental_spmd_xla_partitioning: Only False: a model is copied to each chip, and not cut.
+        devices: "tpu:0", "tpu:1", … from 0 on, one per replica; None for all that the cluster (or the script's
+            processes) have.
+        gradient_reduction: "sum", as tf.distribute does, or "mean": weighted by the sizes of the replicas' slices.
+        check_mean_loss: With "sum", raise on a loss that is a mean over the replica's slice only.
+
+    Raises:
+        OptionError: An argument that is malformed, or that cannot be honoured; the cluster has no engines on chips.
+        StartError: torch_tpu is not installed, or finds no chip.
+    """
+
+    kind: ClassVar[str] = "tpu"
+
+    def __new__(
+        cls,
+        tpu_cluster_resolver: None = None,
+        experimental_device_assignment: None = None,
+        experimental_spmd_xla_partitioning: bool = False,
+        *,
+        devices: Sequence[str | Device] | str | None = None,
+        gradient_reduction: str = "sum",
+        check_mean_loss: bool = True,
+    ) -> Self:
+        _refuse("tpu_cluster_resolver", tpu_cluster_resolver, "the chips are those of this machine, as torch_tpu finds")
+        _refuse("experimental_device_assignment", experimental_device_assignment, "replica r has the chip tpu:r")
+        if experimental_spmd_xla_partitioning:
+            _refuse("experimental_spmd_xla_partitioning", True, "a model is copied to each chip, and not cut")
+        names = _chip_names(devices)
+        if gradient_reduction not in ("sum", "mean"):
+            raise OptionError(f"gradient_reduction={gradient_reduction!r}: write 'sum' or 'mean'.")
+        # Only what differs from the defaults, so that equal arguments name the same strategy.
+        options: list[tuple[str, Any]] = []
+        if not check_mean_loss:
+            options.append(("check_mean_loss", False))
+        if gradient_reduction != "sum":
+            options.append(("gradient_reduction", gradient_reduction))
+        strategy = cls._of(StrategySpec(cls.kind, names, 0, tuple(options)))
+        placed = choice.started_by_launcher()
+        if not placed:
+            check_available("TPUStrategy")
+        if placed or choice.has_remote():
+            _ = strategy.num_replicas_in_sync  # the engines start now, or the script's replicas meet
+        return strategy
+
+
+def check_available(who: str) -> None:
+    """Refuse a strategy on TPU chips where there can be none.
+
+    Args:
+        who: What asks for them.
+
+    Raises:
+        StartError: It says what is missing.
+    """
+    why = tpu.why_none()
+    if why:
+        raise StartError(f"{who}: there is no TPU here. {why}")
+
+
+def _refuse(name: str, value: Any, reason: str) -> None:
+    if value is not None:
+        raise OptionError(f"{name}={value!r} cannot be honoured: {reason}. Leave it out.")
+
+
+def _chip_names(devices: Sequence[str | Device] | str | None) -> tuple[str, ...]:
+    if devices is None:
+        return ()
+    given = [parse_device(each) for each in (devices.split(",") if isinstance(devices, str) else devices)]
+    other = [str(device) for device in given if device.type != "tpu"]
+    if other or not given:
+        raise OptionError(f"devices={devices!r}: name TPU chips, such as ['tpu:0', 'tpu:1'], or leave it out for all.")
+    tpu.check_named(given)
+    return tuple(map(str, given))

@@ -1,0 +1,114 @@
+"""Replicas on another device type than CPU and CUDA: a stand-in for torch_tpu, a PrivateUse1 device written in Python.
+
+It shows that the strategies' code is the same on any type of device that torch knows. That torch_tpu itself works is
+not shown, as there is no TPU here; nor do the stand-in's tensors, a subclass, allow a `distnb.Variable` of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernel import Notebook
+
+pytestmark = pytest.mark.timeout(240)
+
+ROOT = Path(__file__).parents[2]
+CHIPS = {
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "stand_in_tpu"))),
+    "STAND_IN_TPU_CHIPS": "2",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+TRAIN = """
+import os
+torch.manual_seed(0)
+with strategy.scope():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8, momentum=None), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+x = torch.arange(96.0, device="cpu").reshape(24, 4).sin()
+y = x.sum(1, keepdim=True)
+data = torch.utils.data.TensorDataset(x, y)
+
+def step(batch):
+    inputs, targets = batch
+    optimizer.zero_grad()
+    model.eval()  # a batch's own statistics would differ with the number of replicas
+    loss = distnb.nn.compute_average_loss((model(inputs) - targets).pow(2).squeeze(1), global_batch_size=8)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+history = tuple(
+    strategy.reduce("sum", strategy.run(step, (batch,)), axis=None).item()
+    for epoch in range(2) for batch in strategy.distribute_dataset(data, batch_size=8)
+)
+strategy.assert_in_sync(model)
+weight = model[2].weight.detach()
+where = str(next(model.parameters()).device)
+backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
+gathered = strategy.gather(strategy.run(lambda: torch.ones(2, device=where) * (1 + distnb.replica_id())), axis=0).tolist()
+same, apart = torch.rand(2, device=where).tolist(), strategy.run(lambda: torch.rand(2, device=where))
+apart = strategy.gather(apart, axis=0).tolist()
+"""
+SCRIPT = f"""
+import json, sys
+import distnb, torch
+strategy = distnb.TPUStrategy()
+{TRAIN}
+told = {{name: os.environ[name] for name in ("LOCAL_RANK", "TORCH_TPU_TOPOLOGY")}}
+print(json.dumps([history, where, backend, gathered, same, apart, told, strategy.worker_devices]))
+"""
+
+
+def on_one_cpu() -> dict[str, Any]:
+    import distnb
+
+    # The same text, as a program on one device.
+    found: dict[str, Any] = {"strategy": distnb.OneDeviceStrategy("cpu:0"), "torch": torch, "distnb": distnb}
+    exec(TRAIN, found)
+    return found
+
+
+@pytest.mark.parametrize("own_backend", [False, True])
+def test_a_script_on_chips_computes_what_one_cpu_does(own_backend: bool, tmp_path: Path) -> None:
+    import json
+
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, **CHIPS} | ({"STAND_IN_TPU_C10D": "1"} if own_backend else {})
+    command = [sys.executable, "-m", "distnb", "run", "--devices", "tpu", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = dict(line[1:].split("] ", 1) for line in done.stdout.splitlines() if line.startswith("["))
+    replicas = [json.loads(lines[str(rank)]) for rank in range(2)]
+    expected = on_one_cpu()
+    for rank, (history, where, backend, gathered, same, apart, told, names) in enumerate(replicas):
+        assert history == pytest.approx(expected["history"], rel=1e-5)
+        assert (where, backend) == ("tpu:0", "tpu_dist" if own_backend else "gloo")
+        assert gathered == [1.0, 1.0, 2.0, 2.0]
+        assert same == replicas[0][4]
+        assert apart[:2] != apart[2:]
+        assert told == {"LOCAL_RANK": str(rank), "TORCH_TPU_TOPOLOGY": "2,1,1"}
+        assert names == ["tpu:0", "tpu:1"]
+
+
+def test_a_notebook_starts_its_engines_on_the_chips() -> None:
+    with Notebook(env=CHIPS) as notebook:
+        ran = notebook.run(f"%%distribute tpu\nimport torch, distnb\n{TRAIN}", timeout_s=180)
+        assert "starting one on tpu" in ran.text
+        notebook.run(
+            "import distnb\nstrategy = distnb.TPUStrategy()\n"
+            "again = [strategy.num_replicas_in_sync, strategy.worker_devices]\n"
+            "weight = strategy.local_results(weight)[0]\n"
+        )
+        expected = on_one_cpu()
+        assert notebook.value("history") == pytest.approx(expected["history"], rel=1e-5)
+        weight, device = notebook.value("(weight.reshape(-1).tolist(), str(weight.device))")
+        assert (weight, device) == (pytest.approx(expected["weight"].reshape(-1).tolist(), rel=1e-5), "cpu")
+        assert notebook.value("(where, again)") == ("tpu:0", [2, ("tpu:0", "tpu:1")])

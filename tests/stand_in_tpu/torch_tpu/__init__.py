@@ -1,0 +1,165 @@
+"""Stands for the package `torch_tpu` on machines without a TPU: a device type `tpu` written in Python, on host memory.
+
+Put its folder on PYTHONPATH: torch loads it by its entry point, as it loads the real one. It registers a PrivateUse1
+backend under torch's own rules: tensors whose device is `tpu:0`, which no CPU code can touch, with a generator and
+(where STAND_IN_TPU_C10D is set) a c10d backend of their own. STAND_IN_TPU_CHIPS says how many chips there are.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+from torch.utils import _pytree, backend_registration
+
+_CHIPS = int(os.environ.get("STAND_IN_TPU_CHIPS", "0"))
+_HOST = torch.device("cpu")
+_generator = torch.Generator()
+_kept: list[Any] = []
+
+
+class ChipTensor(torch.Tensor):
+    """A tensor on the chip. Its data is `host`, which only the kernels below see."""
+
+    __slots__ = ("host",)  # so that it has no attributes of its own, as any tensor
+    host: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor) -> ChipTensor:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, host.size(), strides=host.stride(), dtype=host.dtype, device=torch.device("tpu", 0)
+        )
+        made.host = host
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"{self.host!r} on tpu:0"
+
+    def tolist(self) -> Any:  # torch refuses subclasses, which this only is to be written in Python
+        return self.host.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(op, args, kwargs or {})
+
+
+def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """One operation: on the host's tensors, with the results on the chip."""
+    chip = {id(leaf.host): leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ChipTensor)}
+    device = kwargs.get("device")
+    stays = bool(chip) if device is None else torch.device(device).type == "tpu"
+    args, kwargs = _pytree.tree_map(_lowered, (args, kwargs))
+    if torch.Tag.nondeterministic_seeded in op.tags and any(each.name == "generator" for each in op._schema.arguments):
+        kwargs = {"generator": _generator} | {name: value for name, value in kwargs.items() if value is not None}
+    result = op(*args, **kwargs)
+    if op is torch.ops.aten.copy_.default:
+        stays = id(args[0]) in chip
+
+    def raised(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not stays:
+            return leaf
+        known = chip.get(id(leaf))
+        return ChipTensor(leaf) if known is None else known
+
+    return _pytree.tree_map(raised, result)
+
+
+def _lowered(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device) and leaf.type == "tpu":
+        return _HOST
+    return leaf.host if isinstance(leaf, ChipTensor) else leaf
+
+
+def _factories() -> list[tuple[str, Any]]:
+    """What makes a tensor from none: torch asks the device's own kernel for these."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        name, _, overload = rest.partition(".")
+        if space != "aten" or "sparse" in name:
+            continue
+        op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+        kinds = {} if op is None else {each.name: str(each.type) for each in op._schema.arguments}
+        if "device" not in kinds or any("Tensor" in kind for kind in kinds.values()):
+            continue
+        returned = [str(each.type) for each in op._schema.returns]
+        composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+        if returned == ["Tensor"] and not composite:
+            found.append((rest, op))
+    return found
+
+
+def _kernel(op: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return _run(op, args, {**kwargs, "device": torch.device("tpu", 0), "pin_memory": None})
+
+    return make
+
+
+class _Backend:
+    """The chips' own c10d backend: Gloo on the chips' memory."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        self._gloo = torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._gloo, name)
+        return lambda *args: method(*_pytree.tree_map(_lowered, args))
+
+
+def _module() -> types.ModuleType:
+    module = types.ModuleType("torch.tpu")
+    module.__path__ = []
+    module.__dict__.update(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        _is_in_bad_fork=lambda: False,
+        device_count=_internal,
+        current_device=_internal,
+        set_device=_internal,
+        manual_seed=_generator.manual_seed,
+        manual_seed_all=_generator.manual_seed,
+        default_generators=(_generator,),
+        distributed=types.ModuleType("torch.tpu.distributed"),
+    )
+    module.distributed.set_tpu_launch_env = _set_tpu_launch_env
+    return module
+
+
+def _internal(*_: Any) -> Any:
+    raise RuntimeError("internal to TorchTPU: use torch.accelerator")  # as the real one does since 0.2
+
+
+def _set_tpu_launch_env(*, nnodes: int | None = None, nproc_per_node: int | None = None) -> None:
+    count = _CHIPS if nproc_per_node is None else nproc_per_node
+    if not _CHIPS:
+        raise ValueError("set_tpu_launch_env(): expected TPU devices, got none")
+    if count > _CHIPS:
+        raise RuntimeError(f"No TPU topology found for count: {count}")
+    os.environ["TORCH_TPU_SLICEBUILDER_ADDRESSES"] = ",".join(f"localhost:{8000 + index}" for index in range(count))
+    os.environ["TORCH_TPU_TOPOLOGY"] = f"{count},1,1"
+
+
+def load() -> None:
+    """What torch calls when it is imported."""
+    module = _module()
+    if not _CHIPS:
+        sys.modules |= {"torch.tpu": module, "torch.tpu.distributed": module.distributed}
+        return
+    backend_registration._setup_privateuseone_for_python_backend("tpu", backend_module=module)
+    sys.modules |= {"torch.tpu": module, "torch.tpu.distributed": module.distributed}
+    library = torch.library.Library("aten", "IMPL")
+    _kept.append(library)
+    for name, op in _factories():
+        library.impl(name, _kernel(op), "PrivateUse1")
+    library.impl(
+        "_copy_from",
+        lambda source, target, wait=False: _run(torch.ops.aten.copy_.default, (target, source), {}),
+        "PrivateUse1",
+    )
+    if "STAND_IN_TPU_C10D" in os.environ:
+        torch.distributed.Backend.register_backend("tpu_dist", _Backend, devices=["tpu"])
