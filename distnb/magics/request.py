@@ -10,16 +10,16 @@ from typing import Any
 from distnb.errors import OptionError
 from distnb.magics.arguments import LineParser, closest, parse_count
 from distnb.options import StrategySpec
-from distnb.runtime import multi_worker
+from distnb.runtime import central_storage, multi_worker
 from distnb.topology import parse_device
 
 __all__ = ["LOCAL", "WORDS", "Request", "read_request"]
 
-WORDS = ("default", "one_device", "mirrored", "multi_worker")
+WORDS = ("default", "one_device", "mirrored", "multi_worker", "central_storage")
 LOCAL = ("default", "one_device")
 """Strategies whose only replica is the notebook itself."""
 
-_PLANNED = ("central_storage", "parameter_server", "tpu")
+_PLANNED = ("parameter_server", "tpu")
 _USAGE = (
     "%%distribute WORD_OR_STRATEGY [-n REPLICAS] [--devices cuda:0,cuda:1] [--gradients sum|mean] [--oversubscribe]"
 )
@@ -110,6 +110,8 @@ def _from_word(
                 "Use mirrored for several."
             )
         return Request(word, StrategySpec("one_device", devices or (_best_device(),)), local=True)
+    if word == central_storage.KIND:
+        _refuse(word, [option for option in given if option == "--oversubscribe"], "a device has one replica there")
     if replicas is not None and devices and replicas != len(devices):
         raise OptionError(
             f"%%distribute {word}: -n {replicas} and {len(devices)} devices ({', '.join(devices)}) contradict each "
