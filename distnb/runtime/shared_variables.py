@@ -54,8 +54,7 @@ class Region:
 
     def digest(self) -> bytes:
         """Of what this replica sees."""
-        data = torch.frombuffer(self.own, dtype=torch.uint8)  # type: ignore[call-overload]
-        return hashlib.blake2b(data.numpy().data, digest_size=16).digest()
+        return _digest(torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.own))  # type: ignore[call-overload]
 
 
 @dataclass
@@ -274,7 +273,7 @@ class SharedVariables:
                 tuple(tensor.stride()),
                 str(tensor.dtype),
                 storage.nbytes(),
-                hashlib.blake2b(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data).digest(),
+                _digest(tensor),
                 (known.setdefault(storage.data_ptr(), ("new", number)), tensor.storage_offset()),
             )
         return offers
@@ -292,6 +291,11 @@ class SharedVariables:
         if wanted:
             made = dict(zip(wanted, self.allot(group, list(wanted.values())), strict=True))
         return {number: made.get(offer.memory[0]) or self._regions[offer.memory[0]] for number, offer in offers}
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(data.numpy().data, digest_size=16).digest()
 
 
 def _point(place: _Place, view: torch.Tensor) -> None:
