@@ -2,9 +2,9 @@
 
 The *common* view is the memory itself: what is written to it, everyone sees. The *own* view shows the same pages, until
 the replica writes to one of them: then the kernel gives it a copy of that page, which nobody else sees. Programs hold
-tensors in the own view, so a change in place on every replica is made once on each, as if each had a copy of everything;
-yet only pages that were changed take memory. `changed` tells which they are, and `forget` gives them up, so that the
-common memory shows again.
+tensors in the own view, so a change in place that every replica makes is made once on each, as if each had a copy of
+everything; yet only pages that were changed take memory. `changed` tells which they are, and `forget` gives them up, so
+that the common memory shows again.
 
 The memory has no name: nothing of it is left behind when the processes end, however they end.
 """
@@ -15,7 +15,8 @@ import mmap
 import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 
@@ -39,6 +40,16 @@ class Meeting(Protocol):
         """Every replica's object."""
 
 
+@dataclass(frozen=True)
+class _Card:
+    """What replica 0 tells of the memory that it made; the others tell who they are."""
+
+    host: str
+    pid: int
+    descriptor: int
+    problem: str
+
+
 class Arena:
     """One piece of common memory. All replicas make it together.
 
@@ -56,9 +67,9 @@ class Arena:
         if group.rank == 0:
             descriptor, problem = _made(self.nbytes)
         try:
-            told = group.all_gather_object((host(), os.getpid(), descriptor, problem))
-            if not problem and group.rank != 0:
-                descriptor, problem = _opened(told[0])
+            told = group.all_gather_object(_Card(host(), os.getpid(), descriptor, problem))
+            if group.rank != 0:
+                descriptor, problem = _opened(cast("_Card", told[0]))
             problems = [each for each in group.all_gather_object(problem) if each]
             if problems:
                 raise CollectiveError(
@@ -119,14 +130,13 @@ def _made(nbytes: int) -> tuple[int, str]:
     return descriptor, ""
 
 
-def _opened(told: object) -> tuple[int, str]:
+def _opened(first: _Card) -> tuple[int, str]:
     """A descriptor of the memory that replica 0 made; or -1, and what went wrong."""
-    there, pid, descriptor, problem = told  # type: ignore[misc]
-    if problem:
+    if first.problem:
         return -1, ""
-    if there != host():
+    if first.host != host():
         return -1, "they are on different machines, or run in different containers or as different users"
     try:
-        return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR), ""
+        return os.open(f"/proc/{first.pid}/fd/{first.descriptor}", os.O_RDWR), ""
     except OSError as error:
         return -1, f"replica 0's memory cannot be opened ({error.strerror})"

@@ -116,7 +116,9 @@ class SharedOptimizers:
                 self._variables.expect("parameter", parameter)
         self._variables.settle()
         if not alone and any(each.numel() and self._variables.region_of(each) is None for each in parameters):
-            raise GradientError(f"The replicas hold different variables, so {type(optimizer).__name__} cannot step them.")
+            raise GradientError(
+                f"The replicas hold different variables, so {type(optimizer).__name__} cannot step them."
+            )
         mine, others = self._divided(group.rank, parameters, alone)
         options = _options(optimizer)
         self._half_done = type(optimizer).__name__
@@ -164,14 +166,16 @@ class SharedOptimizers:
     def _tell(
         self, group: Group, optimizer: Optimizer, mine: Sequence[torch.Tensor], options: list[dict[str, Any]] | None
     ) -> None:
-        """Wait until all have taken the step; then have every replica hold what was added to the state."""
+        """Wait until all have taken the step. Then have every replica hold what was added to the state."""
         told = self._told.setdefault(optimizer, {})
         new = {}
         for parameter in mine:
             described = self._described(optimizer.state.get(parameter, {}))
             if described != told.get(id(parameter)):
                 new[id(parameter)] = described
-        if not bool(torch.stack(group.all_gather(torch.tensor([bool(new) or options is not None]))).any()):
+        if not bool(
+            torch.stack(group.all_gather(torch.tensor([bool(new) or options is not None], device="cpu"))).any()
+        ):
             return
         numbers = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
         mine_by_number = {numbers[identity]: described for identity, described in new.items()}
@@ -185,7 +189,7 @@ class SharedOptimizers:
                 one.update(values)
 
     def _described(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
-        """What the owner of a variable keeps for it; what is neither a tensor nor a plain value stays with the owner."""
+        """What a variable's owner keeps for it. What is neither a tensor nor a plain value stays with the owner."""
         described: dict[Any, Any] = {}
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
@@ -194,7 +198,11 @@ class SharedOptimizers:
                 elif value.layout is torch.strided and value.device.type == "cpu" and value.numel():
                     storage = value.untyped_storage()
                     described[key] = _Shape(
-                        tuple(value.shape), value.dtype, storage.nbytes(), tuple(value.stride()), value.storage_offset()
+                        tuple(value.shape),
+                        value.dtype,
+                        storage.nbytes(),
+                        tuple(value.stride()),
+                        int(value.storage_offset()),
                     )
             elif isinstance(value, _PLAIN):
                 described[key] = value
@@ -209,7 +217,9 @@ class SharedOptimizers:
             for key, value in state.items()
         ]
         shapes = [each for each in new if isinstance(each[3], _Shape)]
-        regions = self._variables.allot(group, [(shape.nbytes, owner) for owner, _, _, shape in shapes]) if shapes else []
+        regions = (
+            self._variables.allot(group, [(shape.nbytes, owner) for owner, _, _, shape in shapes]) if shapes else []
+        )
         for (owner, parameter, key, _), region in zip(shapes, regions, strict=True):
             if owner == group.rank:
                 region.common.copy_(optimizer.state[parameter][key].untyped_storage())
@@ -225,7 +235,7 @@ class SharedOptimizers:
 
 
 def _empty(shape: _Shape, region: Region) -> torch.Tensor:
-    return torch.empty(0, dtype=shape.dtype, device="cpu").set_(region.own, shape.offset, shape.shape, shape.stride)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=shape.dtype, device="cpu").set_(region.own, shape.offset, shape.shape, shape.stride)
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -234,7 +244,9 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """What an optimizer may count in its groups."""
-    return [{key: value for key, value in group.items() if isinstance(value, _PLAIN)} for group in optimizer.param_groups]
+    return [
+        {key: value for key, value in group.items() if isinstance(value, _PLAIN)} for group in optimizer.param_groups
+    ]
 
 
 def _closed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any], Any]:
@@ -282,10 +294,10 @@ def _install(made: SharedOptimizers) -> None:
         _wrap(kind)
 
 
-def _patch_step_function(optimizer: Optimizer) -> None:
+def _patch_step_function(self: Optimizer) -> None:
     """What torch calls when an optimizer is made: it puts the calls of the hooks around its class's step."""
-    _plain_patch(optimizer)
-    for kind in type(optimizer).__mro__:
+    _plain_patch(self)
+    for kind in type(self).__mro__:
         _wrap(kind)
 
 

@@ -9,6 +9,7 @@ the common one. What they changed to different values is an error.
 from __future__ import annotations
 
 import hashlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ class Region:
 
     def digest(self) -> bytes:
         """Of what this replica sees."""
-        return _digest(torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.own))  # type: ignore[call-overload]
+        return _digest(torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.own))
 
 
 @dataclass
@@ -66,6 +67,16 @@ class _Place:
     region: Region
     own: torch.Tensor
     common: torch.Tensor
+
+    def still_holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies here, and was not given other memory (`p.data = …`, `module.to(…)`)."""
+        own = self.own
+        return (
+            tensor.data_ptr() == own.data_ptr()
+            and tensor.dtype is own.dtype
+            and tensor.shape == own.shape
+            and tensor.stride() == own.stride()
+        )
 
 
 @dataclass(frozen=True)
@@ -161,9 +172,12 @@ class SharedVariables:
             return
         if group.generation != self._generation:
             self._start_anew(group)
+        self._let_go_of_replaced()
         changed = {arena: pages for arena in self._arenas if (pages := arena.changed())}
-        waits = any((tensor := reference()) is not None and not is_lazy(tensor) for _, reference in self._awaited.values())
-        told = torch.stack(group.all_gather(torch.tensor([waits, bool(changed)])))
+        waits = any(
+            (tensor := reference()) is not None and not is_lazy(tensor) for _, reference in self._awaited.values()
+        )
+        told = torch.stack(group.all_gather(torch.tensor([waits, bool(changed)], device="cpu")))
         if bool(told[:, 1].any()):
             self._publish(group, changed)
         if bool(told[:, 0].any()):
@@ -193,10 +207,24 @@ class SharedVariables:
     def _start_anew(self, group: Group) -> None:
         """A program was ended, or replicas were replaced: whoever is there now shares everything that there is."""
         self._generation = group.generation
+        self._let_go_of_replaced()
         self._places, self._loads = {}, [0] * group.size
         self._regions, self._arenas = weakref.WeakValueDictionary(), weakref.WeakSet()
         self._awaited = dict(enumerate(self._known.values()))
         self._expected, self._numbers = len(self._awaited), 0
+
+    def _let_go_of_replaced(self) -> None:
+        """Tensors that a program gave other memory move to common memory once more."""
+        for identity, place in list(self._places.items()):
+            tensor = place.tensor()
+            if tensor is None or place.still_holds(tensor):
+                continue
+            if tensor.data_ptr() == place.common.data_ptr():  # a program was ended while it was open
+                tensor.data = place.own
+                continue
+            del self._places[identity]
+            self._known.pop(identity, None)
+            self.expect(place.label, tensor)
 
     # What was changed -----------------------------------------------------------------------------------------------
 
@@ -252,7 +280,14 @@ class SharedVariables:
         for number in common:
             del self._awaited[number]
         if not common or any(each[number] != offers[number] for each in told for number in common):
-            return  # replicas that hold different things go on with copies of their own
+            warnings.warn(
+                f"The replicas do not hold the same {len(common) or len(offers)} variables of central storage, such as "
+                f"{next(iter(offers.values())).label if offers else 'those of another replica'}: each keeps copies of "
+                "its own, as under MirroredStrategy.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
         regions = self._regions_for(group, [(number, offers[number]) for number in common])
         for number in common:
             region, tensor = regions[number], tensors[number]

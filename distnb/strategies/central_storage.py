@@ -76,6 +76,11 @@ class CentralStorageStrategy(Strategy):
             central_storage.check_places(spec, strategy.worker_devices, ())
         return strategy
 
+    def __repr__(self) -> str:
+        given = [f"compute_devices={list(self.spec.devices)}"] if self.spec.devices else []
+        given += [f"{name}={value!r}" for name, value in self.spec.options]
+        return f"CentralStorageStrategy({', '.join(given)})"
+
 
 def _names(devices: Sequence[str | Device] | str | None) -> tuple[str, ...]:
     if devices is None:

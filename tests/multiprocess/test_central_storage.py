@@ -99,7 +99,8 @@ def test_memory_shows_one_copy() -> None:
         slack = 64
         assert result["made"] == pytest.approx([one, 0], abs=slack)
         assert result["trained"] == pytest.approx([3 * one, 0], abs=slack), "the parameters and two moments of each"
-        assert result["halved once"] and result["still halved"]
+        assert result["halved once"]
+        assert result["still halved"]
         assert result["while changed"][1] == pytest.approx(3 * 4000, abs=slack)
         assert result["settled"] == pytest.approx([3 * one, 0], abs=slack)
         assert result["loaded"] == pytest.approx([3 * one, 0], abs=slack)
@@ -175,8 +176,7 @@ def test_optimizers_do_what_they_do_alone(n: int) -> None:
     scope: dict[str, Any] = {"torch": torch, "distnb": distnb}
     exec(_OPTIMIZERS, scope)
     found = ranks(
-        _OPTIMIZERS + f"\nresult = {{name: train(strategy, name, {n}) for name in MAKE}}\n"
-        "strategy.run(lambda: None)\n",
+        _OPTIMIZERS + f"\nresult = {{name: train(strategy, name, {n}) for name in MAKE}}\nstrategy.run(lambda: None)\n",
         n,
     )
     for name in scope["MAKE"]:
@@ -241,6 +241,33 @@ def test_changes_that_are_none_of_an_optimizers() -> None:
         result["calls"] = calls
         strategy.assert_in_sync(model)
 
+        # Saved and restored between strategies: each goes on as the other does.
+        mirrored, alone = distnb.MirroredStrategy(check_mean_loss=False), distnb.OneDeviceStrategy("cpu:0")
+        made = []
+        for each in (mirrored, strategy, alone):
+            with each.scope():
+                made.append([torch.nn.Linear(64, 40)])
+                made[-1].append(torch.optim.Adam(made[-1][0].parameters(), lr=0.1))
+        mirrored.run(step, args=made[0])
+        for before, after in (made[:2], made[1:]):
+            for old, new in zip(before, after):
+                new.load_state_dict(old.state_dict())
+        mirrored.run(step, args=made[0])
+        strategy.run(step, args=made[1])
+        result["restored"] = [torch.equal(a, b) for a, b in zip(made[0][0].parameters(), made[1][0].parameters())]
+        for before, after in (made[:2], made[1:]):
+            for old, new in zip(before, after):
+                new.load_state_dict(old.state_dict())
+        result["restored"] += [torch.equal(a, b) for a, b in zip(made[1][0].parameters(), made[2][0].parameters())]
+        result["state"] = made[2][1].state_dict()["state"][0]["step"].item()
+
+        # Other memory that a program gives to a variable is shared as well.
+        model.weight.data = model.weight.data * 2
+        model.half().float()
+        doubled = model.weight.detach().clone()
+        strategy.run(step, args=(model, torch.optim.SGD(model.parameters(), lr=0.0)))
+        result["doubled"] = torch.equal(model.weight, doubled)
+
         result["lbfgs"] = error(lambda: strategy.run(torch.optim.LBFGS(model.parameters()).step, args=(closure,)))
         strategy.run(lambda: model.weight.data.mul_(1.0 + me))
         result["drifted"] = error(lambda: strategy.run(step, args=(model, optimizer)))
@@ -253,9 +280,15 @@ def test_changes_that_are_none_of_an_optimizers() -> None:
         assert torch.equal(result["saved"], found[0]["saved"]), "buffers are brought together when they are read"
         assert "modified by an inplace operation" in result["outdated"]
         assert len(result["calls"]) == 1
-        assert "closure" in result["lbfgs"] and "MirroredStrategy" in result["lbfgs"]
-        assert "OutOfSyncError" in result["drifted"] and "Linear.weight of shape [40, 64]" in result["drifted"]
-        assert "replica 1" in result["drifted"] and "all_reduce" in result["drifted"]
+        assert all(result["restored"])
+        assert result["state"] == 2
+        assert result["doubled"]
+        assert "closure" in result["lbfgs"]
+        assert "MirroredStrategy" in result["lbfgs"]
+        assert "OutOfSyncError" in result["drifted"]
+        assert "Linear.weight of shape [40, 64]" in result["drifted"]
+        assert "replica 1" in result["drifted"]
+        assert "all_reduce" in result["drifted"]
 
 
 # -- on engines --------------------------------------------------------------------------------------------------------
