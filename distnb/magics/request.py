@@ -118,16 +118,16 @@ def _from_word(
             "other. Give one of the two."
         )
     if len(set(devices)) < len(devices) and not oversubscribe:
-        raise OptionError(
-            f"%%distribute {word}: a device is named twice in {', '.join(devices)}. If replicas are to share it, "
-            "add --oversubscribe."
-        )
+        cure = "Name each once" if word == central_storage.KIND else "If replicas are to share it, add --oversubscribe"
+        raise OptionError(f"%%distribute {word}: a device is named twice in {', '.join(devices)}. {cure}.")
     options = {"gradient_reduction": gradients, "oversubscribe": oversubscribe}
     kept = tuple(sorted((name, value) for name, value in options.items() if value and value != "sum"))
     # Spelt as the strategy's own class does it: equal arguments name the same strategy object.
     spec = StrategySpec(word, devices, 0 if devices else replicas or 0, kept)
     if word == multi_worker.KIND:
         multi_worker.check_notebook(spec)
+    if word == central_storage.KIND:
+        central_storage.check_places(spec, devices, ())
     return Request(word, spec, local=False, oversubscribe=oversubscribe)
 
 

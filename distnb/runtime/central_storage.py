@@ -17,8 +17,8 @@ def check_places(spec: StrategySpec, devices: Sequence[str], workers: Sequence[i
 
     Args:
         spec: The strategy's.
-        devices: The replicas'.
-        workers: The machine of each replica.
+        devices: The replicas'; empty where they are not known yet.
+        workers: The machine of each replica; empty for one machine.
 
     Raises:
         OptionError: They cannot.
@@ -36,7 +36,7 @@ def check_places(spec: StrategySpec, devices: Sequence[str], workers: Sequence[i
             "replicas, or MirroredStrategy."
         )
     wanted = spec.option("parameter_device")
-    if wanted is None:
+    if wanted is None or not devices:
         return
     # All CPU devices of a machine have one memory.
     fits = wanted == devices[0] if apart else wanted.startswith("cpu")

@@ -68,8 +68,7 @@ class CentralStorageStrategy(Strategy):
         if parameter_device is not None:
             options.append(("parameter_device", str(parse_device(parameter_device))))
         spec = StrategySpec(cls.kind, names, 0, tuple(options))
-        if names:
-            central_storage.check_places(spec, names, ())
+        central_storage.check_places(spec, names, ())
         strategy = cls._of(spec)
         if choice.started_by_launcher() or choice.has_remote():
             # In a notebook the engines start now, if there are none; in a script the replicas meet.
