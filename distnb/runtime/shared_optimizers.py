@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from distnb.collectives.eager import always_eager
 from distnb.collectives.mirrored import find_mirror
-from distnb.errors import GradientError
+from distnb.errors import CollectiveMismatchError, GradientError
 from distnb.runtime.shared_variables import Region, SharedVariables
 
 if TYPE_CHECKING:
@@ -114,7 +114,14 @@ class SharedOptimizers:
         for parameter in parameters:
             if self._owns(parameter):
                 self._variables.expect("parameter", parameter)
-        self._variables.settle()
+        try:
+            self._variables.settle()
+        except CollectiveMismatchError as error:
+            error.add_note(
+                f"{type(optimizer).__name__}.step() under central storage is taken by all replicas together: each has "
+                "variables that it updates for all."
+            )
+            raise
         if not alone and any(each.numel() and self._variables.region_of(each) is None for each in parameters):
             raise GradientError(
                 f"The replicas hold different variables, so {type(optimizer).__name__} cannot step them."
