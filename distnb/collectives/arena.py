@@ -121,13 +121,25 @@ def _made(nbytes: int) -> tuple[int, str]:
     """A descriptor of new memory; or -1, and what went wrong."""
     if sys.platform != "linux" or not os.access(_PAGEMAP, os.R_OK):
         return -1, f"this system does not tell which pages of memory were written to ({_PAGEMAP})"
+    available = _available_nbytes()
+    if nbytes > available:
+        # The kernel would give pages until it ends processes, whosever they are.
+        return -1, f"{nbytes} bytes are not to be had ({available} are available)"
     descriptor = os.memfd_create("distnb-variables")
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)  # too little memory is told now, not by a signal when it is used
-    except OSError as error:
+        os.posix_fallocate(descriptor, 0, nbytes)  # what a limit forbids is told now, not by a signal when it is used
+    except BaseException as error:
         os.close(descriptor)
-        return -1, f"{nbytes} bytes are not to be had ({error.strerror})"
+        if isinstance(error, OSError):
+            return -1, f"{nbytes} bytes are not to be had ({error.strerror})"
+        raise
     return descriptor, ""
+
+
+def _available_nbytes() -> int:
+    """How much memory this machine can give without ending or swapping out anything."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
 
 
 def _opened(first: _Card) -> tuple[int, str]:

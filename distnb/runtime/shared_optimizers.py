@@ -139,7 +139,7 @@ class SharedOptimizers:
 
     def _check(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor], args: Any, kwargs: Any) -> None:
         name = type(optimizer).__name__
-        if args or kwargs:
+        if any(each is not None for each in (*args, *kwargs.values())):
             raise GradientError(
                 f"{name}.step() was given a closure, or other arguments. Under central storage one replica applies an "
                 "update, and only torch's optimizers that call a closure once can be given one. Use one of them, or "
@@ -282,7 +282,7 @@ def _hidden(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 # -- every optimizer of the process ------------------------------------------------------------------------------------
 
 _all: weakref.WeakSet[SharedOptimizers] = weakref.WeakSet()
-_stepping: set[int] = set()
+_within = False
 _plain_patch: Any = None
 
 
@@ -316,16 +316,17 @@ def _wrap(kind: type) -> None:
 
     @functools.wraps(compute)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        global _within
         shared = None
-        if id(self) not in _stepping:  # a class's step may call its base's
+        if not _within:  # a step may call its base's, or another optimizer's
             shared = next((each for each in list(_all) if each.holds(self)), None)
         if shared is None:
             return compute(self, *args, **kwargs)
-        _stepping.add(id(self))
+        _within = True
         try:
             return shared.step(self, compute, args, kwargs)
         finally:
-            _stepping.discard(id(self))
+            _within = False
 
     step._distnb = True  # type: ignore[attr-defined]
     around: Any = Optimizer.profile_hook_step(step)
