@@ -347,6 +347,19 @@ common = owned()
 """
 
 
+_HALF_WAY = """
+class HalfWay(torch.optim.SGD):
+    def step(self):
+        super().step()
+        raise ValueError("half-way")
+half_way = HalfWay(model.parameters(), lr=0.1)
+def fail():
+    model(torch.rand(3, 2)).sum().backward()
+    half_way.step()
+strategy.run(fail)
+"""
+
+
 def test_failures_and_a_replaced_engine(session: Any) -> None:
     names = session.user_ns
     run(session, _CELL, "cell-1")
@@ -361,6 +374,26 @@ def test_failures_and_a_replaced_engine(session: Any) -> None:
     assert torch.equal(before, after), "the step that one replica did not reach was not applied"
     run(session, "strategy.run(step)\ncommon = owned()\nstrategy.assert_in_sync([model, optimizer])", "cell-4")
     assert names["common"] == 6 + 6 * 3
+
+    one = "def one():\n    model(torch.rand(3, 2)).sum().backward()\n    if distnb.is_chief():\n        optimizer.step()\n"
+    with pytest.raises(distnb.errors.CollectiveMismatchError) as caught:
+        run(session, one + "strategy.run(one)", "cell-a")
+    assert "taken by all replicas together" in "".join(getattr(caught.value, "__notes__", []))
+
+    # A step that fails half-way leaves the replicas equal all the same, and is told of.
+    with pytest.raises(ValueError, match="half-way"):
+        run(session, _HALF_WAY, "cell-5")
+    run(
+        session,
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    strategy.run(lambda: None)\n"
+        "told = [str(each.message) for each in caught] if distnb.is_chief() else None\n"
+        "strategy.assert_in_sync([model, optimizer])\n",
+        "cell-6",
+    )
+    assert "ended within HalfWay.step()" in str(names["told"].values[0])
 
     os.kill(session.status()[1].pid, signal.SIGKILL)
     deadline = time.monotonic() + 20
@@ -377,7 +410,7 @@ def test_failures_and_a_replaced_engine(session: Any) -> None:
         "strategy.assert_in_sync([list(model.parameters()), optimizer])\n"
         "common = owned()\n"
         "moved = bool((model[0].weight != before).all())\n",
-        "cell-5",
+        "cell-7",
     )
     assert names["counts"] == repr([2] * 6), "what the lost replica's optimizer kept was everyone's"
     assert (names["common"], names["moved"]) == (6 + 6 * 3, True)
