@@ -25,6 +25,7 @@ _WHERE = {
     "OneDeviceStrategy": "distnb.strategies.one_device",
     "MirroredStrategy": "distnb.strategies.mirrored",
     "MultiWorkerMirroredStrategy": "distnb.strategies.multi_worker",
+    "CentralStorageStrategy": "distnb.strategies.central_storage",
     "TPUStrategy": "distnb.strategies.tpu",
     "CrossDeviceOps": "distnb.collectives.cross_device.base",
     "NcclAllReduce": "distnb.collectives.cross_device.nccl",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from distnb.session import stop as stop
     from distnb.session.session import Session as Cluster  # noqa: F401
     from distnb.strategies.base import Strategy as Strategy
+    from distnb.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
     from distnb.strategies.context import ReplicaContext as ReplicaContext
     from distnb.strategies.context import get_replica_context as get_replica_context
     from distnb.strategies.context import get_strategy as get_strategy

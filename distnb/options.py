@@ -302,7 +302,7 @@ class StrategySpec:
     """Everything that says which strategy is meant; equal specs name the same strategy object in every process.
 
     Attributes:
-        kind: The word of the magic: "default", "one_device", "mirrored", "multi_worker", "tpu".
+        kind: The word of the magic: "default", "one_device", "mirrored", "multi_worker", "central_storage", "tpu".
         devices: Devices in replica order, as strings; empty for "all that the cluster has".
         num_replicas: Replicas in sync; 0 while it is not yet known.
         options: Sorted (name, value) pairs of hashable options, such as ("gradient_reduction", "mean").

@@ -10,16 +10,16 @@ from typing import Any
 from distnb.errors import OptionError
 from distnb.magics.arguments import LineParser, closest, parse_count
 from distnb.options import StrategySpec
-from distnb.runtime import choice, multi_worker
+from distnb.runtime import central_storage, choice, multi_worker
 from distnb.topology import parse_device
 
 __all__ = ["LOCAL", "WORDS", "Request", "read_request"]
 
-WORDS = ("default", "one_device", "mirrored", "multi_worker", "tpu")
+WORDS = ("default", "one_device", "mirrored", "multi_worker", "central_storage", "tpu")
 LOCAL = ("default", "one_device")
 """Strategies whose only replica is the notebook itself."""
 
-_PLANNED = ("central_storage", "parameter_server")
+_PLANNED = ("parameter_server",)
 _USAGE = (
     "%%distribute WORD_OR_STRATEGY [-n REPLICAS] [--devices cuda:0,cuda:1] [--gradients sum|mean] [--oversubscribe]"
 )
@@ -110,22 +110,24 @@ def _from_word(
                 "Use mirrored for several."
             )
         return Request(word, StrategySpec("one_device", devices or (_best_device(),)), local=True)
+    if word == central_storage.KIND:
+        _refuse(word, [option for option in given if option == "--oversubscribe"], "a device has one replica there")
     if replicas is not None and devices and replicas != len(devices):
         raise OptionError(
             f"%%distribute {word}: -n {replicas} and {len(devices)} devices ({', '.join(devices)}) contradict each "
             "other. Give one of the two."
         )
     if len(set(devices)) < len(devices) and not oversubscribe:
-        raise OptionError(
-            f"%%distribute {word}: a device is named twice in {', '.join(devices)}. If replicas are to share it, "
-            "add --oversubscribe."
-        )
+        cure = "Name each once" if word == central_storage.KIND else "If replicas are to share it, add --oversubscribe"
+        raise OptionError(f"%%distribute {word}: a device is named twice in {', '.join(devices)}. {cure}.")
     options = {"gradient_reduction": gradients, "oversubscribe": oversubscribe}
     kept = tuple(sorted((name, value) for name, value in options.items() if value and value != "sum"))
     # Spelt as the strategy's own class does it: equal arguments name the same strategy object.
     spec = StrategySpec(word, devices, 0 if devices else replicas or 0, kept)
     if word == multi_worker.KIND:
         multi_worker.check_notebook(spec, choice.remote_machines())
+    if word == central_storage.KIND:
+        central_storage.check_places(spec, devices, ())
     if spec.device_type:
         _check_chips(word, spec, oversubscribe)
     return Request(word, spec, local=False, oversubscribe=oversubscribe)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from distnb.errors import NoClusterError, OptionError
 from distnb.options import StrategySpec
+from distnb.runtime import central_storage
 from distnb.runtime.base import Owner, Runtime
 from distnb.runtime.in_process import InProcess
 
@@ -24,6 +25,7 @@ __all__ = [
 DEFAULT = "default"
 _IN_PROCESS_KINDS = (DEFAULT, "one_device")
 _MULTI_WORKER = "multi_worker"
+_CHECKED_KINDS = (_MULTI_WORKER, central_storage.KIND)
 
 _remote: Callable[[Owner], Runtime] | None = None
 _machines: Callable[[], tuple[str, ...]] = tuple
@@ -79,8 +81,8 @@ def runtime_for(strategy: Owner) -> Runtime:
     spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it
     process = spmd.current() if spmd is not None else None
     if process is not None:
-        if spec.kind == _MULTI_WORKER or spec.devices or spec.num_replicas or spec.options or spec.device_type:
-            _check_team(strategy, process.team.devices, process.uses_nccl)
+        if spec.kind in _CHECKED_KINDS or spec.devices or spec.num_replicas or spec.options or spec.device_type:
+            _check_team(strategy, process.team.devices, process.uses_nccl, process.workers)
         return process.runtime_of(strategy)  # type: ignore[no-any-return]
     if _remote is not None:
         return _remote(strategy)
@@ -115,7 +117,7 @@ def _script() -> str:
 _checked: set[tuple[Owner, tuple[object, ...]]] = set()
 
 
-def _check_team(strategy: Owner, devices: tuple[object, ...], nccl: bool) -> None:
+def _check_team(strategy: Owner, devices: tuple[object, ...], nccl: bool, workers: tuple[int, ...]) -> None:
     key = (strategy, devices)
     if key in _checked:
         return
@@ -124,6 +126,8 @@ def _check_team(strategy: Owner, devices: tuple[object, ...], nccl: bool) -> Non
         from distnb.runtime import multi_worker
 
         multi_worker.check_communication(spec, there, nccl)
+    if spec.kind == central_storage.KIND:
+        central_storage.check_places(spec, there, workers)
     ops = spec.option("cross_device_ops")
     if ops is not None:
         ops.check(there, nccl)

@@ -22,7 +22,7 @@ from distnb.options import (
     RunOptions,
     ValueContext,
 )
-from distnb.runtime import contexts, progress
+from distnb.runtime import central_storage, contexts, progress
 from distnb.runtime.arguments import BatchNote
 from distnb.runtime.base import Owner
 from distnb.runtime.gathering import broadcast_tree, checked_axis, gather_tensor
@@ -33,6 +33,8 @@ from distnb.runtime.randomness import streams
 from distnb.runtime.reduction import plain_value_error, reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.runtime.scope import Adoption, ScopeWatch
+from distnb.runtime.shared_optimizers import SharedOptimizers
+from distnb.runtime.shared_variables import SharedVariables
 from distnb.runtime.sync_check import assert_in_sync
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.values.distributed import DistributedValues, PerReplica
@@ -76,7 +78,12 @@ class Spmd:
             packs=self._packs,
             sums=None if self._aggregation().exact else self._aggregation,
         )
-        self._adoption = Adoption(strategy, self._sync, lambda: process.group)
+        self._shared: SharedVariables | None = None
+        self._optimizers: SharedOptimizers | None = None
+        if strategy.spec.kind == central_storage.KIND:
+            self._shared = SharedVariables(lambda: process.group)
+            self._optimizers = SharedOptimizers(lambda: process.group, self._shared, self._sync)
+        self._adoption = Adoption(strategy, self._sync, lambda: process.group, self._shared)
         self.home = ReplicaHome(self._adoption, self._aggregation)
         self._outsiders = OutsiderCheck(strategy, self._adoption.owns)
         self._open_scopes = 0
@@ -116,6 +123,8 @@ class Spmd:
             try:
                 with ScopeWatch(self._adoption):
                     yield strategy
+                if self._shared is not None:
+                    self._shared.settle()
             except BaseException:
                 take_back()  # the variables that they name were never made equal
                 raise
@@ -126,6 +135,8 @@ class Spmd:
         # A program that ended half-way through a step may have left the replicas' variables unequal.
         if self._sync.healed != self._process.group.generation:
             self._sync.heal(self._adoption.buffers())
+            if self._optimizers is not None:
+                self._optimizers.tell_of_half_steps()
 
     # Computing on replicas --------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from distnb.variables.variable import Variable, component_of
 if TYPE_CHECKING:
     from distnb.collectives.gradients import GradientSync
     from distnb.collectives.groups import Group
+    from distnb.runtime.shared_variables import SharedVariables
 
 __all__ = ["Adoption", "ScopeWatch", "make_equal"]
 
@@ -50,10 +51,14 @@ class Adoption:
         strategy: Whose.
         sync: Keeps parameters in sync.
         group: Gives the process group of the present generation.
+        shared: Where the replicas' variables are the same memory: what sees to that.
     """
 
-    def __init__(self, strategy: Any, sync: GradientSync, group: Callable[[], Group]) -> None:
+    def __init__(
+        self, strategy: Any, sync: GradientSync, group: Callable[[], Group], shared: SharedVariables | None = None
+    ) -> None:
         self.strategy = strategy
+        self.shared = shared
         self._sync = sync
         self._group = group
         self._families: weakref.WeakKeyDictionary[torch.nn.Module, FamilyKey] = weakref.WeakKeyDictionary()
@@ -135,13 +140,13 @@ class Adoption:
 
     def _new_of(self, root: torch.nn.Module, key: FamilyKey) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in root.named_parameters():
-            if self._adopt(parameter, key):
+            if self._adopt(parameter, key, f".{name}"):
                 yield name, parameter
         for name, buffer in root.named_buffers():
             if self.scope_buffers.is_new(buffer):
                 yield name, buffer
 
-    def _adopt(self, parameter: torch.nn.Parameter, key: FamilyKey) -> bool:
+    def _adopt(self, parameter: torch.nn.Parameter, key: FamilyKey, name: str = "") -> bool:
         if isinstance(parameter, Variable):
             if parameter.distribute_strategy is not self.strategy:
                 raise contexts.mixing(self.strategy, parameter.distribute_strategy)
@@ -156,6 +161,8 @@ class Adoption:
                 f"scope of {self.strategy!r}. Make the model in the scope of the strategy that trains it."
             )
         self._sync.adopt(parameter, key)
+        if self.shared is not None:
+            self.shared.expect(key.label + name, parameter)
         return True
 
 

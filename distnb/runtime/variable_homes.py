@@ -31,6 +31,7 @@ class _Alone:
     """
 
     alone = True
+    once = False
     num_replicas = 1
 
     def __init__(self, strategy: Any, *, is_copy: bool) -> None:
@@ -89,6 +90,11 @@ class ReplicaHome:
     def __init__(self, adoption: Adoption, aggregation: Callable[[], Aggregation]) -> None:
         self._adoption = adoption
         self._aggregation = aggregation
+
+    @property
+    def once(self) -> bool:
+        """Whether the replicas' variables are the same memory."""
+        return self._adoption.shared is not None
 
     @property
     def num_replicas(self) -> int:

@@ -24,6 +24,7 @@ _CLASSES = {
     "default": "distnb.strategies.default:DefaultStrategy",
     "one_device": "distnb.strategies.one_device:OneDeviceStrategy",
     "mirrored": "distnb.strategies.mirrored:MirroredStrategy",
+    "central_storage": "distnb.strategies.central_storage:CentralStorageStrategy",
     "multi_worker": "distnb.strategies.multi_worker:MultiWorkerMirroredStrategy",
     "tpu": "distnb.strategies.tpu:TPUStrategy",
 }

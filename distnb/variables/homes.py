@@ -30,6 +30,9 @@ class Home(Protocol):
     alone: bool
     """There is one copy of each variable, whatever it says of synchronization and aggregation."""
 
+    once: bool
+    """A variable of several replicas is one all the same: it has no components of theirs, whatever it says."""
+
     @property
     def num_replicas(self) -> int:
         """How many copies there are."""

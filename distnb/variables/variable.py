@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -24,7 +25,8 @@ class Variable(torch.nn.Parameter):
     always equal: what the replicas assign in `strategy.run` is combined by the aggregation first. With ON_READ each
     replica assigns to a component of its own, and what is read in cross-replica context is the aggregate of them; all
     replicas must read it together. In cross-replica context an assigned value is the value of the whole variable.
-    Under the default and one-device strategies there is one copy, and both settings are without effect.
+    Under the default and one-device strategies there is one copy, and both settings are without effect; under central
+    storage there is one as well, and ON_READ means ON_WRITE.
 
     It is a `torch.nn.Parameter`: it takes part in torch's operations, a trainable one has gradients (which are
     aggregated as those of all parameters made in a scope), and as an attribute of a module it is in `parameters()` and
@@ -69,6 +71,8 @@ class Variable(torch.nn.Parameter):
         home = home_of(strategy)
         component = initial_tensor(initial_value, dtype, home.device)
         settings = parse_settings(trainable, name, component.dtype, synchronization, aggregation)
+        if home.once and settings.on_read:
+            settings = replace(settings, synchronization=VariableSynchronization.ON_WRITE)
         variable = make(component, settings, strategy)
         home.adopt(variable)
         return variable

@@ -170,6 +170,7 @@ def notebook() -> Iterator[Notebook]:
     with Notebook(4) as notebook:
         notebook.run(COMMON)
         for n in (1, 2, 3, 4):
+            notebook.run(f"central_{n} = distnb.CentralStorageStrategy({[f'cpu:{i}' for i in range(n)]})")
             notebook.run(f"on_{n} = distnb.MirroredStrategy(devices={[f'cpu:{i}' for i in range(n)]})")
         yield notebook
 
@@ -189,6 +190,13 @@ def test_a_distributed_cell(notebook: Notebook, replicas: int, case: Case) -> No
     compare(case, *fetched(notebook, f"on_{replicas}"))
 
 
+@pytest.mark.parametrize(("replicas", "case"), [(1, CASES[3]), (2, CASES[0]), (4, CASES[3])], ids=str)
+def test_a_cell_under_central_storage(notebook: Notebook, replicas: int, case: Case) -> None:
+    notebook.run(constants(case))
+    notebook.run(f"%%distribute central_{replicas}\n{CELL}")
+    compare(case, *fetched(notebook, f"central_{replicas}"))
+
+
 @pytest.mark.parametrize("word", ["default", "one_device"])
 def test_the_same_cell_in_the_notebooks_process(notebook: Notebook, word: str) -> None:
     case = Case("Adam", "float64")
@@ -205,8 +213,25 @@ def test_ordinary_cells(notebook: Notebook, replicas: int, case: Case) -> None:
     compare(case, *fetched(notebook))
 
 
+def test_ordinary_cells_under_central_storage(notebook: Notebook) -> None:
+    notebook.run(constants(CASES[3]))
+    made, trained = ORDINARY
+    notebook.run(made.replace("distnb.MirroredStrategy(devices=DEVICES)", "central_2"))
+    notebook.run(trained)
+    compare(CASES[3], *fetched(notebook))
+
+
 @pytest.mark.parametrize(("replicas", "case"), [(1, CASES[0]), (2, CASES[3]), (3, CASES[2]), (4, CASES[1])], ids=str)
 def test_a_script_under_torchrun(replicas: int, case: Case) -> None:
-    program = COMMON + constants(case) + "strategy = distnb.MirroredStrategy()\n" + CELL + "\nresult = steps, weights\n"
+    check_script("distnb.MirroredStrategy()", replicas, case)
+
+
+@pytest.mark.parametrize(("replicas", "case"), [(2, CASES[2]), (4, CASES[1])], ids=str)
+def test_a_script_under_central_storage(replicas: int, case: Case) -> None:
+    check_script("distnb.CentralStorageStrategy()", replicas, case)
+
+
+def check_script(strategy: str, replicas: int, case: Case) -> None:
+    program = COMMON + constants(case) + f"strategy = {strategy}\n" + CELL + "\nresult = steps, weights\n"
     for rank in run_ranks(program, replicas, timeout_s=90):
         compare(case, *rank.check().result)

@@ -38,9 +38,10 @@ WAYS = {
     "mirrored_2": Way("distnb.MirroredStrategy()", 2),
     "mirrored_3": Way("distnb.MirroredStrategy()", 3),
     "mirrored_4": Way("distnb.MirroredStrategy()", 4),
+    "central_2": Way("distnb.CentralStorageStrategy()", 2),
     "multi_worker_2": Way("distnb.MultiWorkerMirroredStrategy()", 2, workers=True),
 }
-ALL = ("default", "one_device", "mirrored_2", "mirrored_3", "multi_worker_2")
+ALL = ("default", "one_device", "mirrored_2", "mirrored_3", "central_2", "multi_worker_2")
 
 # Starting Python and loading torch costs more than a program: those of one strategy share their processes.
 _DRIVER = """

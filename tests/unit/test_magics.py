@@ -131,6 +131,7 @@ def test_words_make_the_specs_of_their_classes() -> None:
     assert read_request("default", {}).spec == StrategySpec("default")
     assert read_request("one_device --devices /gpu:1", {}).spec == StrategySpec("one_device", ("cuda:1",))
     assert read_request("mirrored", {}).spec == StrategySpec("mirrored")
+    assert read_request("central_storage -n 2", {}).spec == StrategySpec("central_storage", (), 2)
     assert read_request("mirrored -n 3", {}).spec == StrategySpec("mirrored", (), 3)
     assert read_request("mirrored --gradients sum", {}).spec == StrategySpec("mirrored")
     request = read_request("mirrored --devices cuda:0,cuda:0 --oversubscribe --gradients mean", {})
@@ -147,6 +148,8 @@ def test_the_word_and_the_class_name_the_same_object() -> None:
     choice.register_remote(None)
     made = distnb.MirroredStrategy(devices=["cuda:0", "cuda:1"], gradient_reduction="mean")
     assert resolve(read_request("mirrored --devices cuda:0,cuda:1 --gradients mean", {}).spec) is made
+    central = distnb.CentralStorageStrategy("cpu:0,cpu:1", gradient_reduction="mean")
+    assert resolve(read_request("central_storage --devices cpu:0,cpu:1 --gradients mean", {}).spec) is central
     assert resolve(read_request("one_device --devices cpu:0", {}).spec) is distnb.OneDeviceStrategy("cpu:0")
 
 
@@ -164,6 +167,9 @@ def test_the_word_and_the_class_name_the_same_object() -> None:
         ("mirrored --device cuda:0", ["--device", "did you mean --devices"]),
         ("mirrored --devices gpu:x", ["gpu:x", "cuda:1"]),
         ("mirrored --devices cuda:0,cuda:0", ["twice", "--oversubscribe"]),
+        ("central_storage --oversubscribe", ["cannot honour --oversubscribe"]),
+        ("central_storage --devices cpu:0,cpu:0", ["twice", "Name each once"]),
+        ("central_storage --devices cuda:0,cuda:1", ["host memory", "MirroredStrategy"]),
         ("mirrored -n 3 --devices cuda:0,cuda:1", ["contradict"]),
         ("mirrored extra", ["extra"]),
         ("mirrored 'open", ["cannot be read"]),

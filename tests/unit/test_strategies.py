@@ -15,6 +15,7 @@ import distnb
 from distnb import errors
 from distnb.options import StrategySpec
 from distnb.runtime import choice
+from distnb.runtime.central_storage import check_places
 from distnb.strategies import progress, resolve
 from distnb.values import PerReplica
 
@@ -36,7 +37,10 @@ def test_equal_arguments_give_the_same_object() -> None:
     assert distnb.MirroredStrategy(gradient_reduction="mean") is not distnb.MirroredStrategy()
     assert distnb.MirroredStrategy(["GPU:0", "/gpu:1"]) is distnb.MirroredStrategy(num_gpus=2)
     assert distnb.MirroredStrategy("cpu:0,cpu:1") is distnb.MirroredStrategy(["cpu", "cpu:1"])
-    for made in (DEFAULT, ONE, distnb.MirroredStrategy(gradient_reduction="mean", check_mean_loss=False)):
+    central = distnb.CentralStorageStrategy(["/cpu:0", "cpu:1"], "cpu")
+    assert distnb.experimental.CentralStorageStrategy("cpu:0,cpu:1", parameter_device="CPU:0") is central
+    assert repr(central) == "CentralStorageStrategy(compute_devices=['cpu:0', 'cpu:1'], parameter_device='cpu:0')"
+    for made in (central, DEFAULT, ONE, distnb.MirroredStrategy(gradient_reduction="mean", check_mean_loss=False)):
         assert resolve(made.spec) is made
         assert pickle.loads(pickle.dumps(made)) is made
         assert copy.deepcopy(made) is made
@@ -54,6 +58,19 @@ def test_options_that_cannot_be_honoured() -> None:
     ]:
         with pytest.raises(errors.OptionError, match=text):
             distnb.MirroredStrategy(**arguments)  # type: ignore[arg-type]
+    for arguments, text in [
+        ({"compute_devices": ["cpu:0", "cpu:0"]}, "once"),
+        ({"compute_devices": []}, "empty"),
+        ({"compute_devices": ["cuda:0", "cuda:1"]}, "host memory"),
+        ({"compute_devices": ["cuda:0"], "parameter_device": "cpu:0"}, "variables are on cuda:0"),
+        ({"compute_devices": ["cpu:0", "cpu:1"], "parameter_device": "cuda:0"}, "variables are on cpu:0"),
+        ({"parameter_device": "nonsense:x"}, "no device"),
+        ({"gradient_reduction": "max"}, "'sum' or 'mean'"),
+    ]:
+        with pytest.raises(errors.OptionError, match=text):
+            distnb.CentralStorageStrategy(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(errors.OptionError, match="one machine"):
+        check_places(StrategySpec("central_storage"), ["cpu:0", "cpu:0"], [0, 1])
     with pytest.raises(errors.OptionError, match="base of strategies"):
         distnb.Strategy()
     with pytest.raises(errors.OptionError, match="no strategy"):

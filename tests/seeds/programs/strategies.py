@@ -41,6 +41,20 @@ if strategy.kind == "mirrored":
         assert total(distnb.MirroredStrategy(cross_device_ops=ops)) == triangle
     assert total(distnb.MirroredStrategy(cross_device_ops=Doubling())) == [2 * each for each in triangle]
     assert refused(lambda: distnb.MirroredStrategy(cross_device_ops=distnb.NcclAllReduce()))  # there are no GPUs
+elif strategy.kind == "central_storage":
+    # All devices that there are; variables on the CPU; what replicas do to one is aggregated, then applied to it.
+    assert distnb.experimental.CentralStorageStrategy() is strategy
+    assert total(distnb.CentralStorageStrategy(parameter_device="/cpu:0")) == triangle
+    with strategy.scope():
+        weight = torch.nn.Parameter(torch.tensor(100.0))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def update():
+        (weight * (rank + 1)).backward()
+        optimizer.step()
+
+    strategy.run(update)
+    assert weight.item() == 100.0 - triangle[0]
 elif strategy.kind == "multi_worker":
     experimental = distnb.experimental
     assert experimental.MultiWorkerMirroredStrategy() is strategy
@@ -55,6 +69,7 @@ else:
     # One device, no TF_CONFIG: strategies of several replicas have one, as the guide's output says of its own.
     assert distnb.MirroredStrategy().num_replicas_in_sync == 1
     assert distnb.MultiWorkerMirroredStrategy().num_replicas_in_sync == 1
+    assert distnb.CentralStorageStrategy().num_replicas_in_sync == 1
 
 # There is one default strategy, for code that shall not care.
 default = distnb.get_strategy()

@@ -1,0 +1,48 @@
+"""Where central storage can have its variables, and where its replicas can compute. Loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distnb.errors import OptionError
+from distnb.options import StrategySpec
+
+__all__ = ["KIND", "check_places"]
+
+KIND = "central_storage"
+
+
+def check_places(spec: StrategySpec, devices: Sequence[str], workers: Sequence[int]) -> None:
+    """Check that variables can live once, and be used by all replicas.
+
+    Args:
+        spec: The strategy's.
+        devices: The replicas'; empty where they are not known yet.
+        workers: The machine of each replica; empty for one machine.
+
+    Raises:
+        OptionError: They cannot.
+    """
+    if len(set(workers)) > 1:
+        raise OptionError(
+            f"CentralStorageStrategy keeps its variables in the memory of one machine, and the {len(devices)} replicas "
+            f"are on {len(set(workers))}. Use MirroredStrategy or MultiWorkerMirroredStrategy."
+        )
+    apart = [device for device in devices if not device.startswith("cpu")]
+    if apart and len(devices) > 1:
+        raise OptionError(
+            "CentralStorageStrategy has its variables in host memory, which replicas on several accelerators "
+            f"({', '.join(apart)}) would have to copy before each use; this version does not. Use one GPU, CPU "
+            "replicas, or MirroredStrategy."
+        )
+    wanted = spec.option("parameter_device")
+    if wanted is None or not devices:
+        return
+    # All CPU devices of a machine have one memory.
+    fits = wanted == devices[0] if apart else wanted.startswith("cpu")
+    if not fits:
+        possible = devices[0] if apart else "cpu:0"
+        raise OptionError(
+            f"parameter_device={wanted!r} cannot be honoured: with replicas on {', '.join(devices)} the variables are "
+            f"on {possible}. Leave it out, or name that device."
+        )

@@ -1,0 +1,90 @@
+"""Synchronous training on several replicas of one machine, with one copy of every variable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
+
+from distnb.errors import OptionError
+from distnb.options import StrategySpec
+from distnb.runtime import central_storage, choice
+from distnb.strategies.base import Strategy
+from distnb.topology import Device, parse_device
+
+__all__ = ["CentralStorageStrategy"]
+
+
+class CentralStorageStrategy(Strategy):
+    """Variables made in its scope live once, in host memory that all replicas use; each update is applied once.
+
+    Programs are those of MirroredStrategy, and so are their results. Gradients are aggregated over the replicas in the
+    backward pass. An optimizer's step is taken together: torch's own optimizers divide the variables among the
+    replicas, each of which updates its part; any other optimizer is run by replica 0. What an optimizer keeps for a
+    variable lives once too. Gradients, activations and buffers of modules (BatchNorm statistics, which are brought
+    together when they are read) are each replica's own.
+
+    A variable that a program changes in place (`load_state_dict`, `torch.nn.init`, `p.data.mul_(0.5)`) takes memory on
+    each replica that changed it, until the next optimizer step or the end of the next scope: then what all replicas
+    changed alike becomes the one value, and what they changed to different values is an OutOfSyncError.
+
+    With one replica, such as one GPU, everything is on its device. Several replicas are CPU devices of one machine.
+
+    Args:
+        compute_devices: One per replica; None for all that the cluster (or the script's processes) have.
+        parameter_device: Where variables live; None for the replica's device if there is one, else the host's memory.
+        gradient_reduction: "sum", as tf.distribute does, or "mean": weighted by the sizes of the replicas' slices.
+        check_mean_loss: With "sum", raise on a loss that is a mean over the replica's slice only.
+
+    Raises:
+        OptionError: An argument that is malformed, or that cannot be honoured: several GPUs, several machines.
+
+    Example:
+        >>> import distnb
+        >>> strategy = distnb.CentralStorageStrategy()  # doctest: +SKIP
+    """
+
+    kind: ClassVar[str] = central_storage.KIND
+
+    def __new__(
+        cls,
+        compute_devices: Sequence[str | Device] | str | None = None,
+        parameter_device: str | Device | None = None,
+        *,
+        gradient_reduction: str = "sum",
+        check_mean_loss: bool = True,
+    ) -> Self:
+        names = _names(compute_devices)
+        doubles = sorted({name for name in names if names.count(name) > 1})
+        if doubles:
+            raise OptionError(f"{doubles[0]} was named for several replicas. Name each device of compute_devices once.")
+        if gradient_reduction not in ("sum", "mean"):
+            raise OptionError(f"gradient_reduction={gradient_reduction!r}: write 'sum' or 'mean'.")
+        # Only what differs from the defaults, so that the magic's strategy is the same as the one made by hand.
+        options: list[tuple[str, Any]] = []
+        if not check_mean_loss:
+            options.append(("check_mean_loss", False))
+        if gradient_reduction != "sum":
+            options.append(("gradient_reduction", gradient_reduction))
+        if parameter_device is not None:
+            options.append(("parameter_device", str(parse_device(parameter_device))))
+        spec = StrategySpec(cls.kind, names, 0, tuple(options))
+        central_storage.check_places(spec, names, ())
+        strategy = cls._of(spec)
+        if choice.started_by_launcher() or choice.has_remote():
+            # In a notebook the engines start now, if there are none; in a script the replicas meet.
+            central_storage.check_places(spec, strategy.worker_devices, ())
+        return strategy
+
+    def __repr__(self) -> str:
+        given = [f"compute_devices={list(self.spec.devices)}"] if self.spec.devices else []
+        given += [f"{name}={value!r}" for name, value in self.spec.options]
+        return f"CentralStorageStrategy({', '.join(given)})"
+
+
+def _names(devices: Sequence[str | Device] | str | None) -> tuple[str, ...]:
+    if devices is None:
+        return ()
+    given = devices.split(",") if isinstance(devices, str) else list(devices)
+    if not given:
+        raise OptionError("compute_devices is empty. Name at least one device, or leave it out to take all.")
+    return tuple(str(parse_device(device)) for device in given)

@@ -1,0 +1,416 @@
+"""Central storage: one copy of variables and of what optimizers keep, whatever is done to them, and the right numbers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import distnb
+import distnb.session
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(170)
+
+_PRELUDE = """
+import copy
+import distnb
+strategy = distnb.CentralStorageStrategy(check_mean_loss=False)
+me = distnb.replica_id()
+result = {}
+
+def error(call):
+    try:
+        call()
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return None
+
+def memory():
+    '''Of the common memory, in KiB: this replica's proportional part, and what is only its own.'''
+    part = own = 0
+    for line in open("/proc/self/smaps"):
+        if ":" not in line.split()[0]:
+            counts = "memfd:distnb-variables" in line
+        elif counts and line.startswith("Pss:"):
+            part += int(line.split()[1])
+        elif counts and line.startswith("Anonymous:"):
+            own += int(line.split()[1])
+    return part, own
+
+def taken():
+    '''The same of all replicas together.'''
+    return [sum(each) for each in zip(*(tensor.tolist() for tensor in group().all_gather(torch.tensor(memory()))))]
+
+def group():
+    from distnb.runtime import spmd
+    return spmd.current().group
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(2, 64) + distnb.replica_id()).square().sum().backward()
+    optimizer.step()
+"""
+
+
+def ranks(program: str, n: int = 2) -> list[Any]:
+    ended = run_ranks(_PRELUDE + textwrap.dedent(program), n, timeout_s=120)
+    return [rank.check().result for rank in ended]
+
+
+def test_memory_shows_one_copy() -> None:
+    """Of parameters and optimizer state, however they came by their values; three replicas."""
+    found = ranks(
+        """
+        with strategy.scope():
+            model = torch.nn.Linear(64, 16000)  # 4 MB
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        result["made"] = taken()
+        for _ in range(2):
+            strategy.run(step, args=(model, optimizer))
+        optimizer.zero_grad()
+        result["trained"] = taken()
+
+        # Changed in place on every replica: each has a copy for a time, and one is left after the next step or scope.
+        before = model.weight.detach().clone()
+        with torch.no_grad():
+            model.weight.mul_(0.5)
+        result["halved once"] = torch.equal(model.weight, before * 0.5)
+        result["while changed"] = taken()
+        with strategy.scope():
+            pass
+        result["settled"] = taken()
+        result["still halved"] = torch.equal(model.weight, before * 0.5)
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        optimizer.load_state_dict(optimizer.state_dict())
+        strategy.run(step, args=(model, optimizer))
+        result["loaded"] = taken()
+        strategy.assert_in_sync([model, optimizer])
+        """,
+        3,
+    )
+    one = 64 * 16000 * 4 / 1024 + 16000 * 4 / 1024
+    for result in found:
+        slack = 64
+        assert result["made"] == pytest.approx([one, 0], abs=slack)
+        assert result["trained"] == pytest.approx([3 * one, 0], abs=slack), "the parameters and two moments of each"
+        assert result["halved once"]
+        assert result["still halved"]
+        assert result["while changed"][1] == pytest.approx(3 * 4000, abs=slack)
+        assert result["settled"] == pytest.approx([3 * one, 0], abs=slack)
+        assert result["loaded"] == pytest.approx([3 * one, 0], abs=slack)
+
+
+_OPTIMIZERS = """
+class Halving(torch.optim.Optimizer):
+    '''One of the user's: it counts, and looks at all of its parameters together.'''
+
+    def __init__(self, params):
+        super().__init__(params, {"steps": 0})
+
+    def step(self):
+        norm = sum(p.grad.square().sum() for group in self.param_groups for p in group["params"]).sqrt()
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                p.data.sub_(p.grad / norm)
+                self.state[p]["steps"] = group["steps"]
+                self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+
+class Lookahead(torch.optim.Optimizer):
+    '''One that steps another one.'''
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.01, momentum=0.5)
+
+    def step(self):
+        before = [p.detach().clone() for p in self.param_groups[0]["params"]]
+        self.inner.step()
+        for p, old in zip(self.param_groups[0]["params"], before):
+            p.data.lerp_(old, 0.5)
+
+MAKE = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.01),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9, nesterov=True, foreach=False),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, amsgrad=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, centered=True),
+    "own": Halving,
+    "around another": Lookahead,
+}
+
+def train(strategy, name, n):
+    torch.manual_seed(1)
+    with strategy.scope():
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).double()
+        optimizer = MAKE[name](model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if name not in ("own", "around another") else None
+    data = torch.linspace(-1, 1, 12 * 8, dtype=torch.float64).reshape(12, 8)
+
+    def step():
+        context = distnb.get_replica_context()
+        own = data.chunk(n)[context.replica_id_in_sync_group]
+        optimizer.zero_grad()
+        model(own).square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    for epoch in range(5):
+        strategy.run(step)
+        if scheduler is not None:
+            scheduler.step()
+        if epoch == 2:  # saved and restored in mid-training
+            saved = model.state_dict(), optimizer.state_dict()
+            saved = torch.load(dump(saved), weights_only=False)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+    return (
+        {key: value.clone() for key, value in model.state_dict().items()},
+        torch.load(dump(optimizer.state_dict()), weights_only=False),
+    )
+
+def dump(value):
+    import io
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+"""
+
+
+def test_optimizers_do_what_they_do_alone() -> None:
+    scope: dict[str, Any] = {"torch": torch, "distnb": distnb}
+    exec(_OPTIMIZERS, scope)
+    found = ranks(
+        _OPTIMIZERS + "\nresult = {name: train(strategy, name, 2) for name in MAKE}\n",
+    )
+    for name in scope["MAKE"]:
+        weights, state = scope["train"](distnb.get_strategy(), name, 1)
+        for result in found:
+            got_weights, got_state = result[name]
+            for key, value in weights.items():
+                assert torch.allclose(got_weights[key], value, rtol=1e-12, atol=1e-14), (name, key)
+            assert got_state["param_groups"] == state["param_groups"], name
+            assert got_state["state"].keys() == state["state"].keys(), name
+            for number, kept in state["state"].items():
+                assert got_state["state"][number].keys() == kept.keys(), name
+                for key, value in kept.items():
+                    other = got_state["state"][number][key]
+                    close = torch.allclose(other, value, rtol=1e-10) if torch.is_tensor(value) else other == value
+                    assert close, (name, key)
+
+
+def test_changes_that_are_none_of_an_optimizers() -> None:
+    found = ranks(
+        """
+        with strategy.scope():
+            model = torch.nn.Linear(64, 40)
+            tied = torch.nn.Linear(64, 40)
+            tied.weight = model.weight
+            lazy = torch.nn.Sequential(torch.nn.LazyLinear(40), torch.nn.BatchNorm1d(40))
+            average = torch.optim.swa_utils.AveragedModel(model)
+            count = distnb.Variable(0, aggregation="only_first_replica")
+            parts = distnb.Variable(10.0, synchronization="on_read", aggregation="sum")
+            optimizer = torch.optim.SGD([*model.parameters(), tied.bias], lr=1e-4)
+            of_lazy = torch.optim.Adam(lazy.parameters())
+
+        def step_all():
+            step(model, optimizer)
+            step(lazy, of_lazy)
+            average.update_parameters(model)
+            count.assign_add(1)
+            parts.assign_add(torch.tensor(float(me + 1)))
+
+        for _ in range(3):
+            strategy.run(step_all)
+        strategy.assert_in_sync([model, tied, list(lazy.parameters()), average, optimizer, of_lazy])
+        result["tied"] = tied.weight is model.weight
+        result["count"], result["parts"] = int(count), float(parts)
+        result["components"] = strategy.run(lambda: float(parts))  # equal: one variable has no components
+        result["saved"] = lazy.state_dict()["1.running_mean"]
+
+        # A graph that was kept from before a step is refused on every replica, owner of the variable or not.
+        kept = model(torch.ones(1, 64, requires_grad=True)).square().sum()
+        strategy.run(step, args=(model, optimizer))
+        result["outdated"] = error(kept.backward)
+
+        # Gradients of one replica's own making are summed; a closure is called once, by every replica.
+        calls = []
+        def closure():
+            calls.append(me)
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 64)).square().sum()
+            loss.backward()
+            return loss
+        strategy.run(lambda: optimizer.step(closure))
+        result["calls"] = calls
+        strategy.assert_in_sync(model)
+
+        # Saved and restored between strategies: each goes on as the other does.
+        mirrored, alone = distnb.MirroredStrategy(check_mean_loss=False), distnb.OneDeviceStrategy("cpu:0")
+        made = []
+
+        def restore(made):
+            for before, after in (made[:2], made[1:]):
+                for old, new in zip(before, after):
+                    new.load_state_dict(copy.deepcopy(old.state_dict()))
+
+        for each in (mirrored, strategy, alone):
+            with each.scope():
+                made.append([torch.nn.Linear(64, 40)])
+                made[-1].append(torch.optim.Adam(made[-1][0].parameters(), lr=0.1))
+        mirrored.run(step, args=made[0])
+        restore(made)
+        mirrored.run(step, args=made[0])
+        strategy.run(step, args=made[1])
+        result["restored"] = [torch.equal(a, b) for a, b in zip(made[0][0].parameters(), made[1][0].parameters())]
+        restore(made)
+        result["restored"] += [torch.equal(a, b) for a, b in zip(made[1][0].parameters(), made[2][0].parameters())]
+        result["state"] = made[2][1].state_dict()["state"][0]["step"].item()
+
+        # Other memory that a program gives to a variable is shared as well.
+        model.weight.data = model.weight.data * 2
+        model.half().float()
+        doubled = model.weight.detach().clone()
+        strategy.run(step, args=(model, torch.optim.SGD(model.parameters(), lr=0.0)))
+        result["doubled"] = torch.equal(model.weight, doubled)
+
+        result["lbfgs"] = error(lambda: strategy.run(torch.optim.LBFGS(model.parameters()).step, args=(closure,)))
+        strategy.run(lambda: model.weight.data.mul_(1.0 + me))
+        result["drifted"] = error(lambda: strategy.run(step, args=(model, optimizer)))
+        """
+    )
+    for result in found:
+        assert result["tied"] is True
+        assert result["count"] == 3
+        assert (result["parts"], result["components"]) == (10 + 3 * 3, 19.0)
+        assert torch.equal(result["saved"], found[0]["saved"]), "buffers are brought together when they are read"
+        assert "modified by an inplace operation" in result["outdated"]
+        assert len(result["calls"]) == 1
+        assert all(result["restored"])
+        assert result["state"] == 2
+        assert result["doubled"]
+        assert "closure" in result["lbfgs"]
+        assert "MirroredStrategy" in result["lbfgs"]
+        assert "OutOfSyncError" in result["drifted"]
+        assert "Linear.weight of shape [40, 64]" in result["drifted"]
+        assert "replica 1" in result["drifted"]
+        assert "all_reduce" in result["drifted"]
+
+
+# -- on engines --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def session() -> Iterator[Any]:
+    distnb.start(2)
+    session = distnb.session.current()
+    before = dict(session.user_ns)
+    session.user_ns.update(strategy=distnb.CentralStorageStrategy(), torch=torch, distnb=distnb)
+    yield session
+    distnb.stop()
+    for name in set(session.user_ns) - set(before):
+        del session.user_ns[name]
+
+
+def run(session: Any, source: str, name: str) -> None:
+    session.run_cell(source, session.user_ns["strategy"].spec, filename=name)
+
+
+_CELL = """
+from distnb.runtime import spmd
+with strategy.scope():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+def step(fail=False):
+    optimizer.zero_grad()
+    loss = model(torch.rand(3, 2) + distnb.replica_id()).sum()
+    loss.backward()
+    if fail and distnb.replica_id() == 1:
+        raise ValueError("before the step")
+    optimizer.step()
+def owned():
+    '''How many tensors of model and optimizer lie in common memory.'''
+    common = [line.split()[0].split("-") for line in open("/proc/self/maps") if "memfd:distnb-variables" in line]
+    bounds = [(int(low, 16), int(high, 16)) for low, high in common]
+    tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+    return sum(any(low <= tensor.data_ptr() < high for low, high in bounds) for tensor in tensors)
+strategy.run(step)
+common = owned()
+"""
+
+
+_HALF_WAY = """
+class HalfWay(torch.optim.SGD):
+    def step(self):
+        super().step()
+        raise ValueError("half-way")
+half_way = HalfWay(model.parameters(), lr=0.1)
+def fail():
+    model(torch.rand(3, 2)).sum().backward()
+    half_way.step()
+strategy.run(fail)
+"""
+
+
+def test_failures_and_a_replaced_engine(session: Any) -> None:
+    names = session.user_ns
+    run(session, _CELL, "cell-1")
+    assert names["common"] == 6 + 6 * 3
+    # The handles in the notebook are those of any strategy.
+    weight = names["model"].state_dict()["0.weight"]
+    before = torch.as_tensor(weight.numpy())
+    with pytest.raises(ValueError, match="before the step"):
+        run(session, "strategy.run(step, args=(True,))", "cell-2")
+    run(session, "strategy.run(lambda: None)\nstrategy.assert_in_sync([model, optimizer])\n", "cell-3")
+    after = torch.as_tensor(names["model"].state_dict()["0.weight"].numpy())
+    assert torch.equal(before, after), "the step that one replica did not reach was not applied"
+    run(session, "strategy.run(step)\ncommon = owned()\nstrategy.assert_in_sync([model, optimizer])", "cell-4")
+    assert names["common"] == 6 + 6 * 3
+
+    one = "def one():\n    model(torch.rand(3, 2)).sum().backward()\n    if distnb.is_chief():\n        optimizer.step()\n"
+    with pytest.raises(distnb.errors.CollectiveMismatchError) as caught:
+        run(session, one + "strategy.run(one)", "cell-a")
+    assert "taken by all replicas together" in "".join(getattr(caught.value, "__notes__", []))
+
+    # A step that fails half-way leaves the replicas equal all the same, and is told of.
+    with pytest.raises(ValueError, match="half-way"):
+        run(session, _HALF_WAY, "cell-5")
+    run(
+        session,
+        "import warnings\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    strategy.run(lambda: None)\n"
+        "told = [str(each.message) for each in caught] if distnb.is_chief() else None\n"
+        "strategy.assert_in_sync([model, optimizer])\n",
+        "cell-6",
+    )
+    assert "ended within HalfWay.step()" in str(names["told"].values[0])
+
+    os.kill(session.status()[1].pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while session.status()[1].state == "idle" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert session.restart(missing=True) == (1,)
+    run(
+        session,
+        "strategy.assert_in_sync([model, optimizer])\n"
+        "counts = repr([int(state['step']) for state in optimizer.state.values()])\n"
+        "before = model[0].weight.detach().clone()\n"
+        "strategy.run(step)\n"
+        "strategy.run(step)\n"
+        "strategy.assert_in_sync([list(model.parameters()), optimizer])\n"
+        "common = owned()\n"
+        "moved = bool((model[0].weight != before).all())\n",
+        "cell-7",
+    )
+    assert names["counts"] == repr([2] * 6), "what the lost replica's optimizer kept was everyone's"
+    assert (names["common"], names["moved"]) == (6 + 6 * 3, True)

@@ -1,0 +1,98 @@
+"""Common memory: what one replica writes and the others see, and what stays its own."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from distnb.collectives import arena
+from distnb.collectives.arena import Arena
+from distnb.errors import CollectiveError
+
+PAGE = 4096
+
+
+class Pair:
+    """Two replicas that are threads; each has a view of it as its group."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=30)
+        self._told: list[Any] = [None, None]
+
+    def replica(self, rank: int) -> Any:
+        pair = self
+
+        class Group:
+            def __init__(self) -> None:
+                self.rank = rank
+
+            def all_gather_object(self, value: object) -> list[object]:
+                pair._barrier.wait()
+                pair._told[rank] = value
+                pair._barrier.wait()
+                return list(pair._told)
+
+        return Group()
+
+
+def arenas(nbytes: int) -> list[Any]:
+    """One for each replica; or what was raised there."""
+    pair = Pair()
+
+    def made(rank: int) -> Any:
+        try:
+            return Arena(pair.replica(rank), nbytes)
+        except CollectiveError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(made, range(2)))
+
+
+def test_what_is_written_to_the_own_view_stays_there_until_it_is_forgotten() -> None:
+    first, second = arenas(3 * PAGE + 1)
+    assert first.nbytes == 4 * PAGE
+    common = first.common(0, 4 * PAGE)
+    common.fill_(7)
+    views = [each.own(0, 4 * PAGE) for each in (first, second)]
+    assert all(bool((view == 7).all()) for view in views)
+    assert (first.changed(), second.changed()) == ([], [])
+
+    views[0][PAGE] = 1
+    views[0][3 * PAGE] = 1
+    assert first.changed() == [1, 3]
+    assert second.changed() == []
+    assert (views[1][PAGE].item(), common[PAGE].item()) == (7, 7)
+
+    common.fill_(9)  # seen wherever nobody has a copy
+    assert views[1][PAGE].item() == 9
+    assert (views[0][0].item(), views[0][PAGE].item(), views[0][PAGE + 1].item()) == (9, 1, 7)
+    first.forget([1, 3])
+    assert bool((views[0] == 9).all())
+    assert first.changed() == []
+    assert [list(Arena.pages(begin, n)) for begin, n in ((0, 1), (0, PAGE), (PAGE - 1, 2))] == [[0], [0], [0, 1]]
+
+
+def test_a_tensor_keeps_the_memory_alive() -> None:
+    first, second = arenas(PAGE)
+    view, other = first.own(0, PAGE), second.common(0, PAGE)
+    del first, second
+    other.fill_(3)
+    assert torch.equal(view, other)
+
+
+def test_replicas_that_share_no_memory_are_told_so_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(arena, "host", lambda: threading.current_thread().name)
+        for error in arenas(PAGE):
+            assert isinstance(error, CollectiveError)
+            assert "different machines" in str(error)
+            assert "MirroredStrategy" in str(error)
+    monkeypatch.setattr(arena, "_available_nbytes", lambda: PAGE - 1)
+    for error in arenas(PAGE):
+        assert isinstance(error, CollectiveError)
+        assert "not to be had" in str(error)
