@@ -292,6 +292,12 @@ SEQUENCES: dict[str, list[Cell]] = {
         distributed("torch.set_default_dtype(torch.float32)"),
         ordinary("e = torch.ones(1).dtype"),
     ],
+    "gradients on and off": [
+        ordinary(f"{_IMPORTS}\ntorch.set_grad_enabled(False)"),
+        distributed("a = torch.is_grad_enabled()\ntorch.set_grad_enabled(True)"),
+        ordinary("b = torch.is_grad_enabled()"),
+        distributed("c = torch.is_grad_enabled()"),
+    ],
     "big arrays": [
         ordinary(f"{_IMPORTS}\nbig = np.arange(300_000.)"),
         distributed("s = float(big.sum())"),

@@ -101,7 +101,7 @@ class EngineNamespace:
         if delivery.keep is not None:
             space.kept[delivery.keep] = delivery.serial, outline(self._arguments)
         if environment is not None:
-            apply_environment(Environment(generators=environment.generators))
+            apply_environment(Environment(grad=environment.grad, generators=environment.generators))
             self._environment = None
         self._delivery = delivery
 

@@ -1,4 +1,4 @@
-"""What a program sees besides names: working directory, import path, default dtype, random state.
+"""What a program sees besides names: working directory, import path, default dtype, gradients on or off, random state.
 
 The notebook's is delivered to the engines when it changed, and what a program left behind comes back, so that the
 notebook stands where it would had it run the program itself.
@@ -41,12 +41,13 @@ class Environment:
     cwd: str | None = None
     path: tuple[str, ...] | None = None
     dtype: Any = None
+    grad: bool | None = None
     generators: Generators | None = None
 
     @property
     def empty(self) -> bool:
         """Whether nothing changed."""
-        return self.cwd is None and self.path is None and self.dtype is None and self.generators is None
+        return self == _NOTHING
 
     def since(self, earlier: Environment | None) -> Environment:
         """The parts in which this differs from an earlier capture."""
@@ -56,8 +57,12 @@ class Environment:
             None if self.cwd == earlier.cwd else self.cwd,
             None if self.path == earlier.path else self.path,
             None if self.dtype == earlier.dtype else self.dtype,
+            None if self.grad == earlier.grad else self.grad,
             None if self.generators is earlier.generators or self.generators == earlier.generators else self.generators,
         )
+
+
+_NOTHING = Environment()
 
 
 def capture_environment(before: Environment | None = None, generators: Generators | None = None) -> Environment:
@@ -72,7 +77,7 @@ def capture_environment(before: Environment | None = None, generators: Generator
     except FileNotFoundError:  # the directory was removed under us
         cwd = None
     torch = sys.modules.get("torch")
-    dtype = torch.get_default_dtype() if torch else None
+    dtype, grad = (torch.get_default_dtype(), torch.is_grad_enabled()) if torch else (None, None)
     generators, path = generators or capture_generators(), tuple(sys.path)
     if (
         before is not None
@@ -80,9 +85,10 @@ def capture_environment(before: Environment | None = None, generators: Generator
         and path == before.path
         and cwd == before.cwd
         and dtype == before.dtype
+        and grad == before.grad
     ):
         return before
-    return Environment(cwd, path, dtype, generators)
+    return Environment(cwd, path, dtype, grad, generators)
 
 
 def capture_generators() -> Generators:
@@ -146,6 +152,10 @@ def apply_environment(environment: Environment) -> None:
         import torch
 
         torch.set_default_dtype(environment.dtype)
+    if environment.grad is not None:
+        import torch
+
+        torch.set_grad_enabled(environment.grad)
     if environment.generators is not None:
         _apply_generators(environment.generators)
 

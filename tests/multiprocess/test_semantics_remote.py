@@ -39,6 +39,16 @@ def test_run_reduce_and_gather(strategy: Any) -> None:
     assert strategy.num_replicas_in_sync == 2
 
 
+def test_gradients_are_on_or_off_as_they_are_here(strategy: Any) -> None:
+    def enabled() -> bool:
+        return torch.is_grad_enabled()
+
+    for _ in range(3):  # the later ones are sent as repeated calls
+        assert strategy.run(enabled) is True
+        with torch.no_grad():
+            assert strategy.run(enabled) is False
+
+
 def test_replicas_disagree(strategy: Any) -> None:
     with pytest.raises(ValueError, match="different structures"):
         strategy.run(lambda: {"a": 1} if distnb.replica_id() else (1, 2))

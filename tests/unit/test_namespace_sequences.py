@@ -17,6 +17,7 @@ def _one_thread() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(True)
 
 
 @pytest.mark.timeout(60)
