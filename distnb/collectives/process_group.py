@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -100,24 +99,15 @@ class GroupCore(GroupIdentity):
         """End the group if an operation of torch's takes longer than this; None, or torch's default: never."""
         self._time_limit.set(timeout)
 
-    def prefer(self, patience_s: float | None, in_memory: bool) -> None:
-        """What the strategy that computes now was told of communication. All replicas have the same.
+    def prefer(self, patience_s: float | None, in_memory: bool) -> tuple[float | None, bool]:
+        """What the strategy that computes now was told of communication. All replicas alike; returns what held before.
 
         Args:
-            patience_s: How long a replica waits in one collective before it ends the group; None for ever.
-            in_memory: Whether memory that replicas share may be used instead of sockets.
-        """
-        self._patience_s, self.in_memory = patience_s, in_memory
-
-    @contextmanager
-    def preferring(self, patience_s: float | None, in_memory: bool) -> Iterator[None]:
-        """The same for some calls: afterwards all is as it was."""
+            patience_s: How long one waits in one collective before it ends the group, for ever without it.
+            in_memory: Whether memory that replicas share may be used instead of sockets."""
         before = self._patience_s, self.in_memory
-        self.prefer(patience_s, in_memory)
-        try:
-            yield
-        finally:
-            self.prefer(*before)
+        self._patience_s, self.in_memory = patience_s, in_memory
+        return before
 
     def connect(self) -> None:
         """Connect with the other ranks now, and not in the first operation."""

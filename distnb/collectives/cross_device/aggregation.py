@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,7 +83,7 @@ class Aggregation:
         if options is None:
             return nullcontext()
         ring = options.implementation is CommunicationImplementation.RING
-        return self.group.process_group.preferring(options.timeout_seconds, not ring)
+        return _preferring(self.group, options.timeout_seconds, not ring)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Replace the tensor (contiguous, of real numbers) by the sum or mean over all replicas."""
@@ -112,6 +113,15 @@ class Aggregation:
             return self.group.all_reduce_start(tensor)
         self.all_reduce(tensor)
         return _DONE
+
+
+@contextmanager
+def _preferring(group: Group, patience_s: float | None, in_memory: bool) -> Iterator[None]:
+    before = group.process_group.prefer(patience_s, in_memory)
+    try:
+        yield
+    finally:
+        group.process_group.prefer(*before)
 
 
 class _Done:
