@@ -11,8 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from multiprocessing import util
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -231,55 +229,13 @@ def folders_of_workers() -> list[str]:
     return [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("pymp-")]
 
 
-def test_a_worker_that_ends_with_its_first_batch_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that hands the batch over would be about to make it."""
-    make = tempfile.mkdtemp
-
-    def slow(*args: Any, **kwargs: Any) -> str:
-        made = make(*args, **kwargs)
-        time.sleep(1.0)
-        return made
-
-    monkeypatch.setattr(tempfile, "mkdtemp", slow)
+def test_workers_hand_tensors_over_without_a_folder_that_could_stay() -> None:
+    before = folders_of_workers()
     iterator = iter(threaded(Slow()))
-    assert eventually(lambda: bool(folders_of_workers()))
+    assert next(iterator).component(0).tolist() == [0, 1]
+    assert multiprocessing.active_children()
+    assert folders_of_workers() == before
     iterator.close()
-    assert eventually(lambda: not multiprocessing.active_children())
-    assert not folders_of_workers()
-
-
-class Tidying(Dataset[Any]):
-    """Its worker takes a while to tidy up, and says that it does."""
-
-    def __init__(self, said: Path) -> None:
-        self.said = said
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 0:
-            util.Finalize(None, self.tidy, exitpriority=50)
-        return torch.tensor(index)
-
-    def tidy(self) -> None:
-        self.said.touch()
-        time.sleep(0.5)
-
-
-def test_a_worker_is_not_interrupted_while_it_tidies_up(tmp_path: Path) -> None:
-    iterator = iter(threaded(Tidying(tmp_path / "said")))
-    next(iterator)
-    workers = multiprocessing.active_children()
-    ending = threading.Thread(target=iterator.close)
-    ending.start()
-    assert eventually((tmp_path / "said").exists)
-    children.interrupt(workers)
-    ending.join()
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0]
-    assert not folders_of_workers()
 
 
 def test_an_interrupted_program_leaves_nothing_running() -> None:
