@@ -65,7 +65,7 @@ tests: $(VENV)/.made-test
 	$(BIN)/python -m pytest $(ARGS)
 
 bench: $(VENV)/.made-test $(VENV)/.made-bench
-	for name in roundtrip empty_cell training startup live_view transfer cross_device_ops; do $(BIN)/python -m benchmarks.$$name $(ARGS); done
+	for name in roundtrip empty_cell training startup live_view transfer cross_device_ops central_storage; do $(BIN)/python -m benchmarks.$$name $(ARGS); done
 
 hooks: $(VENV)/.made-test
 	$(BIN)/pre-commit install

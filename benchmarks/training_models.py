@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,10 @@ from torch.nn import functional as F
 
 __all__ = ["BATCH", "MODELS", "make_batch", "make_model", "steps_with_ddp", "steps_with_distnb"]
 
-BATCH = {"mlp": 128, "deep": 64, "convnet": 32}
+BATCH = {"mlp": 128, "deep": 64, "convnet": 32, "wide": 8}
 """The global batch size per model."""
-MODELS = tuple(BATCH)
+MODELS = ("mlp", "deep", "convnet")
+"""Those of `benchmarks.training`."""
 
 
 def make_model(name: str) -> nn.Module:
@@ -22,6 +24,7 @@ def make_model(name: str) -> nn.Module:
     - `mlp`: 784-256-256-10.
     - `deep`: narrow, 242 parameter tensors, where every µs per tensor shows.
     - `convnet`: three convolutions on 32 × 32 images and a classifier.
+    - `wide`: 34 MB of parameters, for what they take of memory.
     """
     torch.manual_seed(0)
     if name == "mlp":
@@ -36,12 +39,14 @@ def make_model(name: str) -> nn.Module:
             nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
             nn.Flatten(), nn.Linear(128 * 4 * 4, 256), nn.ReLU(), nn.Linear(256, 10),
         )  # fmt: skip
-    raise ValueError(f"{name!r} is none of {MODELS}")
+    if name == "wide":
+        return nn.Sequential(nn.Linear(4096, 2048), nn.ReLU(), nn.Linear(2048, 10))
+    raise ValueError(f"{name!r} is none of {tuple(BATCH)}")
 
 
 def make_batch(name: str, rank: int, replicas: int) -> tuple[Tensor, Tensor]:
     """This replica's slice of one global batch: `[batch / replicas, …]` and `[batch / replicas]`."""
-    shape = {"mlp": (784,), "deep": (32,), "convnet": (3, 32, 32)}[name]
+    shape = {"mlp": (784,), "deep": (32,), "convnet": (3, 32, 32), "wide": (4096,)}[name]
     count = BATCH[name] // replicas
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(count, *shape, generator=generator), torch.randint(10, (count,), generator=generator)
@@ -66,14 +71,17 @@ def steps_with_ddp(name: str, rank: int, replicas: int) -> Callable[[int], float
     return steps
 
 
-def steps_with_distnb(name: str, rank: int, replicas: int) -> Callable[[int], float]:
+def steps_with_distnb(
+    name: str, rank: int, replicas: int, *, strategy: Any = None, optimizer_class: Any = torch.optim.SGD
+) -> Callable[[int], float]:
     """Ours: the training cell of the quickstart, with the batch at hand. Runs in a script and in a cell alike."""
     import distnb
 
-    strategy = distnb.get_strategy() if distnb.has_strategy() else distnb.MirroredStrategy()
+    if strategy is None:
+        strategy = distnb.get_strategy() if distnb.has_strategy() else distnb.MirroredStrategy()
     with strategy.scope():
         model = make_model(name)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = optimizer_class(model.parameters(), lr=0.01)
     x, y = make_batch(name, rank, replicas)
 
     def train_step(x: Tensor, y: Tensor) -> Tensor:
