@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
@@ -21,6 +22,9 @@ from distnb.wire.messages import CallFunction, Died, Reply, Unread
 from distnb.wire.shorthand import ReplyReader
 
 __all__ = ["Dispatch", "Outcome"]
+
+_LATE_S = 2.0
+_LOOK_S = 0.02
 
 
 class Outcome:
@@ -246,14 +250,22 @@ class Dispatch:
                 f"Engine {dead[0]} has ended ({self._dead[dead[0]]}), and this program needs it. Start a replacement "
                 "with %distnb restart --missing; mirrored variables are restored to it from a survivor."
             )
-        if not stuck.keys().isdisjoint(engines):
-            self._outgoing.flush()  # the socket is this thread's from now on
-            self._take_replies()  # nobody waited for its reply any more, and it may have come since
-            stuck = self._supervisor.stuck
-        busy = sorted(engine for engine in engines if engine in stuck)
+        busy = self._busy(engines)
         if busy:
             raise ReplicaStuck(
                 f"Engine {busy[0]} is still busy with a program that was ended: it sits in code that no "
                 "signal reaches. "
                 f"Wait for it (%distnb status), or replace it alone with %distnb restart {busy[0]}."
             )
+
+    def _busy(self, engines: Collection[int]) -> list[int]:
+        """Those that stay busy with a program that was ended; on a loaded machine one may only be late to say so."""
+        deadline = time.monotonic() + _LATE_S
+        while True:
+            self._outgoing.flush()  # the socket is this thread's from now on
+            self._take_replies()  # nobody waited for its reply any more
+            stuck = self._supervisor.stuck
+            busy = sorted(engine for engine in engines if engine in stuck)
+            if not busy or time.monotonic() > deadline:
+                return busy
+            time.sleep(_LOOK_S)
