@@ -41,6 +41,7 @@ __all__ = ["Control"]
 
 _FLUSH_S = 0.05
 _TELEMETRY_S = 0.2
+_POINTS_S = 0.2  # to read them costs the training a moment of Python's lock: not as often as output
 
 Sampler = Callable[[int, int, int], TelemetrySample]
 
@@ -84,7 +85,7 @@ class Control:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._running: tuple[int, int] | None = None  # (program, replica)
         self._latest = (0, 0)
-        self._began = self._next_sample = 0.0
+        self._began = self._next_sample = self._next_points = 0.0
         self._step = 0
         self._thread = threading.Thread(target=self._serve, name="distnb-control", daemon=True)
 
@@ -174,6 +175,7 @@ class Control:
         elif isinstance(order, Flush):
             if self._latest[0]:
                 self._measure()
+            self._next_points = 0.0
             self.emit(Flushed(self._engine, order.number))
         elif isinstance(order, Shutdown):
             self._on_shutdown()
@@ -183,7 +185,9 @@ class Control:
         self._events.append(self._sample(self._engine, *self._latest))
 
     def _flush(self) -> None:
-        self._events.extendleft(reversed(self._read_points()))
+        if self._points and (time.monotonic() >= self._next_points or self._running != self._points[0][0]):
+            self._next_points = time.monotonic() + _POINTS_S
+            self._events.extendleft(reversed(self._read_points()))
         if not self._events:
             return
         batch = [self._events.popleft() for _ in range(len(self._events))]
