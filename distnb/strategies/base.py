@@ -18,7 +18,7 @@ from distnb.variables.homes import several_strategies
 if TYPE_CHECKING:
     from distnb.cluster.resolvers import ClusterResolver
 
-__all__ = ["Strategy", "resolve"]
+__all__ = ["Strategy", "kept_options", "resolve"]
 
 _CLASSES = {
     "default": "distnb.strategies.default:DefaultStrategy",
@@ -316,3 +316,23 @@ class Strategy:
         check_input_function(dataset_fn, options)
         contexts.require_cross_replica(self, "distribute_datasets_from_function")
         return self.runtime.distribute_datasets_from_function(self, dataset_fn, options)
+
+
+def kept_options(gradient_reduction: str, check_mean_loss: bool, **others: Any) -> tuple[tuple[str, Any], ...]:
+    """The options of a spec: only what differs from the defaults, so that equal arguments name the same strategy.
+
+    Args:
+        gradient_reduction, check_mean_loss: As strategies of several replicas take them.
+        others: A strategy's own; None and False are their defaults.
+
+    Raises:
+        OptionError: There is no such reduction.
+    """
+    if gradient_reduction not in ("sum", "mean"):
+        raise OptionError(f"gradient_reduction={gradient_reduction!r}: write 'sum' or 'mean'.")
+    kept = {name: value for name, value in others.items() if value is not None and value is not False}
+    if not check_mean_loss:
+        kept["check_mean_loss"] = False
+    if gradient_reduction != "sum":
+        kept["gradient_reduction"] = gradient_reduction
+    return tuple((name, kept[name]) for name in sorted(kept))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
 from distnb.runtime import central_storage, choice
-from distnb.strategies.base import Strategy
+from distnb.strategies.base import Strategy, kept_options
 from distnb.topology import Device, parse_device
 
 __all__ = ["CentralStorageStrategy"]
@@ -57,17 +57,9 @@ class CentralStorageStrategy(Strategy):
         doubles = sorted({name for name in names if names.count(name) > 1})
         if doubles:
             raise OptionError(f"{doubles[0]} was named for several replicas. Name each device of compute_devices once.")
-        if gradient_reduction not in ("sum", "mean"):
-            raise OptionError(f"gradient_reduction={gradient_reduction!r}: write 'sum' or 'mean'.")
-        # Only what differs from the defaults, so that the magic's strategy is the same as the one made by hand.
-        options: list[tuple[str, Any]] = []
-        if not check_mean_loss:
-            options.append(("check_mean_loss", False))
-        if gradient_reduction != "sum":
-            options.append(("gradient_reduction", gradient_reduction))
-        if parameter_device is not None:
-            options.append(("parameter_device", str(parse_device(parameter_device))))
-        spec = StrategySpec(cls.kind, names, 0, tuple(options))
+        place = None if parameter_device is None else str(parse_device(parameter_device))
+        options = kept_options(gradient_reduction, check_mean_loss, parameter_device=place)
+        spec = StrategySpec(cls.kind, names, 0, options)
         central_storage.check_places(spec, names, ())
         strategy = cls._of(spec)
         if choice.started_by_launcher() or choice.has_remote():

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from distnb.cluster.devices import available_gpus
 from distnb.collectives.cross_device.base import CrossDeviceOps, checked_ops
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
 from distnb.runtime import choice
-from distnb.strategies.base import Strategy
+from distnb.strategies.base import Strategy, kept_options
 from distnb.topology import Device, parse_device
 
 __all__ = ["MirroredStrategy"]
@@ -54,19 +54,13 @@ class MirroredStrategy(Strategy):
                 f"{doubles[0]} was named for several replicas, which would share it. If that is what you mean (one "
                 "GPU for a classroom), say oversubscribe=True."
             )
-        if gradient_reduction not in ("sum", "mean"):
-            raise OptionError(f"gradient_reduction={gradient_reduction!r}: write 'sum' or 'mean'.")
-        # Only what differs from the defaults, so that the magic's strategy is the same as the one made by hand.
-        options: list[tuple[str, Any]] = []
-        if not check_mean_loss:
-            options.append(("check_mean_loss", False))
-        if cross_device_ops is not None:
-            options.append(("cross_device_ops", checked_ops(cross_device_ops)))
-        if gradient_reduction != "sum":
-            options.append(("gradient_reduction", gradient_reduction))
-        if oversubscribe:
-            options.append(("oversubscribe", True))
-        strategy = cls._of(StrategySpec(cls.kind, names, 0, tuple(options)))
+        options = kept_options(
+            gradient_reduction,
+            check_mean_loss,
+            cross_device_ops=None if cross_device_ops is None else checked_ops(cross_device_ops),
+            oversubscribe=oversubscribe,
+        )
+        strategy = cls._of(StrategySpec(cls.kind, names, 0, options))
         placed, remote = choice.started_by_launcher(), choice.has_remote()
         if placed or remote:
             # In a notebook the engines start now, if there are none; in a script the replicas meet, and share their

@@ -8,7 +8,7 @@ from distnb.cluster.resolvers import ClusterResolver
 from distnb.errors import OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, StrategySpec
 from distnb.runtime import choice, multi_worker
-from distnb.strategies.base import Strategy
+from distnb.strategies.base import Strategy, kept_options
 
 __all__ = ["MultiWorkerMirroredStrategy"]
 
@@ -55,19 +55,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         ways = [_communication(each) for each in given if not isinstance(each, ClusterResolver)]
         if len(resolvers) > 1 or len(ways) > 1:
             raise OptionError(f"One resolver and one set of communication options are enough; got {given}.")
-        if gradient_reduction not in ("sum", "mean"):
-            raise OptionError(f"gradient_reduction={gradient_reduction!r}: write 'sum' or 'mean'.")
-        # Only what differs from the defaults, so that equal arguments name the same strategy.
-        options: list[tuple[str, Any]] = []
-        if not check_mean_loss:
-            options.append(("check_mean_loss", False))
-        if resolvers:
-            options.append(("cluster_resolver", resolvers[0]))
-        if ways and ways[0] != CommunicationOptions():
-            options.append(("communication_options", ways[0]))
-        if gradient_reduction != "sum":
-            options.append(("gradient_reduction", gradient_reduction))
-        strategy = cls._of(StrategySpec(cls.kind, (), 0, tuple(options)))
+        options = kept_options(
+            gradient_reduction,
+            check_mean_loss,
+            cluster_resolver=resolvers[0] if resolvers else None,
+            communication_options=ways[0] if ways and ways[0] != CommunicationOptions() else None,
+        )
+        strategy = cls._of(StrategySpec(cls.kind, (), 0, options))
         strategy._arrive()
         return strategy
 

@@ -9,7 +9,7 @@ from distnb.cluster import tpu
 from distnb.errors import OptionError, StartError
 from distnb.options import StrategySpec
 from distnb.runtime import choice
-from distnb.strategies.base import Strategy
+from distnb.strategies.base import Strategy, kept_options
 from distnb.topology import Device, parse_device
 
 __all__ = ["TPUStrategy"]
@@ -52,15 +52,8 @@ class TPUStrategy(Strategy):
         if experimental_spmd_xla_partitioning:
             _refuse("experimental_spmd_xla_partitioning", True, "a model is copied to each chip, and not cut")
         names = _chip_names(devices)
-        if gradient_reduction not in ("sum", "mean"):
-            raise OptionError(f"gradient_reduction={gradient_reduction!r}: write 'sum' or 'mean'.")
-        # Only what differs from the defaults, so that equal arguments name the same strategy.
-        options: list[tuple[str, Any]] = []
-        if not check_mean_loss:
-            options.append(("check_mean_loss", False))
-        if gradient_reduction != "sum":
-            options.append(("gradient_reduction", gradient_reduction))
-        strategy = cls._of(StrategySpec(cls.kind, names, 0, tuple(options)))
+        options = kept_options(gradient_reduction, check_mean_loss)
+        strategy = cls._of(StrategySpec(cls.kind, names, 0, options))
         placed = choice.started_by_launcher()
         if not placed:
             check_available("TPUStrategy")
