@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from distnb import session as sessions
-from distnb.errors import OptionError
+from distnb.errors import OptionError, StartError
 from distnb.magics.cell_text import cell_magics, check_no_nested_magic, insert_after_future_imports
 from distnb.magics.presenting import presented
 from distnb.magics.request import Request, read_request
@@ -101,7 +101,7 @@ class LocalCells:
         try:
             request = read_request(line, self._shell.user_ns)
             check_no_nested_magic("".join(lines[1:]), 2)
-        except OptionError:
+        except (OptionError, StartError):
             return lines  # the magic itself tells what is wrong
         if not request.local or not "".join(lines[1:]).strip():
             return lines
