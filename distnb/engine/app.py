@@ -7,8 +7,10 @@ reaches the agent directly, so cells run while the controller still starts, and 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -89,6 +91,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         self._control_thread = ControlThread(daemon=True)
         self._control_thread.start()
         self.config.HistoryManager.hist_file = ":memory:"
+        _leave_out_the_debugger()
         self.kernel = IPythonParallelKernel.instance(
             parent=self,
             engine_id=self.id,
@@ -186,3 +189,16 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         self._control_thread.io_loop.add_callback(self.control_socket.connect, f"{interface}:{info['control']}")
         self._iopub.schedule(partial(self.iopub_socket.connect, f"{interface}:{info['iopub']}"))
         Heart(f"{interface}:{info['hb_ping']}", f"{interface}:{info['hb_pong']}", None, heart_id=self.bident).start()
+
+
+def _leave_out_the_debugger() -> None:
+    """Let ipykernel find no debugpy. Nobody can attach to its debugger in an engine, and loading that goes through
+    `sys.modules`, to which another thread adds torch's modules meanwhile. A user's own `import debugpy` works later.
+    """
+    if "debugpy" in sys.modules:  # an IDE that debugs the notebook's children has loaded it in all of them
+        return
+    sys.modules["debugpy"] = None  # type: ignore[assignment]
+    try:
+        importlib.import_module("ipykernel.debugger")
+    finally:
+        del sys.modules["debugpy"]

@@ -22,3 +22,10 @@ def ident() -> str:
     from IPython import get_ipython
 
     return str(get_ipython().kernel.ident)
+
+
+def debuggers() -> list[str]:
+    """Which modules of a debugger this process has loaded."""
+    import sys
+
+    return [name for name in sys.modules if name.partition(".")[0] in ("debugpy", "pydevd", "_pydevd_bundle")]

@@ -69,6 +69,11 @@ def test_engines_share_the_cores(client: Any) -> None:
     assert client[:].apply_sync(asked.threads) == [(share, str(share), "lo")] * 2
 
 
+def test_engines_load_no_debugger_unasked(client: Any) -> None:
+    # Its import goes through sys.modules while another thread of a starting engine adds torch's modules: a race.
+    assert client[:].apply_sync(asked.debuggers) == [[], []]
+
+
 def test_each_engine_leads_a_session_of_its_own(cluster: Cluster) -> None:
     for process in cluster.engines.values():
         assert os.getsid(process.pid) == os.getpgid(process.pid) == process.pid != os.getsid(0)
