@@ -61,8 +61,8 @@ class Connection:
         client_public, client_secret: The engines' CURVE keys (Z85).
         store_host, store_port: The rendezvous store.
         notebook_pid: The process whose end is the engines' end.
-        harbour_name, harbour_token: Where engines of its host get large frames through shared memory, and what lets
-            them in (see `wire.freight`); empty: nowhere.
+        harbour_name, harbour_token: Where engines of its host come for their programs, and what lets them in (see
+            `wire.harbour`); empty: nowhere.
         controller: Whether ipyparallel's controller will be there, for its own clients.
     """
 

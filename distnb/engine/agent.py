@@ -34,9 +34,9 @@ from distnb.runtime import contexts, randomness, spmd
 from distnb.strategies import live
 from distnb.topology import Device, Team
 from distnb.values.structure import select
-from distnb.wire import codec, freight
+from distnb.wire import codec, passage
 from distnb.wire.bindings import Repeat
-from distnb.wire.channel import Link, beside
+from distnb.wire.channel import Link, PassageLink, ProgramLink
 from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell, Unread
 from distnb.wire.shorthand import CallReader, calls_in, spelled_out
 
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["Agent", "install"]
 
 Program = RunCell | CallFunction | Apply
+
+_LINGER_MS = 1  # the next small call often follows at once, and the way through the event loop costs as much as it
 
 
 class Agent:
@@ -74,9 +76,11 @@ class Agent:
             "client_public": connection.client_public.encode(),
             "client_secret": connection.client_secret.encode(),
         }
-        passage = freight.connect(connection.harbour_name, connection.harbour_token, engine)
-        program_url = connection.program_url if passage is None else beside(connection.harbour_name)
-        self._programs = Link(context, engine, program_url, passage=passage, **keys)
+        near = passage.connect(connection.harbour_name, connection.harbour_token, engine)
+        self._near = near is not None
+        self._programs: ProgramLink = (
+            PassageLink(near) if near is not None else Link(context, engine, connection.program_url, **keys)
+        )
         self._calls, self._replies = CallReader(), Outbox(self._programs)
         pipes = {}
         logs = {}
@@ -94,7 +98,7 @@ class Agent:
             on_shutdown=lambda: os._exit(0),
             pipes=pipes,
         )
-        self._serving = False
+        self._serving = self._listening = False
         self._executor = Executor(engine, shell, self._control)
         self._handlers: dict[type, Callable[[Any, int], Reply]] = {
             RunCell: self._run_cell,
@@ -116,14 +120,13 @@ class Agent:
             str(self._device),
             sys.version.split()[0],
             torch.__version__,
+            self._near,
         )
         self._control.start()
         self._control.emit(hello, urgent=True)
-        # No ZMQStream: its bookkeeping costs as much as a small program.
-        loop = IOLoop.current()
-        loop.add_handler(self._programs.socket.fileno(), self._serve_programs, loop.READ)
         self._programs.send(hello)
-        loop.add_callback(self._serve_programs)
+        self._listen()
+        IOLoop.current().add_callback(self._serve_programs)
         # What torch and IPython consist of is never garbage: collections need not look at it again and again.
         gc.freeze()
         warm_up_when_idle(lambda: not self._serving, lambda: self._control.latest_program == 0)
@@ -136,20 +139,27 @@ class Agent:
 
     # -- programs --------------------------------------------------------------------------------------------------
 
+    def _listen(self) -> None:
+        # No ZMQStream: its bookkeeping costs as much as a small program.
+        loop = IOLoop.current()
+        loop.add_handler(self._programs.fileno(), self._serve_programs, loop.READ)
+        self._listening = True
+
     def _serve_programs(self, *event: Any) -> None:
         """Run every program that has arrived.
 
-        The descriptor is edge-triggered: it tells of what comes after the socket was last found empty, and so the
-        last thing here is to find it empty.
+        A descriptor of ZeroMQ tells of what comes after the socket was last found empty, and so the last thing here is
+        to find it empty.
         """
-        if self._serving:
-            return  # user code runs the event loop: the loop below goes on when that program has ended
-        self._serving = True
+        if self._serving:  # user code runs the event loop: what has arrived is for the loop below, after that program
+            self._ignore()
+            return
+        self._serving, served = True, False
         try:
             while True:
                 message = None
                 try:
-                    message = self._programs.receive()
+                    message = self._programs.receive(_LINGER_MS if served else 0)
                     message = self._calls.read(message)
                 except Exception as error:  # noqa: BLE001  # whatever it is, the notebook waits for replies
                     for _ in range(calls_in(message)):
@@ -157,6 +167,7 @@ class Agent:
                     continue
                 if message is None:
                     return
+                served = True
                 self._answer(message)
                 # Only now: what a failed cell held may take seconds to end (a DataLoader waits for its workers).
                 if self._failure is not None:
@@ -166,6 +177,15 @@ class Agent:
             raise
         finally:
             self._serving = False
+            if self._programs.ended:
+                self._ignore()
+            elif not self._listening:
+                self._listen()
+
+    def _ignore(self) -> None:
+        if self._listening:
+            IOLoop.current().remove_handler(self._programs.fileno())
+            self._listening = False
 
     def _forget_failure(self) -> None:
         self._failure = None

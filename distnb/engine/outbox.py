@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from distnb.wire.channel import Link
+from distnb.wire.channel import ProgramLink
 from distnb.wire.messages import Reply
 from distnb.wire.shorthand import ReplyWriter
 
@@ -24,7 +24,7 @@ class Outbox:
         link: The program channel.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ProgramLink) -> None:
         self._link = link
         self._writer = ReplyWriter()
         self._lock = threading.Lock()

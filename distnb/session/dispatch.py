@@ -9,16 +9,13 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
-import zmq
-
 from distnb.errors import EngineDied, ReplicaStuck
 from distnb.session.interrupts import Interrupts
 from distnb.session.outgoing import Outgoing
 from distnb.session.supervision import GiveUpOn
 from distnb.session.supervisor import Supervisor
-from distnb.wire.channel import receive_from
-from distnb.wire.freight import Harbour
 from distnb.wire.messages import CallFunction, Died, Reply, Unread
+from distnb.wire.programs import Programs
 from distnb.wire.shorthand import ReplyReader
 
 __all__ = ["Dispatch", "Outcome"]
@@ -77,32 +74,28 @@ class Outcome:
 
 
 class Dispatch:
-    """Owns the program socket. One distributed program at a time: others wait their turn.
+    """Owns the way of programs. One distributed program at a time: others wait their turn.
 
     Args:
-        socket: The program socket of the switchboard.
+        programs: The way to the engines.
         supervisor: Follows every program.
-        harbour: The switchboard's.
 
     Attributes:
         turn: Hold it while a program is made, sent and waited for.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], supervisor: Supervisor, harbour: Harbour | None = None) -> None:
-        self._socket = socket
-        self._harbour = harbour
+    def __init__(self, programs: Programs, supervisor: Supervisor) -> None:
+        self._programs = programs
         self._supervisor = supervisor
         self._numbers = itertools.count(1)
         self.latest = 0
         self.turn = threading.RLock()
         self._pending: dict[int, Outcome] = {}
-        self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(supervisor.lost_fd, zmq.POLLIN)
         self._interrupts = Interrupts()
-        self._poller.register(self._interrupts.fd, zmq.POLLIN)
+        programs.watch(supervisor.lost_fd)
+        programs.watch(self._interrupts.fd)
         self._dead: dict[int, str] = {}
-        self._outgoing = Outgoing(socket, harbour)
+        self._outgoing = Outgoing(programs)
         self._readers: defaultdict[int, ReplyReader] = defaultdict(ReplyReader)
 
     def number(self) -> int:
@@ -158,7 +151,7 @@ class Dispatch:
         with self._interrupts:
             self._outgoing.flush()
             while not outcome.complete:
-                self._read(outcome)
+                self._read()
                 if self._interrupts.count:
                     self.interrupt()
 
@@ -181,24 +174,22 @@ class Dispatch:
         self._outgoing.close()
         self._interrupts.close()
 
-    def _read(self, awaited: Outcome) -> None:
-        ready = dict(self._poller.poll())
+    def _read(self) -> None:
+        ready = self._programs.wait()
         if self._supervisor.lost_fd in ready:
             self._lose()
         if self._interrupts.fd in ready:
             self._interrupts.drain()
-        self._take_replies(awaited)
+        self._take_replies(ready)
 
-    def _take_replies(self, awaited: Outcome | None = None) -> None:
-        for engine, message in receive_from(self._socket, self._harbour):
+    def _take_replies(self, ready: list[int]) -> None:
+        for engine, message in self._programs.receive(ready):
             if type(message) is list:
                 self._supervisor.replied(engine, [well for each in message if (well := self._take(engine, each))])
             else:
                 well = self._take(engine, message)
                 if well:
                     self._supervisor.replied(engine, (well,))
-            if awaited is not None and awaited.complete:
-                return  # to find the socket empty costs as much as to read a reply
 
     def _take(self, engine: int, message: Any) -> int:
         """Take in a reply. Its program, if that went well, and no event tells of its end; else 0."""
@@ -262,8 +253,8 @@ class Dispatch:
         """Those that stay busy with a program that was ended; on a loaded machine one may only be late to say so."""
         deadline = time.monotonic() + _LATE_S
         while True:
-            self._outgoing.flush()  # the socket is this thread's from now on
-            self._take_replies()  # nobody waited for its reply any more
+            self._outgoing.flush()  # the way is this thread's from now on
+            self._take_replies(self._programs.wait(0))  # nobody waited for its reply any more
             stuck = self._supervisor.stuck
             busy = sorted(engine for engine in engines if engine in stuck)
             if not busy or time.monotonic() > deadline:

@@ -16,9 +16,8 @@ from typing import Any
 import zmq
 
 from distnb.wire.bindings import Repeat
-from distnb.wire.channel import send_to
-from distnb.wire.freight import Harbour
 from distnb.wire.messages import CallFunction
+from distnb.wire.programs import Programs
 from distnb.wire.shorthand import CallWriter
 
 __all__ = ["Outgoing"]
@@ -31,17 +30,15 @@ _QUIET_PERIODS = 50
 class Outgoing:
     """The way to the engines. Its methods are called by whoever has the turn, with SIGINT held back.
 
-    A thread sends what has waited for long enough. It uses the socket only while a call waits, and under the lock;
-    who has called `flush` can use the socket, to read from it too.
+    A thread sends what has waited for long enough. It uses the way only while a call waits, and under the lock;
+    who has called `flush` can use it, to receive too.
 
     Args:
-        socket: The program socket of the switchboard.
-        harbour: The switchboard's.
+        programs: The way to the engines.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], harbour: Harbour | None) -> None:
-        self._socket = socket
-        self._harbour = harbour
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
         self._writer = CallWriter()
         self._lock = threading.Lock()
         self._engines: tuple[int, ...] = ()
@@ -54,7 +51,7 @@ class Outgoing:
     def send(self, engines: tuple[int, ...], message: Any) -> None:
         """Send a message now, after what waits."""
         self.flush()
-        send_to(self._socket, engines, self._writer.write(message), self._harbour)
+        self._programs.send(engines, self._writer.write(message))
 
     def keep(self, engines: tuple[int, ...], message: CallFunction) -> bool:
         """Let a call wait for those that follow. False if it cannot: it is to be sent."""
@@ -96,7 +93,7 @@ class Outgoing:
         message = self._waiting
         if message is not None:
             message = replace(message, delivery=message.delivery._replace(calls=self._count))
-            send_to(self._socket, self._engines, self._writer.write(message), self._harbour)
+            self._programs.send(self._engines, self._writer.write(message))
             self._waiting = None
 
     # -- the thread ------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class Session:
             host=address,
         )
         self._supervisor = Supervisor(self._switchboard.control, self.events)
-        self._dispatch = Dispatch(self._switchboard.program, self._supervisor, self._switchboard.harbour)
+        self._dispatch = Dispatch(self._switchboard.programs, self._supervisor)
         self._store = RendezvousStore(host=address)
         self._cluster: Cluster | None = None
         self._ended: dict[int, str] = {}
@@ -128,8 +128,8 @@ class Session:
             store_host=self._store.host,
             store_port=self._store.port,
             notebook_pid=os.getpid(),
-            harbour_name=self._switchboard.harbour.name,
-            harbour_token=self._switchboard.harbour.token,
+            harbour_name=self._switchboard.programs.harbour.name,
+            harbour_token=self._switchboard.programs.harbour.token,
         )
         ground = plan.ground(connection)
         self._cluster = Cluster(plan.devices, connection, on_exit=self._on_exit, on_progress=on_progress, ground=ground)
@@ -147,7 +147,7 @@ class Session:
             engine = missing[0]
             what = self._ended.get(engine, f"said nothing for {_START_TIMEOUT_S:.0f} s")
             raise StartError(f"Engine {engine} {what} while it started.\n{self._cluster.log_tail(engine)}")
-        self._switchboard.harbour.let_in()
+        self._switchboard.programs.meet(here.values())
         return here
 
     def _on_exit(self, engine: int, pid: int, status: str) -> None:

@@ -17,8 +17,8 @@ import zmq
 
 from distnb.session.events import EventHub
 from distnb.session.supervision import EndProgram, GiveUpOn, Order, Supervision
-from distnb.wire.channel import receive_from, send_to
 from distnb.wire.messages import Abort, Died, Hello, ProgramEnded
+from distnb.wire.sockets import receive_from, send_to
 
 __all__ = ["Supervisor"]
 

@@ -1,27 +1,24 @@
-"""The authenticated channel between the notebook and its engines: ZeroMQ over TCP with CURVE.
+"""The channel between the notebook and its engines: one way for programs, one for control.
 
-The notebook binds two ROUTER sockets, one for programs and one for control; every engine connects a DEALER to
-each, to that for programs by a UNIX address where it is on the notebook's host. CURVE encrypts both, and a client whose
-public key is not the cluster's gets no byte through. On one host the large frames of programs and replies go around it,
-through shared memory (`wire.freight`).
+The notebook binds two ROUTER sockets of ZeroMQ, over TCP with CURVE, which encrypts: a client whose public key is not
+the cluster's gets no byte through. Every engine connects a DEALER for control. Programs go to engines of the notebook's
+host by passages (`wire.passage`), several times as fast, and to all others by the second socket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+import select
+from typing import Any, Protocol
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from distnb.wire import freight
-from distnb.wire.codec import Frame, decode, encode
-from distnb.wire.freight import Harbour, Passage
+from distnb.wire.codec import decode, encode
+from distnb.wire.passage import Passage, pack
+from distnb.wire.programs import Programs
+from distnb.wire.sockets import has_message, receive, send
 
-__all__ = ["Link", "OneClientKey", "Switchboard", "beside", "receive_from", "send_to"]
-
-# As plain numbers: combining members of an enumeration costs as much as sending.
-_POLLIN, _SNDMORE = int(zmq.POLLIN), int(zmq.SNDMORE)
+__all__ = ["Link", "OneClientKey", "PassageLink", "ProgramLink", "Switchboard"]
 
 
 class OneClientKey:
@@ -40,9 +37,7 @@ class OneClientKey:
 
 
 class Switchboard:
-    """The notebook's end: two ROUTER sockets that reach every engine by its id.
-
-    The program socket belongs to whoever holds the session's turn, the control socket to the supervisor's thread.
+    """The notebook's end: it reaches every engine by its id.
 
     Args:
         server_secret, server_public: The notebook's CURVE key pair (Z85).
@@ -50,7 +45,9 @@ class Switchboard:
         host: The address to listen on; loopback unless engines live on other machines.
 
     Attributes:
-        harbour: Where engines of this host come for shared memory.
+        programs: The way of programs; belongs to whoever holds the session's turn.
+        control: The socket for control; belongs to the supervisor's thread.
+        program_url, control_url: Where engines of other machines, and all, reach them.
     """
 
     def __init__(
@@ -62,12 +59,11 @@ class Switchboard:
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", OneClientKey(client_public))
         self._keys = (server_secret, server_public)
-        self.program = self._bind_socket()
+        far = self._bind_socket()
+        self.program_url = _bind(far, host)
+        self.programs = Programs(far)
         self.control = self._bind_socket()
-        self.program_url = _bind(self.program, host)
         self.control_url = _bind(self.control, host)
-        self.harbour = Harbour()
-        self.program.bind(beside(self.harbour.name))
 
     def _bind_socket(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
@@ -81,20 +77,11 @@ class Switchboard:
         return socket
 
     def close(self) -> None:
-        """Close both sockets and stop the authenticator. Waiting messages are dropped."""
-        self.program.close()
+        """Close both ways and stop the authenticator. Waiting messages are dropped."""
+        self.programs.close()
         self.control.close()
-        self.harbour.close()
         self._authenticator.stop()
         self._context.destroy(linger=0)
-
-
-def beside(harbour_name: str) -> str:
-    """Where processes of the notebook's host reach its program socket: a third quicker than by TCP, by the same keys.
-
-    An abstract address of the kernel: no file is left. Who takes the name of a notebook that is gone lacks its key.
-    """
-    return f"ipc://@{harbour_name}-programs"
 
 
 def _bind(socket: zmq.Socket[bytes], host: str) -> str:
@@ -103,68 +90,65 @@ def _bind(socket: zmq.Socket[bytes], host: str) -> str:
     return f"{address}:{socket.bind_to_random_port(address)}"
 
 
-def send_to(
-    socket: zmq.Socket[bytes], engines: Iterable[int], message: Any, harbour: Harbour | None = None
-) -> list[int]:
-    """Send a message to engines, copied: what it refers to may change when this returns.
+class ProgramLink(Protocol):
+    """An engine's end of the way of programs."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the notebook is known to be gone: nothing will come."""
+
+    def fileno(self) -> int:
+        """Readable when `receive` may have something."""
+
+    def send(self, message: Any) -> None:
+        """Send a message, copied: a replica goes on to change its tensors in place."""
+
+    def receive(self, linger_ms: int = 0) -> Any:
+        """The next message, or None when there is none yet.
+
+        Args:
+            linger_ms: How long to wait for one; not all do.
+
+        Raises:
+            MessageError: It cannot be read.
+        """
+
+
+class PassageLink:
+    """An engine's end where it is on the notebook's host.
 
     Args:
-        socket: One of the switchboard's.
-        engines: Their ids.
-        message: What `decode` gives there.
-        harbour: For large messages on the program socket: engines of this host get them through shared memory.
-
-    Returns:
-        The engines that are not connected.
-
-    Raises:
-        zmq.ZMQError: The socket is closed.
+        passage: The way there.
     """
-    frames = rest = encode(message)
-    engines = tuple(engines)
-    reached: Collection[int] = ()
-    if harbour is not None and freight.is_large(frames):
-        rest, reached = freight.ship(frames, harbour.passages(engines))
-    unreached = []
-    for engine in engines:
-        try:
-            _send(socket, [b"%d" % engine, *(rest if engine in reached else frames)])
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            unreached.append(engine)
-    return unreached
 
+    def __init__(self, passage: Passage) -> None:
+        self._passage = passage
+        self._poll = select.poll()
+        self._poll.register(passage, select.POLLIN)
 
-def receive_from(socket: zmq.Socket[bytes], harbour: Harbour | None = None) -> Iterator[tuple[int, Any]]:
-    """All messages that have arrived, each with the id of its engine. Never blocks."""
-    while _has_message(socket):
-        engine = int(socket.recv())
-        frames = _receive(socket)
-        if freight.is_manifest(frames[0]):
-            frames = freight.unload(frames, harbour.passages((engine,)).get(engine) if harbour is not None else None)
-        yield engine, decode(frames)
+    @property
+    def ended(self) -> bool:
+        """Whether the notebook is gone."""
+        return self._passage.ended
 
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._passage.fileno()
 
-def _send(socket: zmq.Socket[bytes], frames: list[Frame]) -> None:
-    for frame in frames[:-1]:
-        socket.send(frame, _SNDMORE)
-    socket.send(frames[-1])
+    def send(self, message: Any) -> None:
+        """Send a message, copied."""
+        self._passage.send(pack(encode(message)))
 
+    def receive(self, linger_ms: int = 0) -> Any:
+        """The next message, or None when there is none within so many milliseconds.
 
-def _has_message(socket: zmq.Socket[bytes]) -> bool:
-    # Trying to receive would do, but the exception that says "nothing" costs as much as a message.
-    return bool(zmq.zmq_poll([(socket, _POLLIN)], 0))
-
-
-def _receive(socket: zmq.Socket[bytes]) -> list[Frame]:
-    """The rest of a message: its header, and its buffers without a copy."""
-    frame = socket.recv(copy=False)
-    frames: list[Frame] = [frame.bytes]
-    while frame.more:
-        frame = socket.recv(copy=False)
-        frames.append(frame.buffer)
-    return frames
+        Raises:
+            MessageError: It cannot be read.
+        """
+        if linger_ms and not self._poll.poll(linger_ms):
+            return None
+        frames = self._passage.receive()
+        return None if frames is None else decode(frames)
 
 
 class Link:
@@ -175,8 +159,9 @@ class Link:
         engine: The engine's id, its identity on the channel.
         url: Where the notebook listens.
         server_public, client_public, client_secret: CURVE keys (Z85).
-        passage: The way of large frames, if the notebook is on this host.
     """
+
+    ended = False
 
     def __init__(
         self,
@@ -187,9 +172,7 @@ class Link:
         server_public: bytes,
         client_public: bytes,
         client_secret: bytes,
-        passage: Passage | None = None,
     ) -> None:
-        self._passage = passage
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self.socket.identity = b"%d" % engine
         self.socket.curve_serverkey = server_public
@@ -200,26 +183,22 @@ class Link:
         self.socket.ipv6 = "[" in url
         self.socket.connect(url)
 
-    def send(self, message: Any) -> None:
-        """Send a message, copied: a replica goes on to change its tensors in place."""
-        frames = encode(message)
-        if self._passage is not None and freight.is_large(frames):
-            frames, _ = freight.ship(frames, {0: self._passage})
-        _send(self.socket, frames)
+    def fileno(self) -> int:
+        """A descriptor that tells of what comes after the socket was last found empty."""
+        return int(self.socket.fileno())
 
-    def receive(self) -> Any:
-        """The next message, or None when there is none yet.
+    def send(self, message: Any) -> None:
+        """Send a message, copied."""
+        send(self.socket, encode(message))
+
+    def receive(self, linger_ms: int = 0) -> Any:
+        """The next message, or None when there is none yet: what is waited for is told by the descriptor only.
 
         Raises:
             MessageError: It cannot be read.
         """
-        if not _has_message(self.socket):
-            return None
-        frames = _receive(self.socket)
-        return decode(freight.unload(frames, self._passage) if freight.is_manifest(frames[0]) else frames)
+        return decode(receive(self.socket)) if has_message(self.socket) else None
 
     def close(self) -> None:
         """Close the socket, giving messages on their way one second."""
         self.socket.close()
-        if self._passage is not None:
-            self._passage.close()

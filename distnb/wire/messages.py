@@ -171,7 +171,10 @@ class Shutdown:
 
 @dataclass(frozen=True)
 class Hello:
-    """An engine is up. Sent on both channels; on the program channel once its main loop serves it."""
+    """An engine is up. Sent on both channels; on the program channel once its main loop serves it.
+
+    `near`: it has come to the notebook's harbour, and takes programs from there.
+    """
 
     engine: int
     pid: int
@@ -179,6 +182,7 @@ class Hello:
     device: str
     python: str = ""
     torch: str = ""
+    near: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ import torch
 import distnb
 from distnb import session as sessions
 from distnb.errors import EngineDied
-from distnb.session import outgoing
 from distnb.session.pending import resolve
 from distnb.wire.messages import Output
+from distnb.wire.programs import Programs
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.timeout(170)
@@ -54,13 +54,13 @@ def call_often(strategy: Any, fn: Any, *args: Any, calls: int) -> list[Any]:
 
 def test_they_keep_their_order_and_are_few_messages(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sent = []
-    send_to = outgoing.send_to
+    send = Programs.send
 
-    def noted(*args: Any) -> list[int]:
+    def noted(programs: Programs, engines: Iterable[int], message: Any) -> list[int]:
         sent.append(1)
-        return send_to(*args)
+        return send(programs, engines, message)
 
-    monkeypatch.setattr(outgoing, "send_to", noted)
+    monkeypatch.setattr(Programs, "send", noted)
     results = call_often(strategy, make_counter(), "ordered", calls=200)
     assert [int(one) for one in results] == list(range(1, 201))
     assert len(sent) < 100

@@ -37,13 +37,13 @@ held = len(os.listdir("/proc/self/fd"))
 
 
 @contextmanager
-def running(replicas: int, token: str | None = None) -> Iterator[ClusterWorld]:
-    """A cluster, whose engines are told another token than the notebook's if one is given."""
+def running(replicas: int, *, apart: bool = False) -> Iterator[ClusterWorld]:
+    """A cluster; its engines are as good as on another machine if they are not told of the notebook's harbour."""
     torch.set_num_threads(1)
     notebook = Process()
 
     def connection(**given: Any) -> Connection:
-        return Connection(**{**given, "harbour_token": token or given["harbour_token"]})
+        return Connection(**{**given, "harbour_name": "" if apart else given["harbour_name"]})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session_module, "Connection", connection)
@@ -58,7 +58,7 @@ def running(replicas: int, token: str | None = None) -> Iterator[ClusterWorld]:
 def cluster(request: pytest.FixtureRequest) -> Iterator[tuple[ClusterWorld, bool]]:
     """Two engines, and whether they share memory with the notebook."""
     shared = request.param == "shared"
-    with running(2, token=None if shared else "0" * 64) as world:
+    with running(2, apart=not shared) as world:
         yield world, shared
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import zmq
 
-from distnb.wire import freight
-from distnb.wire.channel import Link, Switchboard, beside, receive_from, send_to
+from distnb.errors import StartError
+from distnb.wire.channel import Link, PassageLink, ProgramLink, Switchboard
 from distnb.wire.messages import Hello
+from distnb.wire.passage import connect
 
 SERVER_PUBLIC, SERVER_SECRET = zmq.curve_keypair()
 CLIENT_PUBLIC, CLIENT_SECRET = zmq.curve_keypair()
@@ -40,124 +41,129 @@ KEYS: dict[str, Any] = {
 }
 
 
-def read(board: Switchboard, timeout_ms: int) -> list[tuple[int, Any]]:
-    return list(receive_from(board.program, board.harbour)) if board.program.poll(timeout_ms) else []
+def read(board: Switchboard, timeout_s: float = 5) -> list[tuple[int, Any]]:
+    return list(board.programs.receive(board.programs.wait(timeout_s)))
+
+
+def take(link: ProgramLink) -> Any:
+    """The next message at an engine's end, waited for."""
+    poll = zmq.Poller()
+    poll.register(link.fileno(), zmq.POLLIN)
+    while (message := link.receive()) is None:
+        assert poll.poll(5000)
+    return message
 
 
 @contextmanager
-def links(board: Switchboard, context: zmq.Context[Any], *tokens: str) -> Iterator[list[Link]]:
-    """An engine's end for each token, connected."""
-    found = []
-    for engine, token in enumerate(tokens):
-        passage = freight.connect(board.harbour.name, token, engine)
-        found.append(Link(context, engine, board.program_url, passage=passage, **KEYS))
+def links(board: Switchboard, context: zmq.Context[Any], *near: bool) -> Iterator[list[ProgramLink]]:
+    """The ends of engines of the notebook's host, and of others, connected."""
+    found: list[ProgramLink] = []
+    passages = []
+    harbour = board.programs.harbour
+    for engine, is_near in enumerate(near):
+        passages.append(connect(harbour.name, harbour.token, engine) if is_near else None)
+        passage = passages[-1]
+        found.append(PassageLink(passage) if passage else Link(context, engine, board.program_url, **KEYS))
         found[-1].send("hello")
-        assert read(board, 5000) == [(engine, "hello")]
-    board.harbour.let_in()
+    board.programs.meet(Hello(engine, 1, "here", "cpu", near=is_near) for engine, is_near in enumerate(near))
+    hellos: list[tuple[int, Any]] = []
+    while len(hellos) < len(near):
+        hellos += read(board)
+    assert sorted(hellos) == [(engine, "hello") for engine in range(len(near))]
     yield found
-    for link in found:
-        link.close()
+    for passage in passages:
+        if passage is not None:
+            passage.close()
 
 
-def through_channel(link: Link) -> list[Any]:
-    """The frames of the next message, as the socket brings them."""
-    assert link.socket.poll(5000)
-    return link.socket.recv_multipart()
-
-
-def test_a_message_goes_there_and_back_by_the_engines_id(board: Switchboard, context: zmq.Context[Any]) -> None:
-    link = Link(context, 5, board.program_url, **KEYS)
-    link.send(Hello(5, os.getpid(), "here", "cpu:0"))
-    ((engine, hello),) = read(board, 5000)
-    assert (engine, hello.host) == (5, "here")
-    send_to(board.program, (5,), {"array": np.arange(100_000)})
-    assert link.socket.poll(5000)
-    assert link.receive()["array"][-1] == 99_999
-    assert link.receive() is None
-
-
-def test_large_frames_go_around_the_sockets_both_ways(board: Switchboard, context: zmq.Context[Any]) -> None:
-    array = np.arange(1_000_000)
-    with links(board, context, board.harbour.token, board.harbour.token) as (first, second):
-        send_to(board.program, (0, 1), {"array": array}, board.harbour)
-        assert sum(map(len, through_channel(first))) < 1000
-        assert second.socket.poll(5000)
-        received = second.receive()["array"]
-        assert np.array_equal(received, array)
-        received += 1  # its own
-        second.send({"back": received})
-        received += 1  # what was sent stays as it was
-        ((engine, message),) = read(board, 5000)
-        assert engine == 1
-        assert np.array_equal(message["back"], array + 1)
-
-
-def test_who_shares_no_memory_gets_all_through_the_sockets(board: Switchboard, context: zmq.Context[Any]) -> None:
-    array = np.arange(1_000_000)
-    with links(board, context, board.harbour.token, "another token") as (near, far):
-        send_to(board.program, (0, 1), {"array": array}, board.harbour)
-        array += 1  # sent is sent
-        for link in (near, far):
-            assert link.socket.poll(5000)
-            received = link.receive()["array"]
-            assert np.array_equal(received, array - 1)
-            link.send({"back": received})
-            received += 5
-            ((_, message),) = read(board, 5000)
-            assert np.array_equal(message["back"], array - 1)
-        send_to(board.program, (0, 1), {"array": array}, board.harbour)
-        assert sum(map(len, through_channel(near))) < 1000
-        assert sum(map(len, through_channel(far))) > array.nbytes
-
-
-def test_messages_keep_their_order_whatever_way_their_frames_go(board: Switchboard, context: zmq.Context[Any]) -> None:
-    sizes = [10, 100_000, 20, 1_000_000, 1, 3_000_000, 500_000]
-    with links(board, context, board.harbour.token) as (link,):
+@pytest.mark.parametrize("near", [True, False], ids=["of this host", "of another"])
+def test_messages_go_there_and_back_by_the_engines_id_in_order(
+    board: Switchboard, context: zmq.Context[Any], near: bool
+) -> None:
+    sizes = [10, 100_000, 20, 1_000_000, 1, 3_000_000]
+    with links(board, context, near, near) as ends:
         for size in sizes:
-            send_to(board.program, (0,), np.ones(size, np.uint8), board.harbour)
-        received = []
-        while len(received) < len(sizes):
-            assert link.socket.poll(5000)
-            while (message := link.receive()) is not None:
-                received.append(message.nbytes)
-        assert received == sizes
+            assert board.programs.send((0, 1), {"array": np.arange(size)}) == []
+        for engine, end in enumerate(ends):
+            for size in sizes:
+                array = take(end)["array"]
+                assert np.array_equal(array, np.arange(size))
+                end.send({"back": array})
+                array += 1  # sent is sent, and it can be written to
+                ((sender, message),) = read(board)
+                assert sender == engine
+                assert np.array_equal(message["back"], np.arange(size))
+            assert end.receive() is None
 
 
-def ways_to(board: Switchboard) -> dict[str, str]:
-    """Where programs can be sent from, by other machines and by this one."""
-    return {"tcp": board.program_url, "unix": beside(board.harbour.name)}
+def test_engines_of_this_host_and_of_others_together(board: Switchboard, context: zmq.Context[Any]) -> None:
+    with links(board, context, True, False) as ends:
+        for number in range(50):
+            assert board.programs.send((0, 1), number) == []
+            assert [take(end) for end in ends] == [number, number]
+            for end in ends:
+                end.send(("back", number))
+            replies: list[tuple[int, Any]] = []
+            while len(replies) < len(ends):
+                replies += read(board)
+            assert sorted(replies) == [(0, ("back", number)), (1, ("back", number))]
 
 
-@pytest.mark.parametrize("way", ["tcp", "unix"])
-def test_the_cluster_s_key_gets_through(board: Switchboard, context: zmq.Context[Any], way: str) -> None:
-    link = Link(context, 1, ways_to(board)[way], **KEYS)
-    link.send("hello")
-    assert read(board, 5000) == [(1, "hello")]
-    link.close()
+def test_an_engine_that_ends_is_not_reached_any_more_and_another_takes_its_place(
+    board: Switchboard, context: zmq.Context[Any]
+) -> None:
+    with links(board, context, True):
+        pass
+    assert read(board) == []
+    assert board.programs.send((0,), "hello") == [0]
+    with links(board, context, True) as (end,):
+        assert board.programs.send((0,), "hello") == []
+        assert take(end) == "hello"
 
 
-@pytest.mark.parametrize("way", ["tcp", "unix"])
-def test_another_key_gets_nothing_through(board: Switchboard, context: zmq.Context[Any], way: str) -> None:
+def test_an_engine_that_is_not_recognised_is_an_error(board: Switchboard) -> None:
+    stranger = connect(board.programs.harbour.name, "another token", 0)
+    assert stranger is not None
+    with pytest.raises(StartError, match="not recognised"):
+        board.programs.meet([Hello(0, 1, "here", "cpu", near=True)])
+    stranger.close()
+
+
+def test_a_descriptor_that_is_watched_ends_the_waiting(board: Switchboard) -> None:
+    reading, writing = os.pipe()
+    board.programs.watch(reading)
+    assert board.programs.wait(0) == []
+    os.write(writing, b"x")
+    assert board.programs.wait(5) == [reading]
+    os.close(reading)
+    os.close(writing)
+
+
+def become_far(board: Switchboard) -> None:
+    board.programs.meet([Hello(9, 1, "elsewhere", "cpu")])
+
+
+def test_another_key_gets_nothing_through(board: Switchboard, context: zmq.Context[Any]) -> None:
+    become_far(board)
     public, secret = zmq.curve_keypair()
-    url = ways_to(board)[way]
-    link = Link(context, 1, url, server_public=SERVER_PUBLIC, client_public=public, client_secret=secret)
+    link = Link(context, 1, board.program_url, server_public=SERVER_PUBLIC, client_public=public, client_secret=secret)
     link.socket.linger = 0
     link.send("run this")
-    assert read(board, 500) == []
+    assert read(board, 0.5) == []
 
 
-@pytest.mark.parametrize("way", ["tcp", "unix"])
-def test_a_client_without_curve_gets_nothing_through(board: Switchboard, context: zmq.Context[Any], way: str) -> None:
+def test_a_client_without_curve_gets_nothing_through(board: Switchboard, context: zmq.Context[Any]) -> None:
+    become_far(board)
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
-    socket.connect(ways_to(board)[way])
+    socket.connect(board.program_url)
     with suppress(zmq.Again):  # refused before it could send
         socket.send(b"run this", zmq.NOBLOCK)
-    assert read(board, 500) == []
+    assert read(board, 0.5) == []
 
 
 def test_a_message_to_an_engine_that_is_not_there_is_not_lost_silently(board: Switchboard) -> None:
-    assert send_to(board.program, (9,), "hello") == [9]
+    assert board.programs.send((9,), "hello") == [9]
 
 
 def test_it_listens_on_loopback_only(board: Switchboard) -> None:

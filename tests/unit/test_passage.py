@@ -1,0 +1,336 @@
+"""Messages between processes of one host arrive equal and in order, belong to the receiver, and leave nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distnb.errors import MessageError
+from distnb.wire import freight, passage
+from distnb.wire.codec import Frame
+from distnb.wire.harbour import Harbour
+from distnb.wire.passage import Passage, connect, pack
+
+LARGE = 5 << 20
+MIDDLE = 300 << 10
+
+Pair = tuple[Passage, Passage]
+
+
+@pytest.fixture
+def harbour() -> Iterator[Harbour]:
+    harbour = Harbour()
+    yield harbour
+    harbour.close()
+
+
+@contextmanager
+def pairs(harbour: Harbour, *engines: int) -> Iterator[list[Pair]]:
+    """For each engine both ends: the notebook's, and its own."""
+    theirs = {engine: come(harbour, engine) for engine in engines}
+    ours = harbour.let_in()
+    yield [(ours[engine], theirs[engine]) for engine in engines]
+    for one in (*ours.values(), *theirs.values()):
+        one.close()
+
+
+@pytest.fixture
+def pair(harbour: Harbour) -> Iterator[Pair]:
+    with pairs(harbour, 3) as (pair,):
+        yield pair
+
+
+def come(harbour: Harbour, engine: int, token: str = "") -> Passage:
+    passage = connect(harbour.name, token or harbour.token, engine)
+    assert passage is not None
+    return passage
+
+
+def receive(end: Passage) -> list[Frame]:
+    """The next message, waited for."""
+    poll = select.poll()
+    poll.register(end, select.POLLIN)
+    while (frames := end.receive()) is None:
+        assert poll.poll(10_000)
+    return frames
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def descriptors() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+def freight_in_memory() -> int:
+    """Mappings and descriptors of this process that belong to frames."""
+    mapped = Path("/proc/self/maps").read_text().count("distnb-freight")
+    held = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            held += "distnb-freight" in os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the listing's own
+            continue
+    return mapped + held
+
+
+def message() -> list[Frame]:
+    rng = np.random.default_rng(0)
+    sizes = (40, LARGE, 7, MIDDLE, freight.FREIGHT_NBYTES - 1, 2 * LARGE + 1, 2 * MIDDLE + 3, 0)
+    return [b"\x80 header", *(rng.integers(0, 256, size, np.uint8).data for size in sizes)]
+
+
+def same(frames: list[Frame], others: list[Frame]) -> bool:
+    return [bytes(frame) for frame in frames] == [bytes(frame) for frame in others]
+
+
+# -- round trips ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[b"small"], [b"h" * 70_000], [b"header", bytes(range(256)) * 4], message()],
+    ids=["one packet", "a long header", "two frames", "all kinds"],
+)
+def test_every_frame_arrives_in_its_place_both_ways(pair: Pair, frames: list[Frame]) -> None:
+    for sender, receiver in (pair, pair[::-1]):
+        assert sender.send(pack(frames))
+        assert same(receive(receiver), frames)
+        assert receiver.receive() is None
+
+
+def test_messages_keep_their_order_whatever_their_frames_need(pair: Pair) -> None:
+    sender, receiver = pair
+    messages = [[b"header", np.full(size, size % 251, np.uint8).data] for size in (9, 10**5, 2, 10**6, 1, 10**7, 5)]
+    for one in messages:
+        assert sender.send(pack(one))
+    for one in messages:
+        assert same(receive(receiver), one)
+
+
+@pytest.mark.parametrize("nbytes", [2000, MIDDLE, LARGE], ids=["in the packet", "copied", "mapped"])
+def test_each_receiver_has_its_own_and_the_sender_too(harbour: Harbour, nbytes: int) -> None:
+    sent = np.zeros(nbytes, np.uint8)
+    with pairs(harbour, 0, 1) as ends:
+        packets = pack([b"header", sent.data])
+        sent[:] = 9  # the sender may go on at once
+        assert all(sender.send(packets) for sender, _ in ends)
+        first, second = (np.frombuffer(receive(receiver)[1], np.uint8) for _, receiver in ends)
+        first += 1
+        assert (first.min(), first.max()) == (1, 1)
+        assert (second.min(), second.max()) == (0, 0)
+
+
+def test_the_memory_cannot_be_changed_by_who_has_the_descriptor() -> None:
+    memory = freight.load([bytes(LARGE)])
+    with pytest.raises(PermissionError):
+        os.pwrite(memory.descriptor, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.descriptor, 0)
+
+
+def test_more_large_frames_than_a_message_may_have_descriptors(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freight, "_MOST_OWN", 2)
+    frames: list[Frame] = [b"header", *(np.full(LARGE, value, np.uint8).data for value in range(5))]
+    packets = pack(frames)
+    assert sum(memory is not None for _, memory in packets) == 3
+    pair[0].send(packets)
+    assert same(receive(pair[1]), frames)
+
+
+def test_where_there_is_no_room_for_a_mapping_it_is_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freight, "_map", lambda descriptor, nbytes: None)
+    pair[0].send(pack(frames := message()))
+    assert same(receive(pair[1]), frames)
+
+
+# -- nobody is made to wait ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["small", "large"])
+def test_what_the_kernel_has_no_room_for_is_sent_later(pair: Pair, kind: str) -> None:
+    sender, receiver = pair
+    fill: Frame = b"-" if kind == "small" else bytes(MIDDLE)
+    count = 5000 if kind == "small" else 600  # the buffer of a UNIX socket takes some hundred packets
+    for number in range(count):
+        assert sender.send(pack([b"%d" % number, fill]))  # nobody receives meanwhile
+    for number in range(count):
+        assert bytes(receive(receiver)[0]) == b"%d" % number
+    wait_until(lambda: sender._sender is None)
+    sender.send(pack([b"after"]))
+    assert same(receive(receiver), [b"after"])
+    assert freight_in_memory() == 0
+
+
+def test_a_receiver_that_ends_is_told_and_ends_the_sending(pair: Pair) -> None:
+    sender, receiver = pair
+    for _ in range(5000):
+        assert sender.send(pack([b"x" * 1000]))
+    receiver.close()
+    wait_until(lambda: sender._sender is None)
+    assert not sender.send(pack([b"x"]))
+    assert sender.ended
+
+
+def test_what_was_sent_is_received_although_the_sender_has_ended(pair: Pair) -> None:
+    sender, receiver = pair
+    sender.send(pack([b"last words"]))
+    receiver.send(pack([b"never read"]))
+    sender.close()
+    assert same(receive(receiver), [b"last words"])
+    assert receiver.receive() is None
+    assert receiver.ended
+
+
+def test_closing_ends_what_would_be_sent_later(pair: Pair) -> None:
+    sender = pair[0]
+    for _ in range(5000):
+        sender.send(pack([b"x" * 1000]))
+    thread = sender._sender
+    assert thread is not None
+    sender.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+# -- nothing is left ----------------------------------------------------------------------------------------------------
+
+
+def test_memory_goes_with_what_is_built_on_it(pair: Pair) -> None:
+    before = descriptors()
+    pair[0].send(pack(message()))
+    assert freight_in_memory() == 0  # it is on its way
+    kept = [np.frombuffer(frame, np.uint8) for frame in receive(pair[1]) if memoryview(frame).nbytes == LARGE]
+    assert descriptors() == before
+    assert freight_in_memory() == 1  # of two large frames one is kept
+    part = kept.pop()[5:10]
+    assert freight_in_memory() == 1
+    del part
+    assert freight_in_memory() == 0
+
+
+def test_what_a_receiver_never_takes_costs_the_sender_nothing_and_ends_with_the_passage(harbour: Harbour) -> None:
+    before = descriptors()
+    with pairs(harbour, 0, 1) as ends:
+        connected = descriptors()
+        packets = pack(message())
+        for sender, _ in ends:
+            sender.send(packets)
+        del packets
+        assert descriptors() == connected
+    assert descriptors() == before
+    assert freight_in_memory() == 0
+
+
+def test_a_process_with_no_descriptor_to_spare_receives_all_the_same(pair: Pair) -> None:
+    sender, receiver = pair
+    sender.send(pack(frames := message()))
+    with no_more_descriptors():
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        assert same(receive(receiver), frames)
+        sender.send(pack(frames))  # it cannot make memory: all goes in packets, then
+        assert same(receive(receiver), frames)
+
+
+def test_a_lost_descriptor_is_told_with_the_cure_and_the_next_message_arrives(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = pair
+    sender.send(pack(message()))
+    sender.send(pack([b"next", b"one"]))
+    monkeypatch.setattr(receiver, "_free_spare", lambda: None)
+    with no_more_descriptors(), pytest.raises(MessageError, match="as many files open as it may"):
+        receive(receiver)
+    assert same(receive(receiver), [b"next", b"one"])
+
+
+@contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)  # the lowest that is free; all above are forbidden
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_no_memory_for_it_sends_all_in_packets(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, "no room")
+
+    before = descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", refuse)
+        packets = pack(frames := message())
+    assert not any(memory for _, memory in packets)
+    pair[0].send(packets)
+    assert same(receive(pair[1]), frames)
+    assert descriptors() == before
+
+
+# -- who may ------------------------------------------------------------------------------------------------------------
+
+
+def test_another_token_is_not_let_in(harbour: Harbour) -> None:
+    stranger = come(harbour, 0, token="0" * 64)
+    stranger.send(pack([b"run this"]))
+    assert harbour.let_in() == {}
+    assert stranger.receive() is None
+    assert stranger.ended
+    assert not stranger.send(pack([b"run this"]))
+    stranger.close()
+
+
+def test_another_user_is_not_let_in(harbour: Harbour, monkeypatch: pytest.MonkeyPatch) -> None:
+    stranger = come(harbour, 0)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    assert harbour.let_in() == {}
+    assert connect(harbour.name, harbour.token, 1) is None  # nor does an engine tell another user the token
+    stranger.close()
+
+
+def test_a_silent_stranger_stops_nobody(harbour: Harbour) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.connect(f"\0{harbour.name}")
+        with pairs(harbour, 1) as (pair,):
+            pair[0].send(pack([b"hello"]))
+            assert same(receive(pair[1]), [b"hello"])
+            assert silent.recv(16) == b""
+
+
+def test_of_two_that_come_for_one_engine_the_later_stays(harbour: Harbour) -> None:
+    old, new = come(harbour, 0), come(harbour, 0)
+    ours = harbour.let_in()
+    ours[0].send(pack([b"hello"]))
+    assert same(receive(new), [b"hello"])
+    assert old.receive() is None
+    assert old.ended
+    for one in (old, new, *ours.values()):
+        one.close()
+
+
+def test_nobody_listens_there() -> None:
+    assert connect("", "", 0) is None
+    assert connect("distnb-of-a-notebook-that-is-gone", "token", 0) is None
+
+
+def test_packets_are_no_larger_than_what_is_received_at_once() -> None:
+    assert max(len(data) for data, _ in pack([b"x" * 500_000, b"y" * 3000])) <= 1 + passage._PACKET_NBYTES
