@@ -344,6 +344,33 @@ dist.all_reduce(torch.ones(1))
     notebook.run("%distnb restart 1", timeout_s=60)
 
 
+def test_a_replica_that_is_only_late_is_waited_for(notebook: Notebook, tmp_path: Path) -> None:
+    go_on = tmp_path / "go on"
+    source = f"""%%distribute mirrored
+import itertools, operator
+print("ready", flush=True)
+if distnb.replica_id() == 1:  # no signal is looked at until the file is there
+    all(map(operator.not_, map(os.access, itertools.repeat({str(go_on)!r}), itertools.repeat(os.F_OK))))
+"""
+    message = notebook.start(source)
+    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+    notebook.interrupt()
+    assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+    # The replica goes on at the first look of the one who waits for it, and not before.
+    notebook.run(
+        f"""import types
+import distnb.session.dispatch as dispatch
+def look(seconds):
+    open({str(go_on)!r}, "w").close()
+    time.sleep(seconds)
+dispatch.time = types.SimpleNamespace(monotonic=time.monotonic, sleep=look)
+late_s, dispatch._LATE_S = dispatch._LATE_S, {LIMIT_S}"""
+    )
+    assert "torch.Size([2, 2])" in notebook.run("%%distribute mirrored\nprint(kept.weight.shape)").text
+    assert go_on.exists()
+    notebook.run("dispatch.time, dispatch._LATE_S = time, late_s")
+
+
 def test_what_a_failed_cell_left_may_hang_in_its_destructor(notebook: Notebook, tmp_path: Path) -> None:
     """It is let go of when its reply is out: the cell after it waits, and can be interrupted."""
     begun = tmp_path / "begun"
