@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio.base_events
 import os
 import pickle
+import re
 import types
+from collections.abc import Sequence
+from contextlib import ExitStack
+from traceback import format_exception
 from typing import Any
 
 import cloudpickle
@@ -20,20 +24,29 @@ __all__ = ["report"]
 
 _TORCH_DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
 _OWN = os.path.dirname(os.path.abspath(distnb.__file__)) + os.sep
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_SHOWN = 12  # frames at either end of a very long traceback
 
 
 def report(error: BaseException) -> ErrorReport:
-    """Describe an exception: itself where it can be pickled, and its traceback as IPython draws it."""
-    traceback = _users_part(error)
+    """Describe an exception: itself where it can be pickled, and its traceback as IPython draws it.
+
+    Never raises: the texts of exceptions are the user's code, and the notebook waits for what this gives.
+    """
     kind = type(error)
+    try:
+        text, rendered = str(error), _draw(error)
+    except BaseException as failed:  # noqa: BLE001  # whatever its __str__ raises, an order to end that comes late too
+        text = f"(its text and traceback cannot be shown: {type(failed).__name__})"
+        rendered = (f"{kind.__qualname__}: {text}",)
     return ErrorReport(
         pickled=_pickle(error),
         type_name=kind.__qualname__
         if kind.__module__ in ("builtins", "__main__")
         else f"{kind.__module__}.{kind.__qualname__}",
-        text=str(error),
-        traceback=_draw(error, traceback, "nocolor"),
-        rendered=_draw(error, traceback, "neutral"),
+        text=text,
+        traceback=tuple(_COLOURS.sub("", line) for line in rendered),
+        rendered=rendered,
     )
 
 
@@ -45,28 +58,61 @@ def _pickle(error: BaseException) -> bytes | None:
         return None  # an exception may hold anything, and fail in any way; its text and traceback still travel
 
 
-def _users_part(error: BaseException) -> types.TracebackType | None:
-    """The traceback without frames of distnb, except where nothing else would be left.
+def _users_part(error: BaseException) -> list[types.TracebackType]:
+    """The traceback without frames of distnb.
 
-    An error of ours is about the user's line, so torch's way from there to us is left out too.
+    An error of ours is about the user's line, so torch's way from there to us is left out too. Any other that was
+    raised with no frame but ours on the stack is a defect: its place must be seen.
     """
     frames = []
     each = error.__traceback__
     while each is not None:
         frames.append(each)
         each = each.tb_next
-    hidden = (_OWN, _TORCH_DISTRIBUTED) if isinstance(error, DistnbError) else (_OWN,)
+    ours = isinstance(error, DistnbError)
+    hidden = (_OWN, _TORCH_DISTRIBUTED) if ours else (_OWN,)
     kept = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith(hidden)]
     if len(kept) > 1 and kept[0].tb_frame.f_code.co_filename == asyncio.base_events.__file__:
         del kept[0]  # the loop in which a cell awaits
+    return kept if kept or ours else frames
+
+
+def _rebuilt(frames: Sequence[types.TracebackType]) -> types.TracebackType | None:
     rebuilt: types.TracebackType | None = None
-    for frame in reversed(kept):
+    for frame in reversed(frames):
         rebuilt = types.TracebackType(rebuilt, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return rebuilt if rebuilt is not None else error.__traceback__
+    return rebuilt
 
 
-def _draw(error: BaseException, traceback: types.TracebackType | None, theme: str) -> tuple[str, ...]:
-    drawer: Any = AutoFormattedTB(mode="Context", theme_name=theme)
+def _draw(error: BaseException) -> tuple[str, ...]:
+    left_out = 0
+    with ExitStack() as stack:
+        for each in _chain(error):
+            frames = _users_part(each)
+            if len(frames) > 2 * _SHOWN:  # IPython needs minutes for the thousand frames of an endless recursion
+                left_out += len(frames) - 2 * _SHOWN
+                frames = [*frames[:_SHOWN], *frames[-_SHOWN:]]
+            stack.callback(each.with_traceback, each.__traceback__)
+            each.with_traceback(_rebuilt(frames))
+        lines = _drawn(error)
+    return (*lines, f"({left_out:,} frames in the middle are left out.)") if left_out else lines
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """It, and what is shown with it: its causes, or what was being handled when it was raised."""
+    chain: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and all(each is not known for known in chain):
+        chain.append(each)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return chain
+
+
+def _drawn(error: BaseException) -> tuple[str, ...]:
+    kind, traceback = type(error), error.__traceback__
+    if any(isinstance(each, BaseExceptionGroup) for each in _chain(error)):  # IPython knows none
+        return tuple(line.rstrip("\n") for line in format_exception(error))
+    drawer: Any = AutoFormattedTB(mode="Context", theme_name="neutral")
     if isinstance(error, SyntaxError):
-        drawer = SyntaxTB(theme_name=theme)
-    return tuple(str(line) for line in drawer.structured_traceback(type(error), error, traceback, tb_offset=0))
+        drawer = SyntaxTB(theme_name="neutral")
+    return tuple(str(line) for line in drawer.structured_traceback(kind, error, traceback, tb_offset=0))
