@@ -17,7 +17,9 @@ import torch.distributed
 from IPython.core.ultratb import AutoFormattedTB, SyntaxTB
 
 import distnb
+from distnb.engine import operations
 from distnb.errors import DistnbError
+from distnb.wire import bindings
 from distnb.wire.messages import ErrorReport
 
 __all__ = ["report"]
@@ -25,6 +27,7 @@ __all__ = ["report"]
 _TORCH_DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
 _OWN = os.path.dirname(os.path.abspath(distnb.__file__)) + os.sep
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_ASKED = (operations.__file__, bindings.__file__)
 _SHOWN = 12  # frames at either end of a very long traceback
 
 
@@ -62,7 +65,8 @@ def _users_part(error: BaseException) -> list[types.TracebackType]:
     """The traceback without frames of distnb.
 
     An error of ours is about the user's line, so torch's way from there to us is left out too. Any other that was
-    raised with no frame but ours on the stack is a defect: its place must be seen.
+    raised with no frame but ours on the stack is a defect, whose place must be seen, unless it came from where we do
+    what the notebook asked of the user's object.
     """
     frames = []
     each = error.__traceback__
@@ -74,7 +78,8 @@ def _users_part(error: BaseException) -> list[types.TracebackType]:
     kept = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith(hidden)]
     if len(kept) > 1 and kept[0].tb_frame.f_code.co_filename == asyncio.base_events.__file__:
         del kept[0]  # the loop in which a cell awaits
-    return kept if kept or ours else frames
+    asked = bool(frames) and frames[-1].tb_frame.f_code.co_filename in _ASKED
+    return kept if kept or ours or asked else frames
 
 
 def _rebuilt(frames: Sequence[types.TracebackType]) -> types.TracebackType | None:

@@ -67,6 +67,7 @@ class Extension:
         shell.events.register("pre_run_cell", self._before)
         shell.events.register("post_run_cell", self._after)
         failures.before_raising.append(self.front.catch_up)
+        failures.callers_lines.append(self._callers_lines)
         live.sink = self.front.live
         self.front.variables = self._variables
         sessions.on_change.append(self._follow)
@@ -89,11 +90,15 @@ class Extension:
         for kind, name in (("line", "distnb"), ("cell", "distribute")):
             shell.magics_manager.magics[kind].pop(name, None)
         failures.before_raising.remove(self.front.catch_up)
+        failures.callers_lines.remove(self._callers_lines)
         live.sink = None
         sessions.on_change.remove(self._follow)
         if sessions.current() is None:
             choice.register_remote(None)
         self.front.close()
+
+    def _callers_lines(self, error: BaseException) -> list[str]:
+        return tracebacks.callers_lines(self._shell, error)
 
     def _follow(self, session: Session | None) -> None:
         """A session began, or ended. Strategies of several replicas start a cluster when there is none."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+import IPython
 
 import distnb
 from distnb.errors import DistnbError
@@ -12,9 +15,11 @@ from distnb.errors import DistnbError
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["install", "remove", "users_part"]
+__all__ = ["callers_lines", "install", "remove", "users_part"]
 
-_KINDS = (DistnbError, SyntaxError)
+# IPython asks no group how it wants to be shown.
+_KINDS = (DistnbError, SyntaxError, BaseExceptionGroup)
+_IPYTHON = os.path.dirname(IPython.__file__) + os.sep
 _OWN = os.path.dirname(os.path.abspath(distnb.__file__)) + os.sep
 
 
@@ -34,7 +39,7 @@ def _show(
     shell: Any, kind: type[BaseException], error: BaseException, traceback: Any, tb_offset: int | None = None
 ) -> Any:
     own = getattr(error, "_render_traceback_", None)
-    if own is None and isinstance(error, SyntaxError):
+    if own is None and not isinstance(error, DistnbError):
         shell.showtraceback((kind, error, traceback), tb_offset=tb_offset, running_compiled_code=True)
         return None
     trimmed = users_part(traceback)
@@ -47,19 +52,37 @@ def _show(
     return text
 
 
-def users_part(traceback: TracebackType | None) -> TracebackType | None:
+def callers_lines(shell: InteractiveShell, error: BaseException) -> list[str]:
+    """The way from the user's cell to the call that failed on replicas, as IPython draws it; nothing outside of cells.
+
+    The error's traceback ends there from now on, and so does that in which %debug begins.
+    """
+    part = users_part(error.__traceback__, (_OWN, _IPYTHON))
+    while part is not None and shell.compile.format_code_name(part.tb_frame.f_code.co_filename) is None:
+        part = part.tb_next
+    if part is None:
+        return []
+    if sys.exc_info()[1] is error or getattr(sys, "last_value", None) is error:
+        sys.last_traceback = part
+    error.__traceback__ = part
+    # What it draws is where %debug begins, too. Of the text we need the frames only: no title, no message.
+    drawn = shell.InteractiveTB.structured_traceback(type(error), Exception(), part, tb_offset=0)
+    return [line for line in drawn[2:-1] if line.strip()]
+
+
+def users_part(traceback: TracebackType | None, own: tuple[str, ...] = (_OWN,)) -> TracebackType | None:
     """The traceback up to the last frame that is not distnb's; all of it where every frame is."""
     frames = []
     each = traceback
     while each is not None:
         frames.append(each)
         each = each.tb_next
-    last = max((index for index, frame in enumerate(frames) if not _is_ours(frame)), default=len(frames) - 1)
+    last = max((index for index, frame in enumerate(frames) if not _is_of(frame, own)), default=len(frames) - 1)
     rebuilt: TracebackType | None = None
     for frame in reversed(frames[: last + 1]):
         rebuilt = TracebackType(rebuilt, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return rebuilt
 
 
-def _is_ours(traceback: TracebackType) -> bool:
-    return traceback.tb_frame.f_code.co_filename.startswith(_OWN)
+def _is_of(traceback: TracebackType, folders: tuple[str, ...]) -> bool:
+    return traceback.tb_frame.f_code.co_filename.startswith(folders)

@@ -12,11 +12,15 @@ from distnb.session.dispatch import Outcome
 from distnb.topology import Team
 from distnb.wire.messages import ErrorReport, Reply
 
-__all__ = ["before_raising", "raise_failure"]
+__all__ = ["before_raising", "callers_lines", "raise_failure"]
 
 before_raising: list[Callable[[], None]] = []
 """Called before an error of replicas is raised: what they wrote is to stand above its traceback."""
 
+callers_lines: list[Callable[[BaseException], list[str]]] = []
+"""Draw where the notebook's own code called what failed, for an error that is about to be shown."""
+
+_BUSY = "still busy: it did not end in time (%distnb status tells when it has, %distnb stacks where it is)"
 _MISMATCH = f"{CollectiveMismatchError.__module__}.{CollectiveMismatchError.__qualname__}"
 
 
@@ -27,8 +31,13 @@ class ReplicaTraceback(Exception):
         return str(self.args[0])
 
 
-def raise_failure(outcome: Outcome, team: Team) -> None:
+def raise_failure(outcome: Outcome, team: Team, *, called: bool = False) -> None:
     """Raise what ended a program; nothing if it went well.
+
+    Args:
+        outcome: How it ended.
+        team: Who ran it.
+        called: An ordinary cell called it: where it did is shown above the replica's traceback.
 
     Raises:
         KeyboardInterrupt: The user ended it.
@@ -50,7 +59,7 @@ def raise_failure(outcome: Outcome, team: Team) -> None:
         first = _report(outcome.replies[failed[0]])
         same = [engine for engine in failed if _report(outcome.replies[engine]).type_name == first.type_name]
         engine = min(same, key=team.rank_of)
-        _raise(_report(outcome.replies[engine]), team, engine, _others(outcome, team, engine))
+        _raise(_report(outcome.replies[engine]), team, engine, _others(outcome, team, engine), called)
     if outcome.died:
         engine, status = next(iter(outcome.died.items()))
         raise EngineDied(
@@ -89,7 +98,7 @@ def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
         if engine in outcome.died:
             parts.setdefault(f"died ({outcome.died[engine]})", []).append(rank)
         elif reply is None:
-            parts.setdefault("still busy: no signal reaches the code it is in (%distnb status)", []).append(rank)
+            parts.setdefault(_BUSY, []).append(rank)
         elif reply.error is not None and failed is not None and _same(reply, outcome.replies[failed]):
             parts.setdefault("raised the same", []).append(rank)
         elif reply.error is not None:
@@ -124,7 +133,7 @@ def _ranges(ranks: list[int]) -> str:
     return ", ".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)
 
 
-def _raise(report: ErrorReport, team: Team, engine: int, others: str) -> None:
+def _raise(report: ErrorReport, team: Team, engine: int, others: str, called: bool) -> None:
     error, *notes = _revive(report)
     notes = [f"({note})" for note in (*notes, others) if note]
     rank = team.rank_of(engine)
@@ -132,7 +141,8 @@ def _raise(report: ErrorReport, team: Team, engine: int, others: str) -> None:
     rendered = [title, *report.rendered, *notes]
 
     def render(self: BaseException) -> list[str]:
-        return rendered
+        lines = [line for draw in callers_lines for line in draw(self)]
+        return [*lines, *rendered] if called else rendered
 
     try:
         # IPython asks the exception itself how it wants to be shown.

@@ -349,7 +349,7 @@ class Session:
             told = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items() if reply.value}
             self.namespace.failed(delivery, told)
             self._renew_group(team)
-        raise_failure(outcome, team)
+        raise_failure(outcome, team, called=True)
         return None
 
     def settle(self) -> None:
@@ -399,7 +399,7 @@ class Session:
             outcome = self._dispatch.wait(self._dispatch.send(program, tuple(engines), message))
         if not outcome.ok:
             self._renew_group(team)
-            raise_failure(outcome, team)
+            raise_failure(outcome, team, called=True)
         return {engine: reply.value for engine, reply in outcome.replies.items()}
 
     def interrupt(self) -> bool:

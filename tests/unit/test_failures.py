@@ -8,7 +8,7 @@ import pytest
 
 from distnb.errors import RemoteError
 from distnb.session.dispatch import Outcome
-from distnb.session.failures import raise_failure
+from distnb.session.failures import callers_lines, raise_failure
 from distnb.topology import Device, Team
 from distnb.wire.messages import ErrorReport, Reply
 
@@ -39,3 +39,18 @@ def test_an_exception_is_raised_as_itself() -> None:
     error = raised_for(ErrorReport(pickle.dumps(KeyError("k")), "KeyError", "'k'", ("where",), ("where",)))
     assert type(error) is KeyError
     assert error.__notes__ == ["(replica 1 finished)"]
+
+
+def test_where_an_ordinary_cell_called_stands_above() -> None:
+    outcome = Outcome(1, (0,))
+    report = ErrorReport(pickle.dumps(KeyError("k")), "KeyError", "'k'", ("where",), ("there",))
+    outcome.take(0, Reply(1, "error", report))
+    callers_lines.append(lambda error: ["here"])
+    try:
+        for called in (True, False):
+            with pytest.raises(KeyError) as raised:
+                raise_failure(outcome, Team((0,), (Device("cpu"),), 1, "", 0), called=called)
+            told = raised.value._render_traceback_()  # type: ignore[attr-defined]
+            assert told == ["here"] * called + ["Replica 0 of 1 (cpu:0) raised:", "there"]
+    finally:
+        callers_lines.pop()
