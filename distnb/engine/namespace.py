@@ -20,7 +20,7 @@ from distnb.options import StrategySpec
 from distnb.runtime.randomness import streams
 from distnb.strategies.scope import adopt_restored
 from distnb.values import Mirrored, PerReplica
-from distnb.wire.bindings import Delivery, Described, Effects, Mark, Repeat, Returned, SpaceKey, unpack_indexes
+from distnb.wire.bindings import Delivery, Described, Effects, Mark, Reloads, Repeat, Returned, SpaceKey, unpack_indexes
 from distnb.wire.environment import Environment, apply_environment, capture_environment
 from distnb.wire.fingerprints import Fingerprint, fingerprint
 from distnb.wire.frozen import note_frozen
@@ -61,6 +61,7 @@ class EngineNamespace:
         self._reserved = frozenset(reserved)
         self._environment: Environment | None = None
         self._reloads: dict[str, int] = {}
+        self._before_reloads: dict[Any, Any] = {}  # what is changed in place by the next one
         self._arguments: Any = None
         self._call: Mark | None = None
         self._moves = -1
@@ -182,17 +183,22 @@ class EngineNamespace:
             else:
                 self.user_ns[name] = before
 
-    def _import(self, modules: dict[str, int]) -> None:
+    def _import(self, modules: dict[str, Reloads]) -> None:
         for name, reloads in modules.items():
             known = sys.modules.get(name)
             with contextlib.suppress(ImportError):  # whoever uses it hears of it
                 if known is None:
                     importlib.invalidate_caches()
                     importlib.import_module(name)
-                elif reloads > self._reloads.get(name, 0):
+                elif reloads.times > self._reloads.get(name, 0):
                     importlib.invalidate_caches()
-                    importlib.reload(known)
-            self._reloads[name] = max(reloads, self._reloads.get(name, 0))
+                    if reloads.in_place:
+                        from IPython.extensions import autoreload
+
+                        autoreload.superreload(known, old_objects=self._before_reloads)
+                    else:
+                        importlib.reload(known)
+            self._reloads[name] = max(reloads.times, self._reloads.get(name, 0))
 
     # -- around a program ------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from distnb import session as sessions
@@ -16,7 +17,7 @@ from distnb.magics.request import Request
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.runtime import choice
 from distnb.runtime.base import Owner
-from distnb.session import failures
+from distnb.session import failures, modules
 from distnb.session.live_model import VariableRow
 from distnb.session.remote import Remote
 from distnb.strategies import live
@@ -68,6 +69,7 @@ class Extension:
         shell.events.register("post_run_cell", self._after)
         failures.before_raising.append(self.front.catch_up)
         failures.callers_lines.append(self._callers_lines)
+        modules.versions.append(self._version_of)
         live.sink = self.front.live
         self.front.variables = self._variables
         sessions.on_change.append(self._follow)
@@ -91,6 +93,7 @@ class Extension:
             shell.magics_manager.magics[kind].pop(name, None)
         failures.before_raising.remove(self.front.catch_up)
         failures.callers_lines.remove(self._callers_lines)
+        modules.versions.remove(self._version_of)
         live.sink = None
         sessions.on_change.remove(self._follow)
         if sessions.current() is None:
@@ -99,6 +102,15 @@ class Extension:
 
     def _callers_lines(self, error: BaseException) -> list[str]:
         return tracebacks.callers_lines(self._shell, error)
+
+    def _version_of(self, module: str) -> object:
+        """When the file was written that %autoreload last looked at; it changes modules without reloading them."""
+        reloader = getattr(self._shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
+        if reloader is None:
+            return None
+        version = reloader.modules_mtimes.get(module)
+        file = getattr(sys.modules.get(module), "__file__", None)
+        return None if reloader.failed.get(file) == version else version
 
     def _follow(self, session: Session | None) -> None:
         """A session began, or ended. Strategies of several replicas start a cluster when there is none."""

@@ -7,9 +7,29 @@ import site
 import sys
 import sysconfig
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
-__all__ = ["ModuleWatch"]
+from distnb.wire.bindings import Reloads
+
+__all__ = ["ModuleWatch", "State", "state_of", "versions"]
+
+versions: list[Callable[[str], object]] = []
+"""Tell which version of its file %autoreload has brought into a module, by its name; None where it knows of none."""
+
+State = tuple[object, object]
+
+
+def state_of(module: types.ModuleType) -> State:
+    """What tells whether a module was reloaded: its spec, of which a reload makes a new one, and its file's version."""
+    version = next((found for ask in versions if (found := ask(module.__name__)) is not None), None)
+    return module.__spec__, version
+
+
+def reloaded(before: State, now: State) -> Reloads | None:
+    """How a module was reloaded between two states; None if it was not."""
+    if before[1] is not None and now[1] is not None and before[1] != now[1]:
+        return Reloads(1, in_place=True)
+    return Reloads(1) if before[0] is not now[0] else None
 
 
 @functools.cache
@@ -27,42 +47,56 @@ class ModuleWatch:
     """Sees when the notebook reloads a local module, by `importlib.reload` or %autoreload."""
 
     def __init__(self) -> None:
-        self._specs: dict[str, object] = {}
-        self._reloads: dict[str, int] = {}
+        self._states: dict[str, State] = {}
+        self._reloads: dict[str, Reloads] = {}
         self._local: dict[str, bool] = {}
 
-    def wanted(self, modules: Iterable[types.ModuleType], attributes: Collection[str]) -> dict[str, int]:
+    def wanted(self, modules: Iterable[types.ModuleType], attributes: Collection[str]) -> dict[str, Reloads]:
         """What the engines should have imported, and how often each was reloaded.
 
         Args:
             modules: Modules that a program reads by name.
             attributes: Names of attributes in its code: `a.b` needs the submodule `a.b` if there is one.
         """
-        wanted = {name: 0 for module in modules for name in self._submodules(module.__name__, attributes)}
-        for name, module in list(sys.modules.items()):
-            if isinstance(module, types.ModuleType) and self._is_local(name, module):
-                reloads = self._count(name, module)
-                if reloads or name in wanted:
-                    wanted[name] = reloads
+        wanted = {name: Reloads() for module in modules for name in self._submodules(module.__name__, attributes)}
+        for module in self.local():
+            name = module.__name__
+            reloads = self._count(name, module)
+            if reloads.times or name in wanted:
+                wanted[name] = reloads
         return wanted
+
+    def local(self) -> list[types.ModuleType]:
+        """The local modules that are loaded."""
+        loaded = list(sys.modules.items())
+        return [each for name, each in loaded if isinstance(each, types.ModuleType) and self._is_local(name, each)]
 
     def _submodules(self, name: str, attributes: Collection[str]) -> list[str]:
         prefix = name + "."
         found = [module for module in sys.modules if module.startswith(prefix)]
         return [module for module in found if all(part in attributes for part in module[len(prefix) :].split("."))]
 
-    def _count(self, name: str, module: types.ModuleType) -> int:
-        spec = module.__spec__
-        # A reload makes a new spec.
-        if self._specs.setdefault(name, spec) is not spec:
-            self._specs[name] = spec
-            self._reloads[name] = self._reloads.get(name, 0) + 1
-        return self._reloads.get(name, 0)
+    def _count(self, name: str, module: types.ModuleType) -> Reloads:
+        now = state_of(module)
+        before = self._states.setdefault(name, now)
+        known = self._reloads.get(name, Reloads())
+        again = reloaded(before, now)
+        if again is not None:
+            known = self._reloads[name] = Reloads(known.times + 1, again.in_place)
+        # A version that is not known (a reload that failed) says nothing new.
+        self._states[name] = now[0], before[1] if now[1] is None else now[1]
+        return known
 
     def _is_local(self, name: str, module: types.ModuleType) -> bool:
         known = self._local.get(name)
         if known is None:
             file = getattr(module, "__file__", None)
-            known = bool(file) and module.__spec__ is not None and not str(file).startswith(_library_folders())
+            # distnb's own may be in nobody's library, and are the same everywhere.
+            known = (
+                name.partition(".")[0] != "distnb"
+                and bool(file)
+                and module.__spec__ is not None
+                and not str(file).startswith(_library_folders())
+            )
             self._local[name] = known
         return known

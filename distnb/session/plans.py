@@ -11,6 +11,7 @@ from typing import Any
 
 from distnb.session.handles import HANDLES, state_of_handle
 from distnb.session.luggage import Luggage, is_simple_code
+from distnb.session.modules import State, reloaded, state_of
 from distnb.session.spaces import NotebookSpace
 from distnb.session.travel import Packer
 from distnb.wire.bindings import Delivery
@@ -38,7 +39,7 @@ class Plan:
         code: Functions and classes, each with what it was made of.
         handles: Engine objects that they read, each with what it read and held itself.
         watch: Objects to be compared after the call.
-        modules: Modules that they read, each with its spec: a reload makes a new one.
+        modules: Modules that they read, and local ones, each as it was: they may be reloaded.
         arguments, blob: The latest arguments of nothing but functions and plain values, and how they were packed.
         place: Where the engines keep those arguments, if a call with them can be repeated without a word.
         kept: The serial of the delivery that they came with.
@@ -51,7 +52,7 @@ class Plan:
     code: dict[ObjectId, tuple[Any, ...]]
     handles: dict[ObjectId, Any]
     watch: tuple[ObjectId, ...]
-    modules: tuple[tuple[types.ModuleType, Any], ...]
+    modules: tuple[tuple[types.ModuleType, State], ...]
     arguments: Any = None
     blob: Parcel | None = None
     place: int | None = None
@@ -117,8 +118,8 @@ class Plans:
         for name in plan.names:
             if name not in space.bound or not space.is_current(name, side.user_ns):
                 return False
-        for module, spec in plan.modules:
-            if module.__spec__ is not spec:
+        for module, state in plan.modules:
+            if reloaded(state, state_of(module)) is not None:
                 return False
         for identity, parts in plan.code.items():
             if _parts_of(space.twins.get(identity)) != parts:
@@ -158,9 +159,11 @@ class Plans:
             handles[identity] = _facts_of(handle)
         references = tuple(weakref.ref(function) for function in functions)
         watch = tuple(packer.watched(luggage.roots))
-        modules = [value for value in luggage.bindings.values() if isinstance(value, types.ModuleType)]
-        specs = tuple((module, module.__spec__) for module in modules)
-        plan = Plan(version, references, tuple(luggage.bindings), tuple(data), code, handles, watch, specs)
+        read = [value for value in luggage.bindings.values() if isinstance(value, types.ModuleType)]
+        # A module that is read may call another one, which may be reloaded alone.
+        modules = {id(module): module for module in (*read, *packer.local_modules())}
+        states = tuple((module, state_of(module)) for module in modules.values())
+        plan = Plan(version, references, tuple(luggage.bindings), tuple(data), code, handles, watch, states)
         self._plans[tuple(map(id, functions))] = plan
         self._plans.move_to_end(tuple(map(id, functions)))
         if len(self._plans) > _KEPT:

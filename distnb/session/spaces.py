@@ -10,7 +10,7 @@ from typing import Any
 
 from distnb.session.handles import HANDLES, RemoteState, state_of_handle
 from distnb.values import DistributedValues, Mirrored, PerReplica
-from distnb.wire.bindings import Confirmation, Delivery, SpaceKey
+from distnb.wire.bindings import Confirmation, Delivery, Reloads, SpaceKey
 from distnb.wire.environment import Environment
 from distnb.wire.fingerprints import Fingerprint
 from distnb.wire.graph import Unsendable
@@ -59,7 +59,7 @@ class NotebookSpace:
     environment: Environment | None = None
     ended: bool = False
     sources: set[str] = field(default_factory=set)
-    modules: dict[str, int] = field(default_factory=dict)
+    modules: dict[str, Reloads] = field(default_factory=dict)
     confirmed: list[Confirmation] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
     renamed: dict[ObjectId, ObjectId] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from distnb.session.modules import ModuleWatch
 from distnb.session.refusals import explain
 from distnb.session.spaces import Argument, NotebookSpace, Seeing
 from distnb.session.user_names import is_user_name, user_names
-from distnb.wire.bindings import Delivery, pack_indexes
+from distnb.wire.bindings import Delivery, Reloads, pack_indexes
 from distnb.wire.codec import Parcel
 from distnb.wire.digests import is_array, is_tensor
 from distnb.wire.environment import capture_environment, with_fresh_seed
@@ -71,6 +71,10 @@ class Packer:
         self._seen: set[int] = set()
         self._done: set[str] = set()
         self._optional: collections.deque[str] = collections.deque()
+
+    def local_modules(self) -> list[types.ModuleType]:
+        """The local modules that are loaded in the notebook: any of them may be reloaded."""
+        return self._modules.local()
 
     # -- collecting ------------------------------------------------------------------------------------------------
 
@@ -203,7 +207,7 @@ class Packer:
                 [value for value in luggage.bindings.values() if isinstance(value, types.ModuleType)],
                 luggage.attributes,
             )
-            if luggage.bindings
+            if luggage.bindings or not self._in_call
             else {}
         )
         sources = {name: text for name, text in luggage.sources.items() if name not in space.sources}
@@ -219,7 +223,7 @@ class Packer:
         nodes: bytes = b"",
         delete: tuple[str, ...] = (),
         sources: dict[str, str] | None = None,
-        modules: dict[str, int] | None = None,
+        modules: dict[str, Reloads] | None = None,
     ) -> Delivery:
         """Make the delivery of what was packed, with all that the engines must hear of besides."""
         space = self._space

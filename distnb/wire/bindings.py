@@ -21,6 +21,7 @@ __all__ = [
     "NO_SCALAR",
     "Leaf",
     "Mark",
+    "Reloads",
     "Repeat",
     "Request",
     "Returned",
@@ -71,6 +72,18 @@ class Confirmation:
     names: tuple[str, ...] = ()
 
 
+class Reloads(NamedTuple):
+    """What became of a module in the notebook since it was imported there.
+
+    Attributes:
+        times: How often it was reloaded.
+        in_place: Whether functions and classes that others hold changed with it the last time, as by %autoreload.
+    """
+
+    times: int = 0
+    in_place: bool = False
+
+
 @dataclass(frozen=True)
 class Delivery:
     """What a program needs of the notebook's namespace.
@@ -90,7 +103,7 @@ class Delivery:
         handles: Engine objects that it reads.
         environment: The parts that changed.
         sources: Texts of cells, by file name, for tracebacks.
-        modules: Submodules to be imported, and how often a local module was reloaded, by name.
+        modules: Submodules to be imported, and what became of local modules since, by name.
         keep: Of a call whose arguments are functions and plain values: the place where they are kept for a `Repeat`.
     """
 
@@ -108,7 +121,7 @@ class Delivery:
     handles: tuple[ObjectId, ...] = ()
     environment: Environment | None = None
     sources: dict[str, str] = field(default_factory=dict)
-    modules: dict[str, int] = field(default_factory=dict)
+    modules: dict[str, Reloads] = field(default_factory=dict)
     keep: int | None = None
 
 

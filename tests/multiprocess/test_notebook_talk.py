@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -111,6 +114,42 @@ def test_what_a_caught_failure_wrote_stands_above_what_follows(notebook: Noteboo
     notebook.run(CALL)
     source = "try:\n    strategy.run(speak, args=('bad',))\nexcept ValueError:\n    print('caught')"
     assert notebook.run(source).stdout.splitlines()[-1] == "caught"
+
+
+def test_a_failing_call_shows_the_cells_line_and_debug_begins_there(notebook: Notebook) -> None:
+    notebook.run(CALL)
+    failed = notebook.try_run("def say(word):\n    return strategy.run(speak, args=(word,))\n\nsay('bad')")
+    where = [
+        failed.traceback.index(text) for text in ("----> 4 say('bad')", "----> 2     return strategy.run", "raised:")
+    ]
+    assert where == sorted(where), failed.traceback
+    debugged, _ = notebook.converse("%debug", "p ('word', word)", "q")
+    assert "('word', 'bad')" in debugged.check().stdout
+    failed = notebook.try_run("strategy.reduce('sum', 1, axis=None)")
+    assert "----> 1 strategy.reduce" in failed.traceback
+    assert "distnb/" not in failed.traceback.replace("/tests/", "")
+
+
+# -- modules that change under way -------------------------------------------------------------------------------------
+
+
+def test_modules_that_autoreload_changes_here_change_on_the_replicas(notebook: Notebook, tmp_path: Path) -> None:
+    outer, inner = tmp_path / "distnb_talk_outer.py", tmp_path / "distnb_talk_inner.py"
+    outer.write_text("from distnb_talk_inner import add\ndef f():\n    return add(1)\n")
+    inner.write_text("def add(x):\n    return x + 1\n")
+    notebook.run("%load_ext autoreload\n%autoreload 2")
+    notebook.run(f"import sys, torch\nsys.path.insert(0, {str(tmp_path)!r})\nfrom distnb_talk_outer import f")
+    notebook.run("strategy = distnb.MirroredStrategy()\ndef step():\n    return f()")
+    try:
+        cell, call = "%%distribute mirrored\nfound = f()", "found = strategy.run(step)"
+        for size, expected in ((1, 2), (100, 101), (10_000, 10_001)):
+            inner.write_text(f"def add(x):\n    return x + {size}\n")
+            os.utime(inner, (size, time.time() + size))  # a version of its own, however fast this is
+            for source in (cell, call):
+                notebook.run(source)
+                assert notebook.value("found") == expected, (source, size)
+    finally:
+        notebook.run("%autoreload 0\nsys.path.pop(0)")
 
 
 def errors_of(notebook: Notebook, source: str) -> list[str]:
