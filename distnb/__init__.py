@@ -106,7 +106,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        raise AttributeError(f"module 'distnb' has no attribute {name!r}")
+        from distnb.errors import UnknownNameError
+
+        raise UnknownNameError("distnb", name, _WHERE)
     module, _, inner = _WHERE[name].partition(":")
     loaded = importlib.import_module(module)
     value = loaded if _WHERE[name].endswith(":") else getattr(loaded, inner or name)

@@ -11,7 +11,8 @@
     │   ├── StructureError    (ValueError)     replicas returned, or were given, unlike structures
     │   ├── OptionError       (ValueError)     an option that is unknown or cannot be honoured
     │   ├── DistributedValueError (TypeError)  a PerReplica used as if it were one plain value
-    │   └── OutOfSyncError    (AssertionError) replicas hold different bits of what should be equal
+    │   ├── OutOfSyncError    (AssertionError) replicas hold different bits of what should be equal
+    │   └── UnknownNameError  (AttributeError) distnb, or a strategy, has nothing of that name
     ├── CollectiveError       (RuntimeError)   replicas could not communicate
     │   └── CollectiveMismatchError            they called different collectives
     ├── GradientError         (RuntimeError)   gradients that would be wrong
@@ -29,6 +30,9 @@ BaseException, as KeyboardInterrupt does, and user code that catches Exception l
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 __all__ = [
     "CannotTravelError",
@@ -54,8 +58,17 @@ __all__ = [
     "StartError",
     "StructureError",
     "UnassignedError",
+    "UnknownNameError",
     "UnsyncedGradientError",
+    "closest",
 ]
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """A hint at what was probably meant, or nothing."""
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), names, n=1)
+    return f" (did you mean {names[near[0]]}?)" if near else ""
 
 
 class DistnbError(Exception):
@@ -104,6 +117,25 @@ class DistributedValueError(ProgramError, TypeError):
 
 class OutOfSyncError(ProgramError, AssertionError):
     """Replicas hold different bits of something that `assert_in_sync` was asked about."""
+
+
+class UnknownNameError(ProgramError, AttributeError):
+    """Something of distnb was asked for a name that it does not have.
+
+    Args:
+        owner: Whose name it would be, in words.
+        name: It.
+        known: Names that there are.
+    """
+
+    def __init__(self, owner: str, name: str, known: Iterable[str] = ()) -> None:
+        known = tuple(known)
+        # Libraries ask for many a name with an underscore, and tell nobody.
+        super().__init__(f"{owner} has no attribute {name!r}{'' if name.startswith('_') else closest(name, known)}.")
+        self.__made_of = owner, name, known
+
+    def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, str, tuple[str, ...]]]:
+        return type(self), self.__made_of
 
 
 class CollectiveError(DistnbError, RuntimeError):

@@ -62,7 +62,7 @@ def _whole_or_sliced(
     if isinstance(dataset, Iterable) or callable(dataset):
         return PythonSource(dataset, place, shared)
     raise ProgramError(
-        f"A {type(dataset).__name__} cannot be distributed: it is neither a DataLoader, a Dataset, nor an iterable "
+        f"{type(dataset).__name__} cannot be distributed: it is neither a DataLoader, a Dataset, nor an iterable "
         "of batches."
     )
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from distnb.errors import OptionError
+from distnb.errors import OptionError, closest
 
 __all__ = ["LineParser", "closest", "parse_count"]
 
@@ -50,12 +49,6 @@ class LineParser(argparse.ArgumentParser):
 
     def _options(self) -> list[str]:
         return [option for action in self._actions for option in action.option_strings]
-
-
-def closest(word: str, known: Iterable[str]) -> str:
-    """A hint at what was probably meant, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 class parse_count(argparse.Action):

@@ -17,8 +17,8 @@ from distnb.cluster.resolvers import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
 )
-from distnb.errors import NoClusterError, OptionError
-from distnb.magics.arguments import LineParser, closest, parse_count
+from distnb.errors import NoClusterError, OptionError, closest
+from distnb.magics.arguments import LineParser, parse_count
 from distnb.magics.presenting import presented
 from distnb.magics.request import Request
 from distnb.session.checking import drift_reports

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distnb.errors import OptionError
-from distnb.magics.arguments import LineParser, closest, parse_count
+from distnb.errors import OptionError, closest
+from distnb.magics.arguments import LineParser, parse_count
 from distnb.options import StrategySpec
 from distnb.runtime import central_storage, choice, multi_worker
 from distnb.topology import parse_device
@@ -157,7 +157,7 @@ def _from_object(word: str, user_ns: Mapping[str, Any], given: list[str]) -> Req
     value = user_ns[word]
     if base is None or not isinstance(value, base.Strategy):
         raise OptionError(
-            f"%%distribute {word}: {word!r} is a {type(value).__name__}, and a strategy is needed. Give one of "
+            f"%%distribute {word}: {word!r} is a {_kind_of(value)}, and a strategy is needed. Give one of "
             f"{', '.join(WORDS)}, or the name of a strategy object such as distnb.MirroredStrategy()."
         )
     _refuse(word, given, "it is an object that has its options already; give them where it is made")
@@ -174,3 +174,8 @@ def _best_device() -> str:
     import torch
 
     return "cuda:0" if torch.cuda.is_available() else "cpu:0"
+
+
+def _kind_of(value: Any) -> str:
+    """What a user calls it: a handle is named after what it stands for."""
+    return getattr(type(value), "_word", type(value).__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from types import TracebackType
@@ -20,6 +21,7 @@ __all__ = ["callers_lines", "install", "remove", "users_part"]
 # IPython asks no group how it wants to be shown.
 _KINDS = (DistnbError, SyntaxError, BaseExceptionGroup)
 _IPYTHON = os.path.dirname(IPython.__file__) + os.sep
+_MANAGERS = contextlib.__file__  # it stands between us and us
 _OWN = os.path.dirname(os.path.abspath(distnb.__file__)) + os.sep
 
 
@@ -71,18 +73,17 @@ def callers_lines(shell: InteractiveShell, error: BaseException) -> list[str]:
 
 
 def users_part(traceback: TracebackType | None, own: tuple[str, ...] = (_OWN,)) -> TracebackType | None:
-    """The traceback up to the last frame that is not distnb's; all of it where every frame is."""
+    """The traceback without distnb's frames, also those on the way to a function of the user's that it called.
+
+    All of it where every frame is distnb's.
+    """
     frames = []
     each = traceback
     while each is not None:
         frames.append(each)
         each = each.tb_next
-    last = max((index for index, frame in enumerate(frames) if not _is_of(frame, own)), default=len(frames) - 1)
+    kept = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith((*own, _MANAGERS))] or frames
     rebuilt: TracebackType | None = None
-    for frame in reversed(frames[: last + 1]):
+    for frame in reversed(kept):
         rebuilt = TracebackType(rebuilt, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return rebuilt
-
-
-def _is_of(traceback: TracebackType, folders: tuple[str, ...]) -> bool:
-    return traceback.tb_frame.f_code.co_filename.startswith(folders)

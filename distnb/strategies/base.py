@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-from distnb.errors import OptionError
+from distnb.errors import OptionError, UnknownNameError
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
 from distnb.runtime import choice, contexts, variable_homes  # noqa: F401  (finds homes from its import on)
 from distnb.runtime.arguments import check_call, check_input_function, check_input_options
@@ -92,7 +92,7 @@ class Strategy:
             raise AttributeError(
                 "A strategy has no 'extended': its methods are the strategy's own (worker_devices, colocate_with, …)."
             )
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        raise UnknownNameError(type(self).__name__, name, (each for each in dir(self) if not each.startswith("_")))
 
     @property
     def runtime(self) -> Runtime:

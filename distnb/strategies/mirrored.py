@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Self
 
 from distnb.cluster.devices import available_gpus
@@ -90,6 +90,11 @@ def _device_names(devices: Sequence[str | Device] | str | None, num_gpus: int | 
         return tuple(f"cuda:{index}" for index in range(num_gpus))
     if devices is None:
         return ()
+    if not isinstance(devices, (str, Iterable)):
+        raise OptionError(
+            f"devices={devices!r}: name the devices, as in devices=['cuda:0', 'cuda:1']. How many replicas there are "
+            f"without that is the number of engines: %distnb start -n 4, or distnb.start(4)."
+        )
     given = devices.split(",") if isinstance(devices, str) else list(devices)
     if not given:
         raise OptionError("devices is empty. Name at least one device, or leave it out to take all that there are.")

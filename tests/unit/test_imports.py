@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import distnb
+from distnb.errors import UnknownNameError
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -44,5 +45,9 @@ def test_every_public_name_loads(name: str):
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no_such_name"):
+    with pytest.raises(AttributeError, match="no_such_name") as raised:
         _ = distnb.no_such_name
+    assert "did you mean" not in str(raised.value)
+    for wrong, right in (("MiroredStrategy", "MirroredStrategy"), ("variable", "Variable"), ("is_cheif", "is_chief")):
+        with pytest.raises(UnknownNameError, match=rf"distnb has no attribute '{wrong}' \(did you mean {right}\?\)"):
+            getattr(distnb, wrong)

@@ -140,7 +140,7 @@ def test_data_that_cannot_be_batched() -> None:
         over(0, (torch.arange(4), torch.arange(3)), batch_size=2)
     with pytest.raises(OptionError, match="must yield global batches itself"):
         over(0, iter([1, 2]), batch_size=2)
-    with pytest.raises(ProgramError, match="A int cannot be distributed"):
+    with pytest.raises(ProgramError, match="int cannot be distributed"):
         over(0, 3)
 
 

@@ -341,3 +341,13 @@ def test_experimental_names() -> None:
     assert distnb.experimental.ValueContext is distnb.ValueContext
     with pytest.raises(AttributeError, match="it has"):
         _ = distnb.experimental.nonsense
+
+
+def test_a_wrong_name_or_number_is_told_with_the_right_one() -> None:
+    with pytest.raises(AttributeError, match=r"has no attribute 'Run' \(did you mean run\?\)") as raised:
+        _ = ONE.Run
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert (type(again), str(again)) == (type(raised.value), str(raised.value))
+    assert not hasattr(ONE, "_ipython_display_")
+    with pytest.raises(errors.OptionError, match=r"devices=3: name the devices.*%distnb start -n 4"):
+        distnb.MirroredStrategy(3)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import sys
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+import distnb
 from distnb.magics import tracebacks
 from distnb.session.dispatch import Outcome
 from distnb.session.failures import raise_failure
@@ -46,6 +47,20 @@ def test_it_is_shown_so_in_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
     assert "is no device" in shown
     assert "topology.py" not in shown
     assert shell.custom_exceptions == ()
+
+
+def test_a_function_that_distnb_calls_is_shown_and_not_what_calls_it() -> None:
+    def fails() -> None:
+        parse_device("cuda:x")
+
+    with pytest.raises(ValueError, match="is no device") as raised:
+        distnb.OneDeviceStrategy("cpu").run(fails)
+    trimmed = tracebacks.users_part(raised.value.__traceback__)
+    names = []
+    while trimmed is not None:
+        names.append(trimmed.tb_frame.f_code.co_name)
+        trimmed = trimmed.tb_next
+    assert names == ["test_a_function_that_distnb_calls_is_shown_and_not_what_calls_it", "fails"]
 
 
 def test_a_replicas_error_shows_where_the_cell_called_it() -> None:
