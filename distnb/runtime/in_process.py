@@ -65,6 +65,7 @@ class InProcess:
         options: RunOptions | None,
     ) -> Any:
         """Call the function."""
+        __tracebackhide__ = True  # see Strategy.run
         if self._device is None:
             result = fn(*args, **kwargs)
             progress.steps += 1

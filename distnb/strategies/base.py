@@ -192,6 +192,7 @@ class Strategy:
             >>> distnb.OneDeviceStrategy("cpu:0").run(lambda x: x + 1, args=(2,))
             3
         """
+        __tracebackhide__ = True  # IPython shows the user's function, and its debugger goes from it to the cell
         check_call(fn, args, kwargs, options)
         contexts.require_cross_replica(self, "run")
         return self.runtime.run(self, fn, args, kwargs if kwargs is not None else {}, options)

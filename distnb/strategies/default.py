@@ -32,4 +32,5 @@ class DefaultStrategy(Strategy):
 
     def run(self, fn: Any, args: Sequence[Any] = (), kwargs: Any = None, options: Any = None) -> Any:
         """Call the function: `fn(*args, **kwargs)`."""
+        __tracebackhide__ = True  # see Strategy.run
         return super().run(fn, args, kwargs, options)

@@ -44,6 +44,15 @@ def test_debug_after_a_failing_default_cell(notebook: Notebook) -> None:
     assert "DefaultStrategy()" in debugged.stdout
 
 
+@pytest.mark.parametrize("word", ["default", "one_device"])
+def test_a_function_that_fails_here_shows_no_line_of_ours(notebook: Notebook, word: str) -> None:
+    failed = notebook.try_run(f"%%distribute {word}\ndef f(x):\n    return x.foo\n\nstrategy.run(f, args=(1,))")
+    assert "----> 5 strategy.run" in failed.traceback
+    assert "----> 3     return x.foo" in failed.traceback
+    assert "strategies/" not in failed.traceback
+    assert "runtime/" not in failed.traceback
+
+
 def test_breakpoint_in_a_default_cell(notebook: Notebook) -> None:
     source = "%%distribute default\nx = 1\nbreakpoint()\nx = x + 41\n"
     ran, asked = notebook.converse(source, "p ('x', x)", "!x = 59", "continue")
