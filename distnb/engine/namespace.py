@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import linecache
 import operator
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from distnb.engine import operations
 from distnb.engine.descriptions import Describer
+from distnb.engine.modules import Modules
 from distnb.engine.objects import Objects, Pending, Space
 from distnb.engine.travel import pack_effects
 from distnb.errors import NamespaceError
@@ -20,7 +19,7 @@ from distnb.options import StrategySpec
 from distnb.runtime.randomness import streams
 from distnb.strategies.scope import adopt_restored
 from distnb.values import Mirrored, PerReplica
-from distnb.wire.bindings import Delivery, Described, Effects, Mark, Reloads, Repeat, Returned, SpaceKey, unpack_indexes
+from distnb.wire.bindings import Delivery, Described, Effects, Mark, Repeat, Returned, SpaceKey, unpack_indexes
 from distnb.wire.environment import Environment, apply_environment, capture_environment
 from distnb.wire.fingerprints import Fingerprint, fingerprint
 from distnb.wire.frozen import note_frozen
@@ -60,8 +59,7 @@ class EngineNamespace:
         self._engine = engine
         self._reserved = frozenset(reserved)
         self._environment: Environment | None = None
-        self._reloads: dict[str, int] = {}
-        self._before_reloads: dict[Any, Any] = {}  # what is changed in place by the next one
+        self._modules = Modules()
         self._arguments: Any = None
         self._call: Mark | None = None
         self._moves = -1
@@ -95,7 +93,7 @@ class EngineNamespace:
         environment = delivery.environment
         if environment is not None:
             apply_environment(Environment(environment.cwd, environment.path, environment.dtype))
-        self._import(delivery.modules)
+        self._modules.follow(delivery.modules)
         for name, text in delivery.sources.items():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         self._arguments = self._unpack(delivery, space) if delivery.blob is not None else None
@@ -182,23 +180,6 @@ class EngineNamespace:
                 self.user_ns.pop(name, None)
             else:
                 self.user_ns[name] = before
-
-    def _import(self, modules: dict[str, Reloads]) -> None:
-        for name, reloads in modules.items():
-            known = sys.modules.get(name)
-            with contextlib.suppress(ImportError):  # whoever uses it hears of it
-                if known is None:
-                    importlib.invalidate_caches()
-                    importlib.import_module(name)
-                elif reloads.times > self._reloads.get(name, 0):
-                    importlib.invalidate_caches()
-                    if reloads.in_place:
-                        from IPython.extensions import autoreload
-
-                        autoreload.superreload(known, old_objects=self._before_reloads)
-                    else:
-                        importlib.reload(known)
-            self._reloads[name] = max(reloads.times, self._reloads.get(name, 0))
 
     # -- around a program ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,42 @@
+"""Modules that the notebook has imported or changed: imported and changed here, too."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from distnb.wire.bindings import Reloads
+
+__all__ = ["Modules"]
+
+
+class Modules:
+    """What became of local modules in the notebook, as far as this engine has followed."""
+
+    def __init__(self) -> None:
+        self._followed: dict[str, int] = {}
+        self._before: dict[Any, Any] = {}  # what the next change in place changes
+
+    def follow(self, modules: Mapping[str, Reloads]) -> None:
+        """Import modules, or reload them, by name."""
+        for name, reloads in modules.items():
+            known = sys.modules.get(name)
+            with contextlib.suppress(ImportError):  # whoever uses it hears of it
+                if known is None:
+                    importlib.invalidate_caches()
+                    importlib.import_module(name)
+                elif reloads.times > self._followed.get(name, 0):
+                    importlib.invalidate_caches()
+                    self._reload(known, in_place=reloads.in_place)
+            self._followed[name] = max(reloads.times, self._followed.get(name, 0))
+
+    def _reload(self, module: Any, *, in_place: bool) -> None:
+        if not in_place:
+            importlib.reload(module)
+            return
+        from IPython.extensions import autoreload
+
+        autoreload.superreload(module, old_objects=self._before)
