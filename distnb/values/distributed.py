@@ -118,6 +118,9 @@ class DistributedValues:
             return repr(self._components[replica_id])
         return f"<on replica {replica_id}>"
 
+    def __format__(self, spec: str) -> str:
+        return str(self) if not spec else self._refuse(f"cannot be formatted as {spec!r}")
+
     # What one plain value could do, and this cannot ---------------------------------------------------------------
 
     def _refuse(self, wish: str) -> NoReturn:

@@ -161,3 +161,10 @@ def test_regroup() -> None:
         regroup([(1, 2), [1, 2]])
     assert "(*, *)" in str(raised.value)
     assert "[*, *]" in str(raised.value)
+
+
+def test_a_format_of_one_number_is_refused_with_the_cure() -> None:
+    value = PerReplica([1.5, 2.5])
+    assert f"{value}" == repr(value)
+    with pytest.raises(DistributedValueError, match=r"A PerReplica cannot be formatted as '\.3f'.*strategy\.reduce"):
+        f"{value:.3f}"
