@@ -32,8 +32,8 @@ def check_on_host(optimizer: Optimizer, of_torch: bool) -> None:
     if not of_torch:
         raise GradientError(
             f"{name}.step(): under central storage on accelerators a variable is updated in the host's memory, once, "
-            "which works for torch.optim's own optimizers that treat each parameter by itself. This one may keep "
-            "parameters of the device anywhere. Use torch.optim.Adam, SGD or the like, CPU replicas, or "
+            "which works for torch.optim's own optimizers that treat each parameter by itself. This one may hold "
+            "on to the device's parameters elsewhere. Use torch.optim.Adam, SGD or the like, CPU replicas, or "
             "MirroredStrategy."
         )
     given = sorted({option for group in optimizer.param_groups for option in _ON_DEVICE_ONLY if group.get(option)})
