@@ -284,9 +284,10 @@ class Ledger:
     def _raise_missing(self, present: int, missing: int, number: int) -> None:
         posted = self._board.read(present, number)
         what = f"{posted[0].operation} at {posted[0].place}" if posted else "a collective"
+        cure = _advice(posted[0]) if posted else _ADVICE
         raise CollectiveMismatchError(
             f"{self._name(present).capitalize()} called {what} (collective number {number}), but "
-            f"{self._name(missing)} finished its program after {number - 1} collectives without calling it. {_advice(posted[0]) if posted else _ADVICE}"
+            f"{self._name(missing)} finished its program after {number - 1} collectives without calling it. {cure}"
         )
 
 

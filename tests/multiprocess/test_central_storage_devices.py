@@ -210,6 +210,8 @@ def test_a_notebook_on_accelerators() -> None:
         before = notebook.value("model.state_dict()['weight'].numpy().tolist()")
         failed = notebook.try_run("%%distribute central_storage\nstrategy.run(step, args=(True,))\n")
         assert (failed.error_name, failed.error_text) == ("ValueError", "before the step")
+        after = notebook.run("%%distribute central_storage\nwith strategy.scope():\n    pass\n")
+        assert "drifted apart" not in after.text + after.stderr, "nothing was stepped"
         notebook.run("%%distribute central_storage\nstrategy.assert_in_sync([model, optimizer])\n")
         assert notebook.value("model.state_dict()['weight'].numpy().tolist()") == before
         notebook.run(
