@@ -56,7 +56,8 @@ def on_the_host(optimizer: Optimizer, masters: Mapping[torch.Tensor, torch.Tenso
         yield
         return
     hosts = {id(parameter): _with_gradient(parameter, master) for parameter, master in masters.items()}
-    kept, state = optimizer.state, defaultdict(dict)
+    kept = optimizer.state
+    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
     for parameter, values in kept.items():
         host = hosts.get(id(parameter))
         if host is not None:

@@ -114,17 +114,18 @@ _LIFE = """
         inside = sum(any(low <= each.data_ptr() < high for low, high in bounds) for each in kept)
         return sorted({str(each.device) for each in kept}), inside, len(kept)
 
-    def changed(change, *args):
-        '''What becomes of a change in place: on this device, and after the next settling.'''
+    def changed(change, expected):
+        '''Whether a change in place is made on this device, and stays after the next settling and step.'''
+        before = model.weight.detach().cpu().clone()
         with torch.no_grad():
             change()
-        now = model.weight.detach().cpu().clone()
+        expected = expected(before)
+        made = torch.equal(model.weight.detach().cpu(), expected) and not torch.equal(before, expected)
         with strategy.scope():
             pass
         strategy.assert_in_sync(model)
-        before = model.weight.detach().cpu().clone()
         strategy.run(step, args=(model, torch.optim.SGD(model.parameters(), lr=0.0)))
-        return torch.equal(now, before) and torch.equal(now, model.weight.detach().cpu())
+        return made and torch.equal(expected, model.weight.detach().cpu())
 
     with strategy.scope():
         model = torch.nn.Linear(64, 4000)  # 1 MB
@@ -142,9 +143,11 @@ _LIFE = """
     strategy.run(step, args=(normed, of_normed))
     result["buffers"] = normed.state_dict()["1.running_mean"].tolist(), normed[1].running_mean.tolist()
 
-    result["halved"] = changed(lambda: model.weight.data.mul_(0.5))
-    result["initialised"] = changed(lambda: torch.nn.init.constant_(model.weight, 0.25))
-    result["assigned"] = changed(lambda: setattr(model.weight, "data", model.weight.data * 2))
+    result["halved"] = changed(lambda: model.weight.data.mul_(0.5), lambda before: before * 0.5)
+    result["initialised"] = changed(
+        lambda: torch.nn.init.constant_(model.weight, 0.25), lambda before: torch.full_like(before, 0.25))
+    result["assigned"] = changed(
+        lambda: setattr(model.weight, "data", model.weight.data * 2), lambda before: before * 2)
 
     class Own(torch.optim.SGD):
         pass

@@ -45,6 +45,15 @@ class ChipTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"{self.host!r} on tpu:0"
 
+    @property  # type: ignore[override]
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self.host = new.host  # type: ignore[attr-defined]
+
     def tolist(self) -> Any:  # torch refuses subclasses, which this only is to be written in Python
         return self.host.tolist()
 
