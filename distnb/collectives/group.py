@@ -265,6 +265,18 @@ class Group:
         ).wait()
         return got
 
+    def note(self, operation: str, tensors: Sequence[Tensor]) -> None:
+        """Record something that all replicas do together, and that takes several collectives, under its own name.
+
+        Args:
+            operation: What it is, for the errors of all replicas if they do not.
+            tensors: What it is about: of the same shapes and dtypes everywhere.
+
+        Raises:
+            CollectiveMismatchError: Another replica called something else.
+        """
+        self.process_group.note(of_tensors(operation, None, None, tensors))
+
     def note_pack(self, tensors: Sequence[Tensor], layout: object) -> None:
         """Record what is about to be sent as one message: replicas must do so alike. Communicates nothing itself.
 

@@ -137,8 +137,9 @@ def _heal_optimizer(group: HealingGroup, key: _OptimizerKey, optimizer: torch.op
     data = data.to(device)
     group.broadcast(data, 0)
     if group.rank != 0 and optimizer is not None:
-        # It comes from another replica of the same program, which runs the same code.
-        state = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location=device, weights_only=False)
+        # It comes from another replica of the same program, which runs the same code. Loading takes each tensor where
+        # it belongs: to its parameter's device, or not.
+        state = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=False)
         optimizer.load_state_dict(state)
     return f"{key[0]}'s state"
 
@@ -201,9 +202,10 @@ def _described(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return checksum(value.to_dense()) if not is_lazy(value) else None
     if isinstance(value, dict):
-        return [
+        described = [
             (key if isinstance(key, str | int) else str(type(key)), _described(item)) for key, item in value.items()
         ]
+        return sorted(described, key=lambda pair: str(pair[0]))  # each replica may have come to them in its own order
     if isinstance(value, list | tuple):
         return [_described(item) for item in value]
     return value if isinstance(value, str | int | float | bool | None) else type(value).__name__

@@ -21,6 +21,11 @@ __all__ = ["Ledger"]
 _ADVICE: Final = (
     "Every replica must call the same collectives, in the same order, with tensors of the same shape and dtype."
 )
+_READ: Final = ".state_dict("
+_ADVICE_ON_READING: Final = (
+    "state_dict() of a model that was made in a scope brings its buffers together, so all replicas call it. To save on "
+    "one of them, call it before `if distnb.is_chief():`."
+)
 _AHEAD: Final = RING - 64
 
 
@@ -167,7 +172,8 @@ class Ledger:
             if program == self.program and phase == "failed":
                 failed.append(rank)
             elif (program == self.program and phase == "ended") or program > self.program:
-                self._raise_missing(self._board.me, rank, number)
+                # What is waited in may be the second of what takes several.
+                self._raise_missing(self._board.me, rank, last + 1 if program == self.program else number)
         return failed
 
     def check_present(self, ranks: Sequence[int]) -> list[int]:
@@ -263,7 +269,9 @@ class Ledger:
     def _raise(self, number: int, rank: int, mine: Record, other: Record, what: str) -> None:
         both = sorted([(self._replicas[self._board.me], mine), (self._replicas[rank], other)], key=lambda pair: pair[0])
         told = "; ".join(f"replica {replica} called {record.operation} at {record.place}" for replica, record in both)
-        raise CollectiveMismatchError(f"{what}: {told} (collective number {number}). {_ADVICE}")
+        raise CollectiveMismatchError(
+            f"{what}: {told} (collective number {number}). {_advice(*(record for _, record in both))}"
+        )
 
     def _raise_swapped(self, here: int, number: int, there: int, earlier: int, record: Record) -> None:
         first, second = sorted([(self._replicas[here], number), (self._replicas[there], earlier)])
@@ -276,11 +284,17 @@ class Ledger:
     def _raise_missing(self, present: int, missing: int, number: int) -> None:
         posted = self._board.read(present, number)
         what = f"{posted[0].operation} at {posted[0].place}" if posted else "a collective"
+        cure = _advice(posted[0]) if posted else _ADVICE
         raise CollectiveMismatchError(
             f"{self._name(present).capitalize()} called {what} (collective number {number}), but "
-            f"{self._name(missing)} finished its program after {number - 1} collectives without calling it. {_ADVICE}"
+            f"{self._name(missing)} finished its program after {number - 1} collectives without calling it. {cure}"
         )
 
 
 def _as(record: Record) -> str:
     return f", called as `{record.words}`," if record.words else ""
+
+
+def _advice(*called: Record) -> str:
+    """The cure, where replicas called these instead of one thing."""
+    return _ADVICE_ON_READING if any(_READ in record.operation for record in called) else _ADVICE

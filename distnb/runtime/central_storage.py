@@ -29,19 +29,19 @@ def check_places(spec: StrategySpec, devices: Sequence[str], workers: Sequence[i
             f"are on {len(set(workers))}. Use MirroredStrategy or MultiWorkerMirroredStrategy."
         )
     apart = [device for device in devices if not device.startswith("cpu")]
-    if apart and len(devices) > 1:
+    if apart and len(apart) < len(devices):
         raise OptionError(
-            "CentralStorageStrategy has its variables in host memory, which replicas on several accelerators "
-            f"({', '.join(apart)}) would have to copy before each use; this version does not. Use one GPU, CPU "
-            "replicas, or MirroredStrategy."
+            f"CentralStorageStrategy has replicas on {', '.join(devices)}. Some of these compute right in the host's "
+            "memory and others with copies in their own; use devices of one kind."
         )
     wanted = spec.option("parameter_device")
     if wanted is None or not devices:
         return
-    # All CPU devices of a machine have one memory.
-    fits = wanted == devices[0] if apart else wanted.startswith("cpu")
+    # All CPU devices of a machine have one memory. A single accelerator has all in its own.
+    single = bool(apart) and len(devices) == 1
+    fits = wanted == devices[0] if single else wanted.startswith("cpu")
     if not fits:
-        possible = devices[0] if apart else "cpu:0"
+        possible = devices[0] if single else "cpu:0"
         raise OptionError(
             f"parameter_device={wanted!r} cannot be honoured: with replicas on {', '.join(devices)} the variables are "
             f"on {possible}. Leave it out, or name that device."

@@ -20,7 +20,6 @@ from torch.nn.parameter import is_lazy
 
 from distnb.accelerators import torch_device
 from distnb.collectives.cross_device.aggregation import Aggregation
-from distnb.errors import CollectiveMismatchError
 from distnb.options import ReduceOp
 from distnb.runtime import contexts
 from distnb.runtime.packed_sums import combine_over_replicas
@@ -66,12 +65,18 @@ class ScopeBuffers:
         """Whether a module with buffers was made in a scope."""
         return module in self._modules
 
-    def read(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The buffers as they are in cross-replica context. All replicas call this; nothing is changed."""
+    def read(self, buffers: Sequence[torch.Tensor], reading: str) -> list[torch.Tensor]:
+        """The buffers as they are in cross-replica context. All replicas call this; nothing is changed.
+
+        Args:
+            buffers: The same on every replica.
+            reading: What reads them, for errors: a replica that does something else meanwhile is told of it.
+        """
         seen = [buffer.detach() for buffer in buffers]
         group = self._group()
         if not seen or group.size == 1:
             return seen
+        group.note(reading, seen)
         digests = torch.tensor(list(map(_digest, seen)), dtype=torch.int64, device=torch_device(group.device))
         others = torch.stack(group.all_gather(digests)).cpu()
         # Equal ones stay as they are, to the last bit: a mean of three equal numbers may not be that number.
@@ -173,17 +178,10 @@ def _state_dict(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _bring_together(module: torch.nn.Module, destination: Any, saved: Sequence[_Saved]) -> None:
     whole: dict[int, torch.Tensor] = {}
-    try:
-        for book in dict.fromkeys(book for book, _, _ in saved):
-            own = [(stand_in, buffer) for of, stand_in, buffer in saved if of is book]
-            values = book.read([buffer for _, buffer in own])
-            whole.update((id(stand_in), value) for (stand_in, _), value in zip(own, values, strict=True))
-    except CollectiveMismatchError as error:
-        error.add_note(
-            f"state_dict() of a {type(module).__name__} that was made in a scope brings its buffers together, so all "
-            "replicas call it. To save on one of them, call it before `if distnb.is_chief():`."
-        )
-        raise
+    for book in dict.fromkeys(book for book, _, _ in saved):
+        own = [(stand_in, buffer) for of, stand_in, buffer in saved if of is book]
+        values = book.read([buffer for _, buffer in own], f"{type(module).__name__}.state_dict")
+        whole.update((id(stand_in), value) for (stand_in, _), value in zip(own, values, strict=True))
     # Not by their names: hooks may have given them others.
     for key, value in destination.items() if whole else ():
         destination[key] = whole.get(id(value), value)

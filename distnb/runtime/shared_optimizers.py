@@ -3,6 +3,8 @@
 A step is taken together. Every replica calls it with the same aggregated gradients; of each shared variable one
 replica, its owner, computes the update, right in the common memory, while the others wait. The tensors that an
 optimizer keeps for a variable move to the common memory after the first step, and every replica's optimizer holds them.
+So it is where the replicas compute on accelerators: the owner brings its gradients to the host, updates there, and then
+all replicas renew the copies that their devices have.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from torch.optim import Optimizer
 from distnb.collectives.eager import always_eager
 from distnb.collectives.mirrored import find_mirror
 from distnb.errors import CollectiveMismatchError, GradientError
-from distnb.runtime.shared_variables import Region, SharedVariables
+from distnb.runtime.host_step import check_on_host, on_the_host
+from distnb.runtime.shared_memory import Region, on_host
+from distnb.runtime.shared_variables import SharedVariables
 
 if TYPE_CHECKING:
     from distnb.collectives.gradients import GradientSync
@@ -110,6 +114,8 @@ class SharedOptimizers:
         alone = type(optimizer) in _ALONE
         if not alone:
             self._check(optimizer, parameters, args, kwargs)
+        if not all(map(on_host, parameters)):
+            check_on_host(optimizer, alone)
         args, kwargs, loss = _closed(args, kwargs)
         for parameter in parameters:
             if self._owns(parameter):
@@ -129,11 +135,17 @@ class SharedOptimizers:
         mine, others = self._divided(group.rank, parameters, alone)
         options = _options(optimizer)
         self._half_done = type(optimizer).__name__
-        with self._variables.opened(self._tensors_of(optimizer, mine)), _hidden(others):
+        masters = self._variables.masters(mine)
+        with (
+            self._variables.opened(self._tensors_of(optimizer, mine)),
+            _hidden(others),
+            on_the_host(optimizer, masters),
+        ):
             result = compute(optimizer, *args, **kwargs) if alone or group.rank == 0 else loss
         for parameter in others:
             increment_version(parameter)  # a graph that was kept from before is as outdated as where it was written to
         self._tell(group, optimizer, mine, None if _options(optimizer) == options else _options(optimizer))
+        self._variables.renew([*mine, *others])  # all have taken the step
         self._half_done = None
         return result
 
@@ -202,7 +214,7 @@ class SharedOptimizers:
             if isinstance(value, torch.Tensor):
                 if self._variables.region_of(value) is not None:
                     described[key] = _Same
-                elif value.layout is torch.strided and value.device.type == "cpu" and value.numel():
+                elif value.layout is torch.strided and on_host(value) and value.numel():
                     storage = value.untyped_storage()
                     described[key] = _Shape(
                         tuple(value.shape),

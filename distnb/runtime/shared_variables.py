@@ -4,14 +4,18 @@ Programs hold the same tensors as under any strategy, each replica its own objec
 same. What a program changes in place is this replica's at first (see `collectives/arena.py`), exactly as if it had a
 copy; when the replicas next *settle*, which all do together, what each of them has changed to the same values becomes
 the common one. What they changed to different values is an error.
+
+An accelerator computes with its own memory only. A replica on one holds, of each variable that is trained, a *copy* in
+the device's memory; the variable itself is in the common memory of the host all the same. What a program changes in
+place is the copy, and settling takes it over in the same way; whoever writes to the variable has the copies *renewed*.
 """
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,11 +25,12 @@ from torch.nn.parameter import is_lazy
 
 from distnb.collectives.arena import Arena
 from distnb.errors import OutOfSyncError
+from distnb.runtime.shared_memory import Region, digest, layout_of, memory_of, on_host
 
 if TYPE_CHECKING:
     from distnb.collectives.groups import Group
 
-__all__ = ["LARGE_NBYTES", "Region", "SharedVariables"]
+__all__ = ["LARGE_NBYTES", "SharedVariables"]
 
 LARGE_NBYTES = 4096
 """A tensor that no optimizer changes is worth sharing from this size on: a page."""
@@ -33,34 +38,9 @@ LARGE_NBYTES = 4096
 _ALIGNMENT = 64
 
 
-class Region:
-    """The memory of one tensor, or of several that lie in the same memory.
-
-    Attributes:
-        number: Which one it is: the same on every replica, and never used again.
-        owner: The replica that writes to it.
-        common: What all see, as a storage; `own`: what this replica sees.
-    """
-
-    def __init__(self, number: int, owner: int, arena: Arena, begin: int, nbytes: int) -> None:
-        self.number, self.owner = number, owner
-        self.arena, self.begin, self.nbytes = arena, begin, nbytes
-        self.own = arena.own(begin, nbytes).untyped_storage()
-        self.common = arena.common(begin, nbytes).untyped_storage()
-
-    @property
-    def pages(self) -> range:
-        """Those of its arena on which it lies."""
-        return self.arena.pages(self.begin, self.nbytes)
-
-    def digest(self) -> bytes:
-        """Of what this replica sees."""
-        return _digest(torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.own))
-
-
 @dataclass
 class _Place:
-    """Where one tensor lies."""
+    """Where one tensor lies, or what it is a copy of."""
 
     tensor: weakref.ref[torch.Tensor]
     label: str
@@ -71,8 +51,11 @@ class _Place:
     def still_holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies here, and was not given other memory (`p.data = …`, `module.to(…)`)."""
         own = self.own
+        if self.region.copy is not None:
+            return not on_host(tensor) and tensor.dtype is own.dtype and tensor.shape == own.shape
         return (
-            tensor.data_ptr() == own.data_ptr()
+            on_host(tensor)
+            and tensor.data_ptr() == own.data_ptr()
             and tensor.dtype is own.dtype
             and tensor.shape == own.shape
             and tensor.stride() == own.stride()
@@ -121,7 +104,9 @@ class SharedVariables:
     def expect(self, label: str, tensor: torch.Tensor) -> None:
         """Share a tensor, if it is worth it, from the next time on that the replicas settle. All expect the same."""
         identity, known = id(tensor), self._known
-        if identity in known or not (tensor.requires_grad or is_lazy(tensor) or tensor.nbytes >= LARGE_NBYTES):
+        # What nobody trains is never written to in the common memory: on an accelerator the copies would be all of it.
+        large = tensor.nbytes >= LARGE_NBYTES and on_host(tensor)
+        if identity in known or not (tensor.requires_grad or is_lazy(tensor) or large):
             return
         known[identity] = (label, weakref.ref(tensor, lambda _: known.pop(identity, None)))
         self._expected += 1
@@ -133,21 +118,43 @@ class SharedVariables:
         return place.region if place is not None and place.tensor() is tensor else None
 
     def put(self, label: str, tensor: torch.Tensor, region: Region) -> None:
-        """Have a tensor lie in a region: its shape, strides and place in its memory stay."""
-        offset = tensor.storage_offset()
+        """Have a tensor lie in a region: its shape, strides and place in its memory stay.
+
+        One on an accelerator stays where it is, as a copy of what is in the region.
+        """
+        layout = layout_of(tensor)
         views = [
-            torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, offset, tensor.shape, tensor.stride())
+            torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, layout.offset, tensor.shape, layout.stride)
             for storage in (region.own, region.common)
         ]
         identity = id(tensor)
         gone = weakref.ref(tensor, lambda _: self._places.pop(identity, None))
         self._places[identity] = _Place(gone, label, region, *views)
-        tensor.data = views[0]
+        if on_host(tensor):
+            tensor.data = views[0]
+        else:
+            region.copy = weakref.ref(tensor)
+
+    def masters(self, tensors: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """The common memory of those tensors that are copies of it, as tensors of the host."""
+        places = [self._places.get(id(tensor)) for tensor in tensors]
+        return {
+            tensor: place.common.detach()
+            for place in places
+            if place is not None and place.region.copy is not None and (tensor := place.tensor()) is not None
+        }
+
+    def renew(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Bring what is in the common memory to those tensors that are copies of it."""
+        with torch.no_grad():
+            for tensor, master in self.masters(tensors).items():
+                tensor.detach().copy_(master)
 
     @contextmanager
     def opened(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         """While this is entered, what is written to these tensors is written to the common memory."""
-        places = [place for tensor in tensors if (place := self._places.get(id(tensor))) is not None]
+        found = [place for tensor in tensors if (place := self._places.get(id(tensor))) is not None]
+        places = [place for place in found if place.region.copy is None]
         try:
             for place in places:
                 _point(place, place.common)
@@ -174,12 +181,13 @@ class SharedVariables:
             self._start_anew(group)
         self._let_go_of_replaced()
         changed = {arena: pages for arena in self._arenas if (pages := arena.changed())}
+        copies = {region.number for region in list(self._regions.values()) if region.copy_differs()}
         waits = any(
             (tensor := reference()) is not None and not is_lazy(tensor) for _, reference in self._awaited.values()
         )
-        told = torch.stack(group.all_gather(torch.tensor([waits, bool(changed)], device="cpu")))
+        told = torch.stack(group.all_gather(torch.tensor([waits, bool(changed or copies)], device="cpu")))
         if bool(told[:, 1].any()):
-            self._publish(group, changed)
+            self._publish(group, changed, copies)
         if bool(told[:, 0].any()):
             self._take_in(group)
 
@@ -219,7 +227,8 @@ class SharedVariables:
             tensor = place.tensor()
             if tensor is None or place.still_holds(tensor):
                 continue
-            if tensor.data_ptr() == place.common.data_ptr():  # a program was ended while it was open
+            here = place.region.copy is None and on_host(tensor)
+            if here and tensor.data_ptr() == place.common.data_ptr():  # a program was ended while it was open
                 tensor.data = place.own
                 continue
             del self._places[identity]
@@ -228,16 +237,16 @@ class SharedVariables:
 
     # What was changed -----------------------------------------------------------------------------------------------
 
-    def _publish(self, group: Group, changed: Mapping[Arena, Sequence[int]]) -> None:
+    def _publish(self, group: Group, changed: Mapping[Arena, Sequence[int]], copies: AbstractSet[int]) -> None:
         pages = {arena: set(numbers) for arena, numbers in changed.items()}
         mine = [
             region.number
             for region in list(self._regions.values())
-            if region.arena in pages and not pages[region.arena].isdisjoint(region.pages)
+            if region.number in copies or (region.arena in pages and not pages[region.arena].isdisjoint(region.pages))
         ]
         numbers = sorted({number for told in group.all_gather_object(mine) for number in told})
         regions = {number: self._regions.get(number) for number in numbers}
-        digests = {number: region.digest() for number, region in regions.items() if region is not None}
+        digests = {number: digest(region.seen()) for number, region in regions.items() if region is not None}
         everyones: list[dict[int, bytes]] = group.all_gather_object(digests)
         for number in numbers:
             # One that a replica's garbage collector has freed is nobody's any more.
@@ -246,7 +255,7 @@ class SharedVariables:
         for number, region in regions.items():
             writers = [rank for rank, told in enumerate(everyones) if number in told]
             if region is not None and writers[0] == group.rank:
-                region.common.copy_(region.own)
+                memory_of(region.common).copy_(region.seen())
         group.barrier()
         for arena, own in changed.items():
             arena.forget(own)
@@ -292,7 +301,7 @@ class SharedVariables:
         for number in common:
             region, tensor = regions[number], tensors[number]
             if region.owner == group.rank and self.region_of(tensor) is None:
-                region.common.copy_(tensor.untyped_storage())
+                region.write(tensor)
         group.barrier()
         for number in common:
             self.put(offers[number].label, tensors[number], regions[number])
@@ -301,15 +310,17 @@ class SharedVariables:
         known: dict[int, Any] = {region.own.data_ptr(): region.number for region in self._regions.values()}
         offers = {}
         for number, tensor in tensors.items():
-            storage = tensor.untyped_storage()
+            layout = layout_of(tensor)
+            # Each tensor of an accelerator is a copy of a memory of its own.
+            memory = known.setdefault(layout.address, ("new", number)) if on_host(tensor) else ("new", number)
             offers[number] = _Offer(
                 self._awaited[number][0],
                 tuple(tensor.shape),
-                tuple(tensor.stride()),
+                layout.stride,
                 str(tensor.dtype),
-                storage.nbytes(),
-                _digest(tensor),
-                (known.setdefault(storage.data_ptr(), ("new", number)), tensor.storage_offset()),
+                layout.nbytes,
+                digest(tensor),
+                (memory, layout.offset),
             )
         return offers
 
@@ -328,11 +339,6 @@ class SharedVariables:
         return {number: made.get(offer.memory[0]) or self._regions[offer.memory[0]] for number, offer in offers}
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=16).digest()
-
-
 def _point(place: _Place, view: torch.Tensor) -> None:
     tensor = place.tensor()
     if tensor is not None:
@@ -340,4 +346,4 @@ def _point(place: _Place, view: torch.Tensor) -> None:
 
 
 def _can_be_shared(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.numel() > 0
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0

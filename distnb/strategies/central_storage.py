@@ -27,16 +27,22 @@ class CentralStorageStrategy(Strategy):
     each replica that changed it, until the next optimizer step or the end of the next scope: then what all replicas
     changed alike becomes the one value, and what they changed to different values is an OutOfSyncError.
 
-    With one replica, such as one GPU, everything is on its device. Several replicas are CPU devices of one machine.
+    With one replica, such as one GPU, everything is on its device. Several replicas are the CPU devices of one machine,
+    or its accelerators. An accelerator computes with its own memory only, so each then holds a copy of every parameter,
+    which is renewed from the host after an update; the parameters themselves, and all that optimizers keep for them,
+    are in host memory, once, and an update is computed there, by torch.optim's own optimizers only. Each step costs
+    one copy of the parameters to the host (a change in place is found by comparing) and one back.
 
     Args:
         compute_devices: One per replica; None for all that the cluster (or the script's processes) have.
-        parameter_device: Where variables live; None for the replica's device if there is one, else the host's memory.
+        parameter_device: Where variables live; None for the replica's device if it is the only one, else the host's
+            memory.
         gradient_reduction: "sum", as tf.distribute does, or "mean": weighted by the sizes of the replicas' slices.
         check_mean_loss: With "sum", raise on a loss that is a mean over the replica's slice only.
 
     Raises:
-        OptionError: An argument that is malformed, or that cannot be honoured: several GPUs, several machines.
+        OptionError: An argument that is malformed, or that cannot be honoured: several machines, CPUs and accelerators
+            together.
 
     Example:
         >>> import distnb

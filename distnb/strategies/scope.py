@@ -76,7 +76,7 @@ def read_together(value: Any) -> Any:
 
     if isinstance(value, SyncOnReadVariable):
         return value.read_value()
-    return _process().buffers_of(value).read([value])[0]
+    return _process().buffers_of(value).read([value], "buffer.read")[0]
 
 
 def spec_of(value: Any) -> StrategySpec | None:

@@ -1,7 +1,7 @@
 """Replicas on another device type than CPU and CUDA: a stand-in for torch_tpu, a PrivateUse1 device written in Python.
 
 It shows that the strategies' code is the same on any type of device that torch knows. That torch_tpu itself works is
-not shown, as there is no TPU here; nor do the stand-in's tensors, a subclass, allow a `distnb.Variable` of them.
+not shown, as there is no TPU here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ import os
 torch.manual_seed(0)
 with strategy.scope():
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8, momentum=None), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    scale = distnb.Variable(1.5)
+    optimizer = torch.optim.Adam([*model.parameters(), scale], lr=0.1)
+    steps = distnb.Variable(0, aggregation="only_first_replica")
+    seen = distnb.Variable(0, synchronization="on_read", aggregation="sum")
 x = torch.arange(96.0, device="cpu").reshape(24, 4).sin()
 y = x.sum(1, keepdim=True)
 data = torch.utils.data.TensorDataset(x, y)
@@ -40,16 +43,19 @@ def step(batch):
     inputs, targets = batch
     optimizer.zero_grad()
     model.eval()  # a batch's own statistics would differ with the number of replicas
-    loss = distnb.nn.compute_average_loss((model(inputs) - targets).pow(2).squeeze(1), global_batch_size=8)
+    loss = distnb.nn.compute_average_loss((scale * model(inputs) - targets).pow(2).squeeze(1), global_batch_size=8)
     loss.backward()
     optimizer.step()
+    steps.assign_add(1)
+    seen.assign_add(len(inputs))
     return loss
 
 history = tuple(
     strategy.reduce("sum", strategy.run(step, (batch,)), axis=None).item()
     for epoch in range(2) for batch in strategy.distribute_dataset(data, batch_size=8)
 )
-strategy.assert_in_sync(model)
+strategy.assert_in_sync([model, scale, steps])
+variables = (scale.item(), int(steps), int(seen), str(scale.device))
 weight = model[2].weight.detach()
 where = str(next(model.parameters()).device)
 backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
@@ -63,7 +69,7 @@ import distnb, torch
 strategy = distnb.TPUStrategy()
 {TRAIN}
 told = {{name: os.environ[name] for name in ("LOCAL_RANK", "TORCH_TPU_TOPOLOGY")}}
-print(json.dumps([history, where, backend, gathered, same, apart, told, strategy.worker_devices]))
+print(json.dumps([history, where, backend, gathered, same, apart, told, strategy.worker_devices, variables]))
 """
 
 
@@ -88,7 +94,7 @@ def test_a_script_on_chips_computes_what_one_cpu_does(own_backend: bool, tmp_pat
     lines = dict(line[1:].split("] ", 1) for line in done.stdout.splitlines() if line.startswith("["))
     replicas = [json.loads(lines[str(rank)]) for rank in range(2)]
     expected = on_one_cpu()
-    for rank, (history, where, backend, gathered, same, apart, told, names) in enumerate(replicas):
+    for rank, (history, where, backend, gathered, same, apart, told, names, variables) in enumerate(replicas):
         assert history == pytest.approx(expected["history"], rel=1e-5)
         assert (where, backend) == ("tpu:0", "tpu_dist" if own_backend else "gloo")
         assert gathered == [1.0, 1.0, 2.0, 2.0]
@@ -96,6 +102,7 @@ def test_a_script_on_chips_computes_what_one_cpu_does(own_backend: bool, tmp_pat
         assert apart[:2] != apart[2:]
         assert told == {"LOCAL_RANK": str(rank), "TORCH_TPU_TOPOLOGY": "2,1,1"}
         assert names == ["tpu:0", "tpu:1"]
+        assert variables == [pytest.approx(expected["scale"].item(), rel=1e-5), 6, 48, "tpu:0"]
 
 
 def test_a_notebook_starts_its_engines_on_the_chips() -> None:
@@ -111,4 +118,7 @@ def test_a_notebook_starts_its_engines_on_the_chips() -> None:
         assert notebook.value("history") == pytest.approx(expected["history"], rel=1e-5)
         weight, device = notebook.value("(weight.reshape(-1).tolist(), str(weight.device))")
         assert (weight, device) == (pytest.approx(expected["weight"].reshape(-1).tolist(), rel=1e-5), "cpu")
+        expected_variables = (pytest.approx(expected["scale"].item(), rel=1e-5), 6, 48, "tpu:0")
+        assert notebook.value("variables") == expected_variables
+        assert notebook.value("(scale.item(), int(steps), int(seen))") == expected_variables[:3]
         assert notebook.value("(where, again)") == ("tpu:0", [2, ("tpu:0", "tpu:1")])

@@ -287,12 +287,41 @@ if me == 0:
         try:
             read()
         except distnb.errors.CollectiveMismatchError as error:
-            result[len(result)] = "".join(error.__notes__)
+            result[len(result)] = str(error) + "".join(getattr(error, "__notes__", []))
 """,
         2,
     )
     assert len(first.check().result) == 2
     assert all("before `if distnb.is_chief():`" in note for note in first.result.values())
+
+
+def test_saving_on_one_replica_as_scripts_for_ddp_do() -> None:
+    """Who saves and who goes on: both are told what to do, and nothing is saved."""
+    ended = run_ranks(
+        _PRELUDE
+        + """
+import torch.distributed as dist
+
+with strategy.scope():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2))
+    bare = torch.nn.Linear(1, 1)
+result["bare"] = me != 0 or len(bare.state_dict())  # nothing to bring together
+try:
+    if me == 0:
+        result["saved"] = model.state_dict()
+    dist.barrier()
+except distnb.errors.CollectiveMismatchError as error:
+    result["told"] = str(error)
+""",
+        2,
+    )
+    for rank in ended:
+        found = rank.check().result
+        assert found["bare"]
+        assert "saved" not in found
+        assert "replica 0 called Sequential.state_dict(float32[2], float32[2], int64[])" in found["told"]
+        assert "replica 1 called barrier()" in found["told"]
+        assert "call it before `if distnb.is_chief():`" in found["told"]
 
 
 def test_the_buffers_of_a_whole_model_are_brought_together_at_once() -> None:

@@ -61,7 +61,8 @@ def test_options_that_cannot_be_honoured() -> None:
     for arguments, text in [
         ({"compute_devices": ["cpu:0", "cpu:0"]}, "once"),
         ({"compute_devices": []}, "empty"),
-        ({"compute_devices": ["cuda:0", "cuda:1"]}, "host memory"),
+        ({"compute_devices": ["cuda:0", "cpu:0"]}, "devices of one kind"),
+        ({"compute_devices": ["cuda:0", "cuda:1"], "parameter_device": "cuda:0"}, "variables are on cpu:0"),
         ({"compute_devices": ["cuda:0"], "parameter_device": "cpu:0"}, "variables are on cuda:0"),
         ({"compute_devices": ["cpu:0", "cpu:1"], "parameter_device": "cuda:0"}, "variables are on cpu:0"),
         ({"parameter_device": "nonsense:x"}, "no device"),

@@ -7,6 +7,7 @@ backend under torch's own rules: tensors whose device is `tpu:0`, which no CPU c
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import types
@@ -29,9 +30,14 @@ class ChipTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, host: torch.Tensor) -> ChipTensor:
+    def __new__(cls, host: torch.Tensor, requires_grad: bool = False) -> ChipTensor:
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, host.size(), strides=host.stride(), dtype=host.dtype, device=torch.device("tpu", 0)
+            cls,
+            host.size(),
+            strides=host.stride(),
+            dtype=host.dtype,
+            device=torch.device("tpu", 0),
+            requires_grad=requires_grad,
         )
         made.host = host
         return made
@@ -39,12 +45,36 @@ class ChipTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"{self.host!r} on tpu:0"
 
+    @property  # type: ignore[override]
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, new: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self.host = new.host  # type: ignore[attr-defined]
+
     def tolist(self) -> Any:  # torch refuses subclasses, which this only is to be written in Python
         return self.host.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(op, args, kwargs or {})
+
+
+_plain_make_subclass = torch.Tensor._make_subclass
+
+
+def _make_subclass(cls: Any, data: torch.Tensor, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
+    """As torch's own, which would make a tensor of `cls` that has lost its data: that of a chip needs its class."""
+    if not isinstance(data, ChipTensor):
+        return _plain_make_subclass(cls, data, requires_grad, **kwargs)
+    return _on_chip(cls)(data.host, requires_grad)
+
+
+@functools.cache
+def _on_chip(cls: Any) -> Any:
+    return type(cls.__name__, (cls, ChipTensor), {"__new__": ChipTensor.__new__, "__module__": cls.__module__})
 
 
 def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -152,6 +182,7 @@ def load() -> None:
         return
     backend_registration._setup_privateuseone_for_python_backend("tpu", backend_module=module)
     sys.modules |= {"torch.tpu": module, "torch.tpu.distributed": module.distributed}
+    torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[assignment,method-assign]
     library = torch.library.Library("aten", "IMPL")
     _kept.append(library)
     for name, op in _factories():
