@@ -243,10 +243,10 @@ class Dispatch:
             )
         busy = self._busy(engines)
         if busy:
-            numbers = " ".join(map(str, busy))
+            numbers, s = " ".join(map(str, busy)), "s" if len(busy) > 1 else ""
             raise ReplicaStuck(
-                f"{'Engine' if len(busy) == 1 else 'Engines'} {numbers}: still busy with a program that was ended, in code "
-                "that no signal reaches, or that catches what ends it (a bare `except:`). Wait (%distnb status), or "
+                f"Engine{s} {numbers}: still busy with a program that was ended, in code that no signal reaches, or that "
+                "catches what ends it (a bare `except:`). Wait (%distnb status), or "
                 f"start anew with %distnb restart {numbers}."
             )
 
