@@ -243,10 +243,11 @@ class Dispatch:
             )
         busy = self._busy(engines)
         if busy:
+            numbers = " ".join(map(str, busy))
             raise ReplicaStuck(
-                f"Engine {busy[0]} is still busy with a program that was ended: it sits in code that no "
-                "signal reaches. "
-                f"Wait for it (%distnb status), or replace it alone with %distnb restart {busy[0]}."
+                f"{'Engine' if len(busy) == 1 else 'Engines'} {numbers}: still busy with a program that was ended: in code that no signal reaches, or that "
+                "catches what ends it (a bare `except:`). Wait (%distnb status), or start anew with "
+                f"%distnb restart {numbers}."
             )
 
     def _busy(self, engines: Collection[int]) -> list[int]:
