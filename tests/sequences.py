@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mode_sequences import MODES
 from tests.worlds import Cell, both, distributed, ordinary
 
 _IMPORTS = "import torch, numpy as np, random, math, functools, collections, dataclasses, enum"
@@ -644,4 +645,5 @@ SEQUENCES: dict[str, list[Cell]] = {
         distributed("same = d['x'] is c[0] is l[0]\nd['x']['m'] = 1"),
         ordinary("n = len(x)"),
     ],
+    **MODES,
 }

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StructureError
@@ -374,12 +373,6 @@ class Arrival:
             all(effects.environment == environment for effects in self._effects.values())
             and len(self._effects) == self._space.size
         ):
-            if environment is not None:
-                changed = {
-                    part: value
-                    for part in ("cwd", "path", "dtype", "generators")
-                    if (value := getattr(environment, part)) is not None
-                }
-                self._space.environment = replace(known, **changed)
+            self._space.environment = known.with_changes(environment)
         else:
             self._space.environment = None  # they differ: the next delivery brings all of it

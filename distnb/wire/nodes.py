@@ -259,7 +259,12 @@ def _apply_array(node: Any, state: Any) -> None:
 
 def _apply_tensor(node: Any, state: Any) -> None:
     fresh, requires_grad, gradient, attributes = state
-    if node.shape == fresh.shape and node.dtype == fresh.dtype:
+    if node.is_inference():  # such a tensor is changed in inference mode alone
+        import torch
+
+        with torch.inference_mode():
+            node.copy_(fresh)
+    elif node.shape == fresh.shape and node.dtype == fresh.dtype:
         node.data.copy_(fresh)
     else:
         node.data = fresh.to(node.device)

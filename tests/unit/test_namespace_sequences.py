@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+from distnb.wire.environment import apply_environment, capture_environment
 from tests.sequences import SEQUENCES
 from tests.worlds import DoubleWorld, PlainWorld, compare, run_all
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread() -> None:
     torch.set_num_threads(1)
-    dtype = torch.get_default_dtype()
-    yield
-    torch.set_default_dtype(dtype)
-    torch.set_grad_enabled(True)
+
+
+@contextmanager
+def _modes_kept() -> Iterator[None]:
+    """Both worlds begin where this process stands."""
+    before = capture_environment()
+    try:
+        yield
+    finally:
+        apply_environment(before)
 
 
 @pytest.mark.timeout(60)
@@ -26,7 +34,9 @@ def _one_thread() -> Iterator[None]:
 def test_as_in_one_ipython(name: str, replicas: int) -> None:
     cells = SEQUENCES[name]
     plain = PlainWorld()
-    run_all(plain, cells)
+    with _modes_kept():
+        run_all(plain, cells)
     double = DoubleWorld(replicas)
-    run_all(double, cells)
+    with _modes_kept():
+        run_all(double, cells)
     compare(plain.names(), double.names())
