@@ -226,6 +226,9 @@ def _apply_bytes(node: Any, state: Any) -> None:
 
 
 def _apply_items(node: Any, state: Any) -> None:
+    if len(node) * node.itemsize == len(state):  # it cannot be resized while an array lies in it
+        memoryview(node).cast("B")[:] = state
+        return
     del node[:]
     node.frombytes(state)
 
@@ -250,11 +253,12 @@ def _apply_array(node: Any, state: Any) -> None:
             f"an array of shape {node.shape} and dtype {node.dtype} cannot become one of shape {shape} and "
             f"dtype {dtype} in place"
         )
-    writeable = node.flags.writeable
-    if not writeable:
-        node.flags.writeable = True
+    if node.flags.writeable:
+        node[...] = fresh
+        return
+    node.flags.writeable = True
     node[...] = fresh
-    node.flags.writeable = writeable
+    node.flags.writeable = False
 
 
 def _apply_tensor(node: Any, state: Any) -> None:

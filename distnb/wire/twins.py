@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from distnb.wire.cycles import held_by_none
-from distnb.wire.memory import memory_of
+from distnb.wire.memory import Regions, meet, span_of
 from distnb.wire.messages import ObjectId
 
 __all__ = ["NOT_THERE", "Twins", "is_value_twin", "sent_id"]
@@ -69,8 +69,7 @@ class Twins:
         self.contents: dict[ObjectId, bytes] = {}
         self.released: deque[ObjectId] = deque()
         self._look_for_cycles_at = _FEWEST_FOR_CYCLES
-        self._memories: dict[int, dict[ObjectId, None]] = {}
-        self._memory_of: dict[ObjectId, int] = {}
+        self._regions: Regions[ObjectId] = Regions()
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -99,29 +98,22 @@ class Twins:
             except TypeError:
                 self._strong[identity] = obj
         self._objects[identity] = held
-        memory = memory_of(obj)
-        if memory is not None:
-            self._memory_of[identity] = memory
-            self._memories.setdefault(memory, {})[identity] = None
+        span = span_of(obj)
+        if span is not None:
+            self._regions.add(identity, span)
         if findable:
             known = self.ids.setdefault(id(obj), identity)
             if not is_value_twin(known):
                 self.owned[id(obj)] = known
 
     def neighbours(self, obj: Any) -> list[tuple[ObjectId, Any]]:
-        """The other arrays and tensors with ids that lie in the memory of one."""
-        memory = memory_of(obj) if self._memories else None
-        found = [(identity, self.get(identity)) for identity in self._memories.get(memory, ())] if memory else []
+        """The other arrays, tensors and buffers with ids that lie in the memory of one."""
+        span = span_of(obj) if self._regions else None
+        if span is None:
+            return []
+        found = [(identity, self.get(identity)) for identity in self._regions.near(span)]
         # Its data may have been replaced since.
-        return [(identity, other) for identity, other in found if other is not obj and memory_of(other) == memory]
-
-    def _leave_memory(self, identity: ObjectId) -> None:
-        memory = self._memory_of.pop(identity, None)
-        if memory is not None:
-            group = self._memories[memory]
-            group.pop(identity, None)
-            if not group:
-                del self._memories[memory]
+        return [(identity, other) for identity, other in found if other is not obj and meet(span_of(other), span)]
 
     def _died(self, identity: ObjectId, key: int, reference: weakref.ref[Any]) -> None:
         if self._objects.pop(identity, None) is not None:
@@ -131,7 +123,7 @@ class Twins:
         if key in self.owned and self.owned[key] == identity:
             del self.owned[key]
         self.contents.pop(identity, None)
-        self._leave_memory(identity)
+        self._regions.remove(identity)
 
     def drop(self, identities: Iterable[ObjectId]) -> None:
         """Forget objects, on the other side's word or because they were replaced."""
@@ -140,7 +132,7 @@ class Twins:
             self._objects.pop(identity, None)
             self._strong.pop(identity, None)
             self.contents.pop(identity, None)
-            self._leave_memory(identity)
+            self._regions.remove(identity)
             if found is not NOT_THERE and self.ids.get(id(found)) == identity:
                 del self.ids[id(found)]
                 self.owned.pop(id(found), None)
