@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mode_sequences import MODES
+from tests.sharing_sequences import SHARING
 from tests.worlds import Cell, both, distributed, ordinary
 
 _IMPORTS = "import torch, numpy as np, random, math, functools, collections, dataclasses, enum"
@@ -646,4 +647,5 @@ SEQUENCES: dict[str, list[Cell]] = {
         ordinary("n = len(x)"),
     ],
     **MODES,
+    **SHARING,
 }

@@ -23,7 +23,7 @@ from distnb.wire.frozen import REPLACED
 from distnb.wire.graph import GraphUnpickler, Side
 from distnb.wire.immutables import same
 from distnb.wire.messages import ObjectId
-from distnb.wire.nodes import apply_state, is_node
+from distnb.wire.nodes import apply_state, is_node, without_passing
 from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
 
 if TYPE_CHECKING:
@@ -217,8 +217,9 @@ class Arrival:
             attributes = getattr(obj, "__dict__", None)
             if type(attributes) is dict:
                 skip.add(id(attributes))
+        obj = None
         kept = []
-        for index, obj in sorted(nodes, key=lambda pair: pair[0]):
+        for index, obj in without_passing(nodes):
             # As when packing: what only this list holds was made for the way.
             if sys.getrefcount(obj) > 3 and id(obj) not in skip:
                 twins.add(sent_id(self._serial, index, by_engine=True), obj)

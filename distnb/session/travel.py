@@ -12,7 +12,7 @@ from typing import Any
 
 from distnb.errors import CannotTravelError, StaleHandleError
 from distnb.session.handles import HANDLES, state_of_handle
-from distnb.session.luggage import Luggage, Root, is_simple_code, shape_of
+from distnb.session.luggage import Luggage, Root, is_simple_code, shape_of, tuples_of_call
 from distnb.session.modules import ModuleWatch
 from distnb.session.refusals import explain
 from distnb.session.spaces import Argument, NotebookSpace, Seeing
@@ -27,7 +27,7 @@ from distnb.wire.graph import GraphPickler, Side, Unsendable
 from distnb.wire.immutables import is_plain
 from distnb.wire.memory import covers, extent, is_buffer, start_of
 from distnb.wire.messages import ObjectId
-from distnb.wire.nodes import FROZEN, is_node, state_of
+from distnb.wire.nodes import FROZEN, is_node, state_of, without_passing
 from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
 from distnb.wire.views import carrier_among
 
@@ -202,7 +202,7 @@ class Packer:
                 continue
             pickler.dump((identity, kind, state))
             sent.add(identity)
-        nodes = self._register(pickler, {id(luggage.bindings), *luggage.made})
+        nodes = self._register(pickler, {id(luggage.bindings), *luggage.made, *tuples_of_call(arguments)})
         blob = Parcel([file.getbuffer(), *pickler.buffers])
         self._note(contents, sent)
         self._tell_of_large(blob.nbytes)
@@ -299,9 +299,7 @@ class Packer:
             parts = {identity: part for identity, part in twins.neighbours(whole) if is_value_twin(identity)}
             if parts and (is_buffer(whole) or carrier_among(list(parts.values()), whole) is None):
                 found |= {
-                    identity
-                    for identity, part in parts.items()
-                    if not is_buffer(part) and covers(whole, extent(part))
+                    identity for identity, part in parts.items() if not is_buffer(part) and covers(whole, extent(part))
                 }
         for identity in found:
             twins.hide(identity)
@@ -330,9 +328,9 @@ class Packer:
             attributes = getattr(obj, "__dict__", None)
             if type(attributes) is dict:
                 skip.add(id(attributes))
+        obj = None
         kept = []
-        nodes.sort(key=lambda pair: pair[0])
-        for index, obj in nodes:
+        for index, obj in without_passing(nodes):
             if sys.getrefcount(obj) > _HELD_BY_US and id(obj) not in skip and not isinstance(obj, HANDLES):
                 twins.add(sent_id(self._serial, index), obj)
                 kept.append(index)

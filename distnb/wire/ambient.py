@@ -302,7 +302,14 @@ def _torch_rows() -> Rows:
             changes += 1
         return (
             *(dtype(), inference(), gradients(), devices.CURRENT_DEVICE, autocast() and _autocast_modes()),
-            *(exact() and (True, warn()), precision(), benchmark(), same_each_time(), anomaly() and (True, check()), changes),
+            *(
+                exact() and (True, warn()),
+                precision(),
+                benchmark(),
+                same_each_time(),
+                anomaly() and (True, check()),
+                changes,
+            ),
         )
 
     return Rows(modes, marks)

@@ -99,7 +99,11 @@ def _rebuild_storage(data: Any, device: str) -> Any:
 
     storage = torch.UntypedStorage(0) if len(data) == 0 else torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
     target = place_storage(device)
-    return storage if target == "cpu" else torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).to(target).untyped_storage()
+    return (
+        storage
+        if target == "cpu"
+        else torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).to(target).untyped_storage()
+    )
 
 
 def _rebuild_from_host(host: Any, device: str, requires_grad: bool, is_parameter: bool) -> Any:

@@ -102,7 +102,9 @@ def capture_generators() -> Generators:
         torch_state = ctypes.string_at(state.data_ptr(), state.numel())
     generators = _last[1]
     # torch's memory has gaps, whose content changes when a state is written that is the same.
-    same = memory is not None and _last[0] is not None and memory[:2] == _last[0][:2] and torch_state == generators.torch
+    same = (
+        memory is not None and _last[0] is not None and memory[:2] == _last[0][:2] and torch_state == generators.torch
+    )
     if not same:
         generators = Generators(random.getstate(), _numpy_state(), torch_state)
     _last = memory, generators

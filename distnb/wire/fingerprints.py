@@ -57,7 +57,9 @@ class Fingerprint:
         """The same, with the nodes that have twins by now, and without holding on to any object."""
         if self.memo is None:
             return self
-        return replace(self, nodes=_known_nodes(self.memo, twins, self.nbytes), memo=None, arrays={}, sources={}, owners=())
+        return replace(
+            self, nodes=_known_nodes(self.memo, twins, self.nbytes), memo=None, arrays={}, sources={}, owners=()
+        )
 
     def matches(self, other: Fingerprint | None) -> bool:
         """Whether nothing changed between two passes: neither the content, nor which objects hold it."""

@@ -55,6 +55,8 @@ _HEAP_TYPE = 1 << 9
 def is_plain(value: Any) -> bool:
     """Whether a value is immutable, whatever it holds included, and small enough to be sent each time."""
     kind = type(value)
+    if kind is slice:
+        return is_plain(value.start) and is_plain(value.stop) and is_plain(value.step)
     if kind in ATOMS:
         return kind not in (str, bytes) or len(value) <= _LARGEST_NBYTES
     if kind is tuple or kind is frozenset or (issubclass(kind, tuple) and hasattr(kind, "_fields")):

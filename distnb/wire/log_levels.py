@@ -18,7 +18,6 @@ UNCHANGED: Any = object()
 """That key."""
 
 
-
 class _StreamHandler(logging.StreamHandler[TextIO]):
     """Writes to what `sys.stderr` or `sys.stdout` is at that moment: each program's output has a place of its own."""
 
@@ -57,7 +56,9 @@ def _tell(handler: logging.Handler) -> tuple[Any, ...] | None:
     if type(handler) not in (logging.StreamHandler, _StreamHandler) or handler.filters:
         return None
     stream = getattr(handler, "stream", None)
-    name = next((name for name in ("stderr", "stdout") if stream in (getattr(sys, name), getattr(sys, f"__{name}__"))), None)
+    name = next(
+        (name for name in ("stderr", "stdout") if stream in (getattr(sys, name), getattr(sys, f"__{name}__"))), None
+    )
     formatter = handler.formatter or logging.Formatter()
     style = next((sign for sign, (kind, _) in logging._STYLES.items() if type(formatter._style) is kind), None)  # type: ignore[attr-defined]
     if name is None or style is None or type(formatter) is not logging.Formatter:

@@ -97,7 +97,11 @@ def covers(whole: Any, part: Span) -> bool:
             return False
         low, high = extent(whole)
     else:
-        found = span_of(whole) if is_buffer(whole) or is_tensor(whole) else (start_of(whole), start_of(whole) + whole.nbytes())
+        found = (
+            span_of(whole)
+            if is_buffer(whole) or is_tensor(whole)
+            else (start_of(whole), start_of(whole) + whole.nbytes())
+        )
         if found is None:
             return False
         low, high = found

@@ -56,7 +56,7 @@ class Twins:
     Attributes:
         ids: The id of each object here, by its `id()`.
         owned: The same, of engine objects alone, which the notebook holds by handles.
-        contents: The mark of the content of each array or tensor when both sides last agreed on it.
+        contents: The mark of the content of each array, tensor or frozen object when both sides last agreed on it.
         released: Ids whose object here has died, for the other side to hear.
     """
 
@@ -66,7 +66,7 @@ class Twins:
         self._strong: dict[ObjectId, Any] = {}
         self.ids: dict[int, ObjectId] = {}
         self.owned: dict[int, ObjectId] = {}
-        self.contents: dict[ObjectId, bytes] = {}
+        self.contents: dict[ObjectId, Any] = {}
         self.released: deque[ObjectId] = deque()
         self._look_for_cycles_at = _FEWEST_FOR_CYCLES
         self._regions: Regions[ObjectId] = Regions()
@@ -101,10 +101,17 @@ class Twins:
         span = span_of(obj)
         if span is not None:
             self._regions.add(identity, span)
+        if type(obj) is tuple:
+            self.contents[identity] = self.parts_of(obj)
         if findable:
             known = self.ids.setdefault(id(obj), identity)
             if not is_value_twin(known):
                 self.owned[id(obj)] = known
+
+    def parts_of(self, obj: Any) -> tuple[ObjectId | None, ...]:
+        """The ids of what a tuple, or a method, holds."""
+        parts = obj if type(obj) is tuple else (obj.__func__, obj.__self__)
+        return tuple([self.ids.get(id(part)) for part in parts])
 
     def neighbours(self, obj: Any) -> list[tuple[ObjectId, Any]]:
         """The other arrays, tensors and buffers with ids that lie in the memory of one."""
