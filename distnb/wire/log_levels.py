@@ -60,7 +60,8 @@ def _tell(handler: logging.Handler) -> tuple[Any, ...] | None:
         (name for name in ("stderr", "stdout") if stream in (getattr(sys, name), getattr(sys, f"__{name}__"))), None
     )
     formatter = handler.formatter or logging.Formatter()
-    style = next((sign for sign, (kind, _) in logging._STYLES.items() if type(formatter._style) is kind), None)  # type: ignore[attr-defined]
+    kinds: dict[str, tuple[Any, str]] = dict(logging._STYLES)
+    style = next((sign for sign, (kind, _) in kinds.items() if type(formatter._style) is kind), None)
     if name is None or style is None or type(formatter) is not logging.Formatter:
         return None
     return name, handler.level, formatter._fmt, formatter.datefmt, style

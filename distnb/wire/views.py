@@ -1,4 +1,4 @@
-"""Arrays and tensors as views of a memory: how they travel when something that they share it with is there, or comes too.
+"""Arrays and tensors as views: how they travel when something that they share memory with is there, or comes too.
 
 What carries the memory is one of four: an array whose bytes lie in a row, a tensor or a tensor's storage, or a buffer
 (`bytearray`, `array.array`). Whoever arrives later is laid out anew in the carrier's memory.

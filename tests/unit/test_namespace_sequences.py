@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
-from distnb.wire.environment import apply_environment, capture_environment
 from tests.sequences import SEQUENCES
-from tests.worlds import DoubleWorld, PlainWorld, compare, run_all
+from tests.worlds import DoubleWorld, PlainWorld, compare, modes_kept, run_all
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@contextmanager
-def _modes_kept() -> Iterator[None]:
-    """Both worlds begin where this process stands."""
-    before = capture_environment()
-    try:
-        yield
-    finally:
-        apply_environment(before)
 
 
 @pytest.mark.timeout(60)
@@ -34,9 +20,9 @@ def _modes_kept() -> Iterator[None]:
 def test_as_in_one_ipython(name: str, replicas: int) -> None:
     cells = SEQUENCES[name]
     plain = PlainWorld()
-    with _modes_kept():
+    with modes_kept():
         run_all(plain, cells)
     double = DoubleWorld(replicas)
-    with _modes_kept():
+    with modes_kept():
         run_all(double, cells)
     compare(plain.names(), double.names())
