@@ -65,13 +65,16 @@ def is_plain(value: Any) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    # The most frequent ones first: a data set may hold many of them.
+    if type(value) in (list, dict, set) or (torch is not None and type(value) is getattr(torch, "Tensor", None)):
+        return False
     if isinstance(value, (types.FunctionType, type)):
         return is_importable(value)
     if isinstance(value, (enum.Enum, pathlib.PurePath)):
         return True
     if isinstance(value, types.BuiltinFunctionType):
         return value.__self__ is None or isinstance(value.__self__, types.ModuleType | type)
-    torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, tuple(getattr(torch, name) for name in _TORCH_ATOMS)):
         return True
     numpy = sys.modules.get("numpy")

@@ -38,7 +38,10 @@ def _set(on: Callable[[], Any], off: Callable[[], Any]) -> Iterator[None]:
 AROUND: dict[str, tuple[Callable[[], Any], str]] = {
     "no_grad": (torch.no_grad, "torch.is_grad_enabled()"),
     "inference_mode": (torch.inference_mode, "torch.is_inference_mode_enabled(), torch.is_grad_enabled()"),
-    "autocast": (lambda: torch.autocast("cpu", dtype=torch.float16), "str((torch.ones(1, 1) @ torch.ones(1, 1)).dtype)"),
+    "autocast": (
+        lambda: torch.autocast("cpu", dtype=torch.float16),
+        "str((torch.ones(1, 1) @ torch.ones(1, 1)).dtype)",
+    ),
     "device": (lambda: torch.device("meta"), "str(torch.ones(1).device)"),
     "detect_anomaly": (torch.autograd.detect_anomaly, "torch.is_anomaly_enabled()"),
     "errstate": (lambda: np.errstate(over="raise"), "np.geterr()['over']"),
@@ -95,7 +98,7 @@ def test_tensors_made_in_inference_mode_are_changed_later(world: DoubleWorld) ->
     world.run(ordinary("import torch\nxs = []"))
     with torch.inference_mode():
         world.run(distributed("import torch\nxs.append(torch.ones(2))"))
-    world.notebook.user_ns["xs"][0][0] = 5
+        world.notebook.user_ns["xs"][0][0] = 5
     world.run(distributed("n = xs[0].sum().item()"))
     assert world.notebook.user_ns["n"] == 6
 
