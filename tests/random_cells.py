@@ -20,6 +20,7 @@ import torch
 from distnb.errors import CannotTravelError, DistributedValueError, NamespaceError
 from distnb.session.handles import HANDLES
 from distnb.values import DistributedValues, structure
+from distnb.wire.immutables import is_plain
 from tests.worlds import Cell, DoubleWorld, PlainWorld
 
 NAMES = "abcdefgh"
@@ -171,6 +172,9 @@ _EDITS: dict[str, list[str]] = {
         "{name} = {t}[1:]",
         "{name} = {t}.T",
         "{name} = {t}.reshape(-1)",
+        "{name} = {t}[::2]",
+        "{name} = torch.from_numpy({t})",
+        "{name} = [{t}, torch.from_numpy({t}), {t}[1:]]",
         "{name} = {t} * 2",
         "_call(fill, {t}, {n})",
     ],
@@ -185,6 +189,8 @@ _EDITS: dict[str, list[str]] = {
         "{name} = {t} * 2",
         "{name} = {t}.detach()",
         "{name} = {t}.numpy()",
+        "{name} = {t}.numpy()[1:]",
+        "{name} = ({t}, {t}.numpy(), {t}[:1])",
         "({t} * {n}).sum().backward()",
         "_call(fill, {t}, {n})",
     ],
@@ -194,7 +200,7 @@ _EDITS: dict[str, list[str]] = {
     "class": ["{t}.kind = {x}", "{name} = {t}.kind", "{t}.kind.append({n})", "{name} = {t}({x})", "{t}.more = {n}"],
     "deque": ["{t}.append({x})", "{t}.appendleft({n})", "{t}.popleft()", "_call(push, {t}, {x})"],
     "bytearray": ["{t}.extend(b'{n}')", "{t}[0] = 65"],
-    "tuple": ["{name} = {t}[0]"],
+    "tuple": ["{name} = {t}[0]", "{name} = ({t}, {t})", "{name} = [{t}, {x}]"],
 }
 _ANYWHERE = ["del {name}", "_call(bind, {x})", "_call(grow)", "{name}, {name2} = {name2}, {name}", "{name} += {n}"]
 
@@ -366,6 +372,13 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", getattr(value, name)) for name in ("v", "w") if hasattr(value, name))
     elif kind in ("Box", "Conf", "tensor"):
         yield from ((f".{name}", part) for name, part in vars(value).items())
+
+
+def has_identity(value: Any) -> bool:
+    """Whether it can be told from an equal one for good: not so tuples of nothing but immutable values."""
+    if isinstance(value, tuple):
+        return not is_plain(value)
+    return not isinstance(value, types.BuiltinMethodType)
 
 
 def look(value: Any) -> str:
@@ -557,7 +570,7 @@ class SameGraph:
         while waiting:
             one, other, where = waiting.pop()
             opaque = self._opaque(other)
-            if not kind_of(one) or kind_of(one) in ("tuple", "method"):
+            if not kind_of(one) or not has_identity(one):
                 if opaque:
                     continue
                 if not kind_of(one):

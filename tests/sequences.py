@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.mode_sequences import MODES
+from tests.sharing_sequences import SHARING
 from tests.worlds import Cell, both, distributed, ordinary
 
 _IMPORTS = "import torch, numpy as np, random, math, functools, collections, dataclasses, enum"
@@ -644,4 +646,6 @@ SEQUENCES: dict[str, list[Cell]] = {
         distributed("same = d['x'] is c[0] is l[0]\nd['x']['m'] = 1"),
         ordinary("n = len(x)"),
     ],
+    **MODES,
+    **SHARING,
 }

@@ -219,6 +219,16 @@ class DoubleWorld:
         return self.notebook.names()
 
 
+@contextmanager
+def modes_kept() -> Iterator[None]:
+    """Leave this process in the ambient modes in which it was found, so that another world begins there, too."""
+    before = capture_environment()
+    try:
+        yield
+    finally:
+        apply_environment(before)
+
+
 def run_all(world: Any, cells: Iterable[Cell]) -> str:
     """Run a sequence. Returns what was printed."""
     printed = io.StringIO()

@@ -19,7 +19,7 @@ from distnb.wire.digests import is_array, is_tensor
 from distnb.wire.fingerprints import Fingerprint, fingerprint
 from distnb.wire.graph import GraphPickler, Side, pack_all
 from distnb.wire.immutables import SCALARS, is_importable, is_plain
-from distnb.wire.memory import memory_of
+from distnb.wire.memory import Span, meet, span_of
 from distnb.wire.messages import ObjectId
 from distnb.wire.twins import is_value_twin
 
@@ -39,7 +39,7 @@ class Describer:
     def __init__(self, side: Side) -> None:
         self._side = side
         self._looked_at: dict[ObjectId, Fingerprint] = {}
-        self._coming: dict[ObjectId, tuple[Any, int | None]] = {}
+        self._coming: dict[ObjectId, tuple[Any, Span | None]] = {}
 
     def register(self, value: Any, space: Space, identity: ObjectId) -> None:
         """Give a value an id, if it is an object with one."""
@@ -111,7 +111,7 @@ class Describer:
 
     def expect(self, coming: Mapping[ObjectId, Any]) -> None:
         """Objects that will have twins once the notebook has taken them in, by their future ids."""
-        self._coming = {identity: (obj, memory_of(obj)) for identity, obj in coming.items()}
+        self._coming = {identity: (obj, span_of(obj)) for identity, obj in coming.items()}
 
     def completed(self, described: dict[Any, Described]) -> dict[Any, Described]:
         """Descriptions of this program, with those among the expected objects that theirs hold."""
@@ -134,8 +134,8 @@ class Describer:
         """The expected objects that another holds, or that lie in its memory."""
         return [
             identity
-            for identity, (obj, memory) in self._coming.items()
-            if id(obj) in (found.memo or ()) or memory in found.memories
+            for identity, (obj, span) in self._coming.items()
+            if id(obj) in (found.memo or ()) or any(meet(span, each) for each in found.memories)
         ]
 
     def ended(self) -> None:

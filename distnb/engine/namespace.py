@@ -19,6 +19,7 @@ from distnb.options import StrategySpec
 from distnb.runtime.randomness import streams
 from distnb.strategies.scope import adopt_restored
 from distnb.values import Mirrored, PerReplica
+from distnb.wire.ambient import forget_casts, outside_inference
 from distnb.wire.bindings import Delivery, Described, Effects, Mark, Repeat, Returned, SpaceKey, unpack_indexes
 from distnb.wire.environment import Environment, apply_environment, capture_environment
 from distnb.wire.fingerprints import Fingerprint, fingerprint
@@ -77,6 +78,7 @@ class EngineNamespace:
         self._call = None
         space = self.objects.space(delivery.space)
         space.replica = replica
+        forget_casts()
         if isinstance(delivery, Repeat):
             of, kept = space.kept.get(delivery.place, (0, None))
             if of != delivery.of:
@@ -92,15 +94,16 @@ class EngineNamespace:
             self.user_ns.pop(name, None)
         environment = delivery.environment
         if environment is not None:
-            apply_environment(Environment(environment.cwd, environment.path, environment.dtype))
+            apply_environment(environment, early=True)
         self._modules.follow(delivery.modules)
         for name, text in delivery.sources.items():
             linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-        self._arguments = self._unpack(delivery, space) if delivery.blob is not None else None
+        with outside_inference():
+            self._arguments = self._unpack(delivery, space) if delivery.blob is not None else None
         if delivery.keep is not None:
             space.kept[delivery.keep] = delivery.serial, outline(self._arguments)
         if environment is not None:
-            apply_environment(Environment(grad=environment.grad, generators=environment.generators))
+            apply_environment(environment, early=False)
             self._environment = None
         self._delivery = delivery
 

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StructureError
@@ -24,7 +23,7 @@ from distnb.wire.frozen import REPLACED
 from distnb.wire.graph import GraphUnpickler, Side
 from distnb.wire.immutables import same
 from distnb.wire.messages import ObjectId
-from distnb.wire.nodes import apply_state, is_node
+from distnb.wire.nodes import apply_state, is_node, without_passing
 from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
 
 if TYPE_CHECKING:
@@ -218,8 +217,9 @@ class Arrival:
             attributes = getattr(obj, "__dict__", None)
             if type(attributes) is dict:
                 skip.add(id(attributes))
+        obj = None
         kept = []
-        for index, obj in sorted(nodes, key=lambda pair: pair[0]):
+        for index, obj in without_passing(nodes):
             # As when packing: what only this list holds was made for the way.
             if sys.getrefcount(obj) > 3 and id(obj) not in skip:
                 twins.add(sent_id(self._serial, index, by_engine=True), obj)
@@ -374,12 +374,6 @@ class Arrival:
             all(effects.environment == environment for effects in self._effects.values())
             and len(self._effects) == self._space.size
         ):
-            if environment is not None:
-                changed = {
-                    part: value
-                    for part in ("cwd", "path", "dtype", "generators")
-                    if (value := getattr(environment, part)) is not None
-                }
-                self._space.environment = replace(known, **changed)
+            self._space.environment = known.with_changes(environment)
         else:
             self._space.environment = None  # they differ: the next delivery brings all of it

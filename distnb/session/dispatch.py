@@ -245,9 +245,9 @@ class Dispatch:
         if busy:
             numbers, s = " ".join(map(str, busy)), "s" if len(busy) > 1 else ""
             raise ReplicaStuck(
-                f"Engine{s} {numbers}: still busy with a program that was ended, in code that no signal reaches, or that "
-                "catches what ends it (a bare `except:`). Wait (%distnb status), or "
-                f"start anew with %distnb restart {numbers}."
+                f"Engine{s} {numbers}: still busy with a program that was ended, in code that no signal reaches, or "
+                "that catches what ends it (a bare `except:`). Wait (%distnb status), or start anew with "
+                f"%distnb restart {numbers}."
             )
 
     def _busy(self, engines: Collection[int]) -> list[int]:

@@ -11,7 +11,7 @@ from distnb.wire.fingerprints import Fingerprint
 from distnb.wire.immutables import is_plain
 from distnb.wire.messages import ObjectId
 
-__all__ = ["Luggage", "Root", "is_simple_code", "made_for_call", "objects_in", "shape_of"]
+__all__ = ["Luggage", "Root", "is_simple_code", "made_for_call", "objects_in", "shape_of", "tuples_of_call"]
 
 _DESCRIPTORS = (property, classmethod, staticmethod, types.MemberDescriptorType)
 _CLASS_FURNITURE = frozenset({"__dict__", "__weakref__", "__slotnames__", "__annotations__", "_abc_impl"})
@@ -65,6 +65,14 @@ def made_for_call(arguments: Any, *, asked: bool = False) -> set[int]:
     if not asked and len(positional) == 3 and type(positional[1]) is tuple and type(positional[2]) is dict:
         return {id(keywords), id(positional[2])}
     return {id(keywords)}
+
+
+def tuples_of_call(arguments: Any) -> set[int]:
+    """The `id()` of the tuples that a call's arguments stand in: what is called never sees them."""
+    if arguments is None:
+        return set()
+    positional = arguments[0]
+    return {id(arguments), id(positional), *(id(each) for each in positional[1:2] if type(each) is tuple)}
 
 
 def objects_in(arguments: Any, *, asked: bool = False) -> Iterator[Any]:

@@ -136,7 +136,11 @@ class NotebookNamespace:
         if space.ended or space.has_news:
             return False
         now = capture_environment(space.environment)
-        return now is space.environment or now.since(space.environment).empty
+        if now is not space.environment:
+            if not now.since(space.environment).empty:
+                return False
+            space.environment = now  # the next time it is seen at once
+        return True
 
     def result(self, team: Team, replies: Mapping[int, Effects | Returned]) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""

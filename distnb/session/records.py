@@ -50,7 +50,7 @@ def put_back(space: NotebookSpace, side: Side, keys: Iterable[ObjectId]) -> None
             continue
         with contextlib.suppress(Exception):  # what came cannot be pickled again
             found = fingerprint(value, side, twins, space.rules)
-            space.records[key] = replace(found, arrays={}, sources={})
+            space.records[key] = replace(found, arrays={}, sources={}, owners=())
             note_frozen(found.nodes, side, twins, space.rules)
             for identity in found.nodes:
                 node = twins.get(identity)

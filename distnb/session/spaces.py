@@ -40,7 +40,6 @@ class NotebookSpace:
         twins: Its objects that the engines have, and handles.
         records: Fingerprints of the values that the engines have, by id (or by "name:…" for values without one).
         shapes: dtype and shape of each array and tensor there: another one cannot be taken on in place.
-        detached: Views of arrays that are there as arrays of their own.
         bound: What each name is bound to on the engines: an id, a plain value, or None for what cannot be told from
             another by an id (a tuple that holds a list).
         environment: What the engines' environment is.
@@ -54,7 +53,6 @@ class NotebookSpace:
     twins: Twins = field(default_factory=lambda: Twins(weak=True))
     records: dict[ObjectId | str, Fingerprint] = field(default_factory=dict)
     shapes: dict[ObjectId, Any] = field(default_factory=dict)
-    detached: set[ObjectId] = field(default_factory=set)
     bound: dict[str, Any] = field(default_factory=dict)
     environment: Environment | None = None
     ended: bool = False

@@ -12,7 +12,7 @@ from typing import Any
 
 from distnb.errors import CannotTravelError, StaleHandleError
 from distnb.session.handles import HANDLES, state_of_handle
-from distnb.session.luggage import Luggage, Root, is_simple_code, shape_of
+from distnb.session.luggage import Luggage, Root, is_simple_code, shape_of, tuples_of_call
 from distnb.session.modules import ModuleWatch
 from distnb.session.refusals import explain
 from distnb.session.spaces import Argument, NotebookSpace, Seeing
@@ -25,9 +25,11 @@ from distnb.wire.fingerprints import fingerprint
 from distnb.wire.frozen import hide_outdated, note_frozen
 from distnb.wire.graph import GraphPickler, Side, Unsendable
 from distnb.wire.immutables import is_plain
+from distnb.wire.memory import covers, extent, is_buffer, start_of
 from distnb.wire.messages import ObjectId
-from distnb.wire.nodes import FROZEN, is_node, state_of
+from distnb.wire.nodes import FROZEN, is_node, state_of, without_passing
 from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
+from distnb.wire.views import carrier_among
 
 __all__ = ["Packer"]
 
@@ -184,7 +186,9 @@ class Packer:
         dirty = self._dirty()
         file = io.BytesIO()
         pickler = GraphPickler(file, self._side, space.twins.ids, self._rules)
-        pickler.roots = {id(root.value) for root in luggage.roots}
+        pickler.roots = self._memories_on_the_way()
+        pickler.carriers = [owner for root in luggage.roots for owner in root.found.owners]
+        pickler.carriers += [root.value for root in luggage.roots if is_buffer(root.value)]
         pickler.neighbours = space.twins.neighbours
         pickler.dump(luggage.bindings)
         pickler.dump(arguments)
@@ -198,7 +202,7 @@ class Packer:
                 continue
             pickler.dump((identity, kind, state))
             sent.add(identity)
-        nodes = self._register(pickler, {id(luggage.bindings), *luggage.made})
+        nodes = self._register(pickler, {id(luggage.bindings), *luggage.made, *tuples_of_call(arguments)})
         blob = Parcel([file.getbuffer(), *pickler.buffers])
         self._note(contents, sent)
         self._tell_of_large(blob.nbytes)
@@ -288,21 +292,23 @@ class Packer:
         return {identity: None for identity in dirty if identity not in replaced}
 
     def _reattached(self) -> set[ObjectId]:
-        """Views that travelled without the array that they show, which now travels: they are sent again, as views."""
-        space = self._space
-        roots = {id(root.value) for root in self.luggage.roots} if space.detached else set()
+        """Views that are there in a memory of their own, and whose whole now travels: they are sent again, as views."""
+        twins = self._space.twins
         found: set[ObjectId] = set()
-        for identity in list(space.detached):
-            node = space.twins.get(identity)
-            owner = node
-            while owner is not NOT_THERE and type(owner.base) is type(node):
-                owner = owner.base
-            if node is NOT_THERE or id(owner) in roots:
-                space.detached.discard(identity)
-                found.update(() if node is NOT_THERE else (identity,))
+        for whole in [root.value for root in self.luggage.roots if twins.id_of(root.value) is None]:
+            parts = {identity: part for identity, part in twins.neighbours(whole) if is_value_twin(identity)}
+            if parts and (is_buffer(whole) or carrier_among(list(parts.values()), whole) is None):
+                found |= {
+                    identity for identity, part in parts.items() if not is_buffer(part) and covers(whole, extent(part))
+                }
         for identity in found:
-            space.twins.hide(identity)
+            twins.hide(identity)
         return found
+
+    def _memories_on_the_way(self) -> set[int]:
+        """The `id()` of what is sent, and the addresses of the storages of the tensors among it."""
+        values = [root.value for root in self.luggage.roots]
+        return {*map(id, values), *(start_of(value) for value in values if is_tensor(value))}
 
     def _has_other_shape(self, identity: ObjectId) -> bool:
         node = self._space.twins.get(identity)
@@ -322,14 +328,12 @@ class Packer:
             attributes = getattr(obj, "__dict__", None)
             if type(attributes) is dict:
                 skip.add(id(attributes))
+        obj = None
         kept = []
-        nodes.sort(key=lambda pair: pair[0])
-        for index, obj in nodes:
+        for index, obj in without_passing(nodes):
             if sys.getrefcount(obj) > _HELD_BY_US and id(obj) not in skip and not isinstance(obj, HANDLES):
                 twins.add(sent_id(self._serial, index), obj)
                 kept.append(index)
-                if id(obj) in pickler.detached:
-                    self._space.detached.add(sent_id(self._serial, index))
         return kept
 
     def _note(self, contents: dict[int, bytes], sent: set[ObjectId]) -> None:

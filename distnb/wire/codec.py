@@ -85,11 +85,12 @@ class Parcel:
 _SHOWN_AS_BYTES = ("cpu", "cuda", "meta")
 
 
-def _on_the_cpu(device: str) -> str:
+def on_the_cpu(device: str) -> str:
+    """The notebook's rule."""
     return "cpu"
 
 
-place_storage: Callable[[str], str] = _on_the_cpu
+place_storage: Callable[[str], str] = on_the_cpu
 """Where a storage that lived on `device` is rebuilt. The notebook needs no GPU; an engine sets its own rule."""
 
 
@@ -98,7 +99,11 @@ def _rebuild_storage(data: Any, device: str) -> Any:
 
     storage = torch.UntypedStorage(0) if len(data) == 0 else torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
     target = place_storage(device)
-    return storage if target == "cpu" else torch.empty(0, dtype=torch.uint8).set_(storage).to(target).untyped_storage()
+    return (
+        storage
+        if target == "cpu"
+        else torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).to(target).untyped_storage()
+    )
 
 
 def _rebuild_from_host(host: Any, device: str, requires_grad: bool, is_parameter: bool) -> Any:
@@ -142,7 +147,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return NotImplemented
         if isinstance(obj, torch.UntypedStorage):
             data = obj.cpu() if obj.device.type != "cpu" else obj
-            flat = torch.empty(0, dtype=torch.uint8).set_(data)
+            flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(data)
             return _rebuild_storage, (pickle.PickleBuffer(flat.numpy()), str(obj.device))
         untyped = obj._untyped_storage
         return _rebuild_typed_storage, (self._storages.setdefault(untyped._cdata, untyped), obj.dtype)

@@ -13,7 +13,7 @@ import xxhash
 
 from distnb.wire.digests import DIGEST_NBYTES, digest_of_buffers, is_array, is_tensor, mark_of_content
 from distnb.wire.graph import GraphPickler, Side
-from distnb.wire.memory import memory_of
+from distnb.wire.memory import Span, owner_of, span_of
 from distnb.wire.messages import ObjectId
 from distnb.wire.twins import Twins
 
@@ -36,7 +36,8 @@ class Fingerprint:
         nbytes: Size of what it holds, about.
         memo: Every object on the way, for `settled`.
         neighbours: Objects with twins that lie in the memory of its arrays and tensors, if they were asked for.
-        memories: That memory, as `memory_of` tells it.
+        memories: That memory.
+        owners: Arrays that own the memory of others on the way.
     """
 
     digest: bytes
@@ -49,13 +50,16 @@ class Fingerprint:
     nbytes: int = 0
     memo: dict[int, Any] | None = field(default=None, repr=False)
     neighbours: tuple[ObjectId, ...] = ()
-    memories: frozenset[int | None] = frozenset()
+    memories: frozenset[Span] = frozenset()
+    owners: tuple[Any, ...] = field(default=(), repr=False)
 
     def settled(self, twins: Twins) -> Fingerprint:
         """The same, with the nodes that have twins by now, and without holding on to any object."""
         if self.memo is None:
             return self
-        return replace(self, nodes=_known_nodes(self.memo, twins, self.nbytes), memo=None, arrays={}, sources={})
+        return replace(
+            self, nodes=_known_nodes(self.memo, twins, self.nbytes), memo=None, arrays={}, sources={}, owners=()
+        )
 
     def matches(self, other: Fingerprint | None) -> bool:
         """Whether nothing changed between two passes: neither the content, nor which objects hold it."""
@@ -84,7 +88,8 @@ class Fingerprinter(GraphPickler):
         self.arrays: dict[int, bytes] = {}
         self.twins: Twins | None = None
         self.near: dict[ObjectId, None] = {}
-        self.memories: set[int | None] = set()
+        self.memories: set[Span | None] = set()
+        self.owners: dict[int, Any] = {}
         self.nbytes = 0
 
     def reducer_override(self, obj: Any) -> Any:
@@ -95,7 +100,11 @@ class Fingerprinter(GraphPickler):
     def _mark(self, obj: Any) -> Any:
         if self.twins is not None:
             self.near.update((identity, None) for identity, _ in self.twins.neighbours(obj))
-            self.memories.add(memory_of(obj))
+            self.memories.add(span_of(obj))
+        elif is_array(obj) and obj.size:
+            owner = owner_of(obj)
+            if is_array(owner):
+                self.owners[id(owner)] = owner
         self.nbytes += obj.nbytes
         if not self._contents:
             return bytes, (b"",)
@@ -159,7 +168,8 @@ def fingerprint(
         pickler.nbytes + file.tell(),
         memo if keep_memo else None,
         tuple(pickler.near),
-        frozenset(pickler.memories - {None}),
+        frozenset(span for span in pickler.memories if span is not None),
+        tuple(pickler.owners.values()),
     )
 
 

@@ -9,7 +9,7 @@ from distnb.wire.digests import is_array, is_tensor
 from distnb.wire.fingerprints import fingerprint
 from distnb.wire.graph import Side
 from distnb.wire.messages import ObjectId
-from distnb.wire.nodes import FROZEN, state_of
+from distnb.wire.nodes import FROZEN, HOLDERS, state_of
 from distnb.wire.twins import NOT_THERE, Twins
 
 __all__ = ["REPLACED", "hide_outdated", "note_frozen"]
@@ -21,8 +21,10 @@ Rules = dict[type, Callable[[Any], Any]] | None
 _NEVER = (list, dict, set, str, bytes)
 
 
-def _digest(node: Any, side: Side, twins: Twins, rules: Rules) -> bytes | None:
-    """The digest of what a frozen object was made of; None for all others."""
+def _digest(node: Any, side: Side, twins: Twins, rules: Rules) -> Any:
+    """The digest of what a frozen object was made of, of a tuple the ids of its parts; None for all others."""
+    if type(node) in HOLDERS:
+        return twins.parts_of(node)
     if node is NOT_THERE or type(node) in _NEVER or isinstance(node, type) or is_array(node) or is_tensor(node):
         return None
     kind, state = state_of(node)
@@ -53,9 +55,15 @@ def hide_outdated(identities: Iterable[ObjectId], side: Side, twins: Twins, rule
     while grew:
         grew = False
         for identity in list(frozen):
-            if _digest(twins.get(identity), side, twins, rules) != twins.contents.get(identity):
+            if _differ(twins.contents.get(identity), _digest(twins.get(identity), side, twins, rules)):
                 twins.hide(identity)
                 outdated.append(identity)
                 del frozen[identity]
                 grew = True
     return outdated
+
+
+def _differ(then: Any, now: Any) -> bool:
+    if type(then) is tuple and type(now) is tuple:  # a part may have got its first id since
+        return any(one is not None and one != other for one, other in zip(then, now, strict=True))
+    return bool(then != now)

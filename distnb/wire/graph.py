@@ -19,9 +19,10 @@ from distnb.wire import codec
 from distnb.wire.code import names_of_code, reduce_code, source_of
 from distnb.wire.codec import Parcel
 from distnb.wire.digests import is_array, is_tensor
-from distnb.wire.memory import covers
+from distnb.wire.memory import is_buffer, owner_of
 from distnb.wire.messages import ObjectId
 from distnb.wire.twins import is_value_twin
+from distnb.wire.views import carrier_among, reduce_view
 
 __all__ = ["GraphPickler", "GraphUnpickler", "Side", "Unsendable"]
 
@@ -104,9 +105,9 @@ class GraphPickler(codec.Pickler):
         attributes: Other names in their code, to tell submodules.
         dynamic: Some function may read any name.
         sources: Texts of the cells that defined those functions.
-        roots: The `id()` of objects that are on the way anyway.
+        roots: The `id()` of objects that are on the way anyway, and the addresses of such tensors' storages.
+        carriers: Arrays and buffers on the way in whose memory tensors may lie.
         neighbours: Gives the objects with ids that lie in the memory of an array or tensor.
-        detached: The `id()` of arrays that travelled without the memory that they share.
     """
 
     def __init__(
@@ -121,8 +122,8 @@ class GraphPickler(codec.Pickler):
         self._specials = side.specials()
         self._rules = {} if rules is None else rules
         self.roots: set[int] = set()
+        self.carriers: list[Any] = []
         self.neighbours: Callable[[Any], list[tuple[ObjectId, Any]]] = lambda obj: []
-        self.detached: set[int] = set()
         self.names: set[str] = set()
         self.attributes: set[str] = set()
         self.dynamic = False
@@ -169,29 +170,25 @@ class GraphPickler(codec.Pickler):
 
     def _reduce_array(self, array: Any) -> Any:
         """A view travels as a view when its base is there or on the way anyway, or is hardly larger."""
-        base = self._base_there(array)
-        state = None
-        if base is not None:
-            # What is there is not looked at for this: its elements may be out of date.
-            state = numpy_bytes(array)
-        else:
-            base = array
-            while type(base.base) is type(array):
-                base = base.base
-            if base is array or not base.flags.c_contiguous or id(base) in self._ids:
-                return NotImplemented
-            if id(base) not in self.roots and base.nbytes > 4 * array.nbytes:
-                self.detached.add(id(array))
-                return NotImplemented
-        start = array.__array_interface__["data"][0] - base.__array_interface__["data"][0]
-        args = (base, array.dtype, array.shape, array.strides, start)
-        return (_make_view, args) if state is None else (_make_view, args, state, None, None, _fill_view)
-
-    def _base_there(self, array: Any) -> Any:
-        for other in self._neighbours_there(array):
-            if type(other) is type(array) and covers(other, array):
-                return other
-        return None
+        near = carrier_among(self._neighbours_there(array), array)
+        if near is not None:
+            return reduce_view(near, array, elements=True)
+        owner = owner_of(array)
+        if owner is array:
+            self.carriers.append(array)
+            return NotImplemented
+        if is_array(owner):
+            whole = owner.flags.c_contiguous and id(owner) not in self._ids
+            nbytes, is_root = owner.nbytes, id(owner) in self.roots
+        elif is_buffer(owner):
+            whole, nbytes, is_root = id(owner) not in self._ids, 0, True
+        else:  # a tensor's storage
+            owner = self._storages.setdefault(owner._cdata, owner)
+            whole = carrier_among([owner], array) is not None
+            nbytes, is_root = owner.nbytes(), owner.data_ptr() in self.roots
+        if not whole or (not is_root and nbytes > 4 * array.nbytes):
+            return NotImplemented
+        return reduce_view(owner, array, elements=False)
 
     def _neighbours_there(self, obj: Any) -> list[Any]:
         """Objects of the notebook that lie in the same memory, and that the other side has, too."""
@@ -202,54 +199,25 @@ class GraphPickler(codec.Pickler):
         ]
 
     def _reduce_tensor(self, tensor: Any) -> Any:
-        near = [other for other in self._neighbours_there(tensor) if is_tensor(other)]
-        if tensor.is_leaf and tensor.grad is None and not vars(tensor) and not near:
+        near = carrier_among(self._neighbours_there(tensor), tensor) if tensor.numel() else None
+        come = None
+        if near is None and self.carriers and tensor.numel() and tensor.device.type == "cpu":
+            come = carrier_among(self.carriers, tensor)
+        carrier = come if near is None else near
+        if tensor.is_leaf and tensor.grad is None and not vars(tensor) and carrier is None:
             return self.reduce_from_device(tensor)
         kind = type(tensor)
         # A copy of what has a graph is cut off from it.
         requires_grad, gradient = (tensor.requires_grad, tensor.grad) if tensor.is_leaf else (False, None)
-        plain = tensor.detach()
         # As state, so that a tensor may stand in its own attributes.
         state = (requires_grad, gradient, vars(tensor))
-        if near:
-            place = plain.dtype, plain.storage_offset(), tuple(plain.shape), plain.stride()
-            # What is there is not looked at for this: its elements may be out of date.
-            return _make_near, (kind, near[0], place, plain.clone()), state, None, None, _fill_tensor
+        if carrier is not None:
+            make, args = reduce_view(carrier, tensor, elements=near is not None)
+            return make, args, state, None, None, _fill_tensor
+        plain = tensor.detach()
         reduced = self.reduce_from_device(plain)
         make, args = plain.__reduce_ex__(5)[:2] if reduced is NotImplemented else reduced
         return _make_tensor, (kind, make, args), state, None, None, _fill_tensor
-
-
-def numpy_bytes(array: Any) -> Any:
-    """An array's elements as a buffer to be pickled; not as an array, which would be taken for the view itself."""
-    import numpy
-
-    return pickle.PickleBuffer(numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8).data)
-
-
-def _make_view(base: Any, dtype: Any, shape: Any, strides: Any, start: int) -> Any:
-    import numpy
-
-    return numpy.ndarray(shape, dtype, base, start, strides)
-
-
-def _fill_view(view: Any, data: Any) -> None:
-    import numpy
-
-    view[...] = numpy.frombuffer(data, dtype=numpy.uint8).view(view.dtype).reshape(view.shape)
-
-
-def _make_near(kind: type, other: Any, place: tuple[Any, ...], elements: Any) -> Any:
-    """A tensor that lies in the memory of another."""
-    import torch
-
-    dtype, *geometry = place
-    try:
-        tensor = torch.empty(0, dtype=dtype, device=other.device).set_(other.untyped_storage(), *geometry)
-        tensor.copy_(elements)
-    except RuntimeError:  # the other one lies elsewhere by now
-        tensor = elements
-    return torch.nn.Parameter(tensor, requires_grad=False) if kind is torch.nn.Parameter else tensor
 
 
 def _make_tensor(kind: type, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -55,6 +55,8 @@ _HEAP_TYPE = 1 << 9
 def is_plain(value: Any) -> bool:
     """Whether a value is immutable, whatever it holds included, and small enough to be sent each time."""
     kind = type(value)
+    if kind is slice:
+        return is_plain(value.start) and is_plain(value.stop) and is_plain(value.step)
     if kind in ATOMS:
         return kind not in (str, bytes) or len(value) <= _LARGEST_NBYTES
     if kind is tuple or kind is frozenset or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
@@ -63,13 +65,16 @@ def is_plain(value: Any) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    # The most frequent ones first: a data set may hold many of them.
+    if type(value) in (list, dict, set) or (torch is not None and type(value) is getattr(torch, "Tensor", None)):
+        return False
     if isinstance(value, (types.FunctionType, type)):
         return is_importable(value)
     if isinstance(value, (enum.Enum, pathlib.PurePath)):
         return True
     if isinstance(value, types.BuiltinFunctionType):
         return value.__self__ is None or isinstance(value.__self__, types.ModuleType | type)
-    torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, tuple(getattr(torch, name) for name in _TORCH_ATOMS)):
         return True
     numpy = sys.modules.get("numpy")

@@ -10,6 +10,7 @@ import array
 import collections
 import contextlib
 import functools
+import gc
 import logging
 import sys
 import types
@@ -21,30 +22,32 @@ import cloudpickle
 
 from distnb.wire.code import repeated_attributes
 from distnb.wire.digests import is_array, is_tensor
-from distnb.wire.immutables import ATOMS, is_importable
+from distnb.wire.immutables import ATOMS, is_importable, is_plain
 
-__all__ = ["FROZEN", "apply_state", "is_node", "state_of"]
+__all__ = ["FROZEN", "HOLDERS", "apply_state", "is_node", "state_of", "without_passing"]
 
 FROZEN = "frozen"
 """The kind of a node that cannot take on another's content: a changed one is replaced."""
 
 _LARGE_NBYTES = 1 << 16
+_PAIR_AND_ARGUMENT = 2
 
-_NO_NODES: frozenset[type] = ATOMS - {str, bytes} | {
+HOLDERS = (tuple, types.MethodType)
+"""Types of nodes that are nothing but what they hold, and cannot hold anything else later."""
+
+_NO_NODES: frozenset[type] = ATOMS - {slice, str, bytes} | {
     classmethod,
     functools.cached_property,
     logging.Logger,
     memoryview,
     property,
     staticmethod,
-    tuple,
     types.BuiltinFunctionType,
     types.CodeType,
     types.GetSetDescriptorType,
     types.MappingProxyType,
     types.MemberDescriptorType,
     types.MethodDescriptorType,
-    types.MethodType,
     types.WrapperDescriptorType,
     weakref.ref,
 }
@@ -57,11 +60,32 @@ def is_node(value: Any) -> bool:
         return True
     if kind in (str, bytes):
         return len(value) > _LARGE_NBYTES
-    if kind in _NO_NODES:
+    if kind in HOLDERS:
+        # What holds nothing that can change is compared by value; Python itself tells of most of those.
+        return gc.is_tracked(value) and not is_plain(value)
+    if kind in _NO_NODES or (kind is slice and is_plain(value)):
         return False
     if isinstance(value, type | types.FunctionType):
         return not is_importable(value)
     return not _is_library_constant(value)
+
+
+def without_passing(nodes: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    """Nodes of a pickle, by their place in its memo, without the tuples that were only made for the way.
+
+    Args:
+        nodes: Pairs that nothing else refers to; emptied.
+    """
+    nodes.sort(key=lambda pair: pair[0])
+    kept: list[tuple[int, Any]] = []
+    while nodes:
+        # What holds others comes after them. Its end lets them be seen as held by nobody, too.
+        pair = nodes.pop()
+        if type(pair[1]) not in HOLDERS or sys.getrefcount(pair[1]) > _PAIR_AND_ARGUMENT:
+            kept.append(pair)
+        del pair
+    kept.reverse()
+    return kept
 
 
 def _is_library_constant(value: Any) -> bool:
@@ -186,6 +210,8 @@ _STATES: dict[type, Callable[[Any], tuple[str, Any]]] = {
     bytearray: lambda node: ("bytes", bytes(node)),
     array.array: lambda node: ("items", node.tobytes()),
     types.CellType: lambda node: ("cell", _cell_parts(node)),
+    tuple: lambda node: (FROZEN, node),
+    types.MethodType: lambda node: (FROZEN, (node.__func__, node.__self__)),
     str: lambda node: (FROZEN, node),
     bytes: lambda node: (FROZEN, node),
 }
@@ -226,6 +252,9 @@ def _apply_bytes(node: Any, state: Any) -> None:
 
 
 def _apply_items(node: Any, state: Any) -> None:
+    if len(node) * node.itemsize == len(state):  # it cannot be resized while an array lies in it
+        memoryview(node).cast("B")[:] = state
+        return
     del node[:]
     node.frombytes(state)
 
@@ -250,16 +279,22 @@ def _apply_array(node: Any, state: Any) -> None:
             f"an array of shape {node.shape} and dtype {node.dtype} cannot become one of shape {shape} and "
             f"dtype {dtype} in place"
         )
-    writeable = node.flags.writeable
-    if not writeable:
-        node.flags.writeable = True
+    if node.flags.writeable:
+        node[...] = fresh
+        return
+    node.flags.writeable = True
     node[...] = fresh
-    node.flags.writeable = writeable
+    node.flags.writeable = False
 
 
 def _apply_tensor(node: Any, state: Any) -> None:
     fresh, requires_grad, gradient, attributes = state
-    if node.shape == fresh.shape and node.dtype == fresh.dtype:
+    if node.is_inference():  # such a tensor is changed in inference mode alone
+        import torch
+
+        with torch.inference_mode():
+            node.copy_(fresh)
+    elif node.shape == fresh.shape and node.dtype == fresh.dtype:
         node.data.copy_(fresh)
     else:
         node.data = fresh.to(node.device)

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from distnb.wire.cycles import held_by_none
-from distnb.wire.memory import memory_of
+from distnb.wire.memory import Regions, meet, span_of
 from distnb.wire.messages import ObjectId
 
 __all__ = ["NOT_THERE", "Twins", "is_value_twin", "sent_id"]
@@ -56,7 +56,7 @@ class Twins:
     Attributes:
         ids: The id of each object here, by its `id()`.
         owned: The same, of engine objects alone, which the notebook holds by handles.
-        contents: The mark of the content of each array or tensor when both sides last agreed on it.
+        contents: The mark of the content of each array, tensor or frozen object when both sides last agreed on it.
         released: Ids whose object here has died, for the other side to hear.
     """
 
@@ -66,11 +66,10 @@ class Twins:
         self._strong: dict[ObjectId, Any] = {}
         self.ids: dict[int, ObjectId] = {}
         self.owned: dict[int, ObjectId] = {}
-        self.contents: dict[ObjectId, bytes] = {}
+        self.contents: dict[ObjectId, Any] = {}
         self.released: deque[ObjectId] = deque()
         self._look_for_cycles_at = _FEWEST_FOR_CYCLES
-        self._memories: dict[int, dict[ObjectId, None]] = {}
-        self._memory_of: dict[ObjectId, int] = {}
+        self._regions: Regions[ObjectId] = Regions()
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -99,29 +98,29 @@ class Twins:
             except TypeError:
                 self._strong[identity] = obj
         self._objects[identity] = held
-        memory = memory_of(obj)
-        if memory is not None:
-            self._memory_of[identity] = memory
-            self._memories.setdefault(memory, {})[identity] = None
+        span = span_of(obj)
+        if span is not None:
+            self._regions.add(identity, span)
+        if type(obj) is tuple:
+            self.contents[identity] = self.parts_of(obj)
         if findable:
             known = self.ids.setdefault(id(obj), identity)
             if not is_value_twin(known):
                 self.owned[id(obj)] = known
 
-    def neighbours(self, obj: Any) -> list[tuple[ObjectId, Any]]:
-        """The other arrays and tensors with ids that lie in the memory of one."""
-        memory = memory_of(obj) if self._memories else None
-        found = [(identity, self.get(identity)) for identity in self._memories.get(memory, ())] if memory else []
-        # Its data may have been replaced since.
-        return [(identity, other) for identity, other in found if other is not obj and memory_of(other) == memory]
+    def parts_of(self, obj: Any) -> tuple[ObjectId | None, ...]:
+        """The ids of what a tuple, or a method, holds."""
+        parts = obj if type(obj) is tuple else (obj.__func__, obj.__self__)
+        return tuple([self.ids.get(id(part)) for part in parts])
 
-    def _leave_memory(self, identity: ObjectId) -> None:
-        memory = self._memory_of.pop(identity, None)
-        if memory is not None:
-            group = self._memories[memory]
-            group.pop(identity, None)
-            if not group:
-                del self._memories[memory]
+    def neighbours(self, obj: Any) -> list[tuple[ObjectId, Any]]:
+        """The other arrays, tensors and buffers with ids that lie in the memory of one."""
+        span = span_of(obj) if self._regions else None
+        if span is None:
+            return []
+        found = [(identity, self.get(identity)) for identity in self._regions.near(span)]
+        # Its data may have been replaced since.
+        return [(identity, other) for identity, other in found if other is not obj and meet(span_of(other), span)]
 
     def _died(self, identity: ObjectId, key: int, reference: weakref.ref[Any]) -> None:
         if self._objects.pop(identity, None) is not None:
@@ -131,7 +130,7 @@ class Twins:
         if key in self.owned and self.owned[key] == identity:
             del self.owned[key]
         self.contents.pop(identity, None)
-        self._leave_memory(identity)
+        self._regions.remove(identity)
 
     def drop(self, identities: Iterable[ObjectId]) -> None:
         """Forget objects, on the other side's word or because they were replaced."""
@@ -140,7 +139,7 @@ class Twins:
             self._objects.pop(identity, None)
             self._strong.pop(identity, None)
             self.contents.pop(identity, None)
-            self._leave_memory(identity)
+            self._regions.remove(identity)
             if found is not NOT_THERE and self.ids.get(id(found)) == identity:
                 del self.ids[id(found)]
                 self.owned.pop(id(found), None)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ctypes import c_char
 from typing import Any
 
-__all__ = ["NumpyTwister", "PythonTwister"]
+__all__ = ["NumpyTwister", "PythonTwister", "TorchTwister"]
 
 _STATE_NBYTES = 2500  # 624 words, and an index before or after them
 
@@ -101,3 +101,83 @@ def cached_normal_at(numpy_random: Any) -> int | None:
         return None
     probe.standard_normal()
     return at if memory.raw[at : at + 4] == bytes(4) else None
+
+
+_TORCH_HEADER_NBYTES = 20  # seed, words left, whether seeded, next word
+_TORCH_NORMALS_NBYTES = 28  # a float and a double that were drawn in advance, each with its flag
+_TORCH_SEARCHED_NBYTES = 512
+
+
+class TorchTwister:
+    """torch's generator of the CPU; the global one unless another is given. To be read only.
+
+    Attributes:
+        works: Whether its memory can be used.
+    """
+
+    def __init__(self, generator: Any = None) -> None:
+        import torch
+
+        self._generator = torch.default_generator if generator is None else generator
+        at = torch_state_at()
+        self.works = at is not None
+        self._memory = None if at is None else torch_memory(self._generator, at)
+
+    def read(self) -> bytes:
+        """What is equal as long as the state is."""
+        found: bytes = self._memory.raw  # type: ignore[union-attr]
+        return found
+
+
+def torch_memory(generator: Any, at: int) -> Any:
+    """The memory of a generator whose state begins at an offset."""
+    nbytes = _TORCH_HEADER_NBYTES + 4 * 624 + _TORCH_NORMALS_NBYTES
+    return (c_char * nbytes).from_address(generator._cdata + at)
+
+
+def torch_state_at() -> int | None:
+    """Where, in a generator, its state begins; None if it is not found, or if it is not all that there is."""
+    import torch
+
+    probe = torch.Generator()
+    state = probe.manual_seed(1).get_state()
+    words = state[:5048].view(torch.int64)
+    if sys.implementation.name != "cpython" or len(state) != 5056 or not hasattr(probe, "_cdata"):
+        return None
+    first = struct.pack("=8I", *(int(word) for word in words[3:11]))
+    found = (c_char * _TORCH_SEARCHED_NBYTES).from_address(probe._cdata).raw.find(first)
+    at = found - _TORCH_HEADER_NBYTES
+    return at if at >= 0 and _shows_all(probe, torch_memory(probe, at), state) else None
+
+
+def _shows_all(probe: Any, memory: Any, state: Any) -> bool:
+    """Whether nothing of a state can change unseen. What else is seen (a flag's padding) does no harm."""
+    for place in (0, 24, 24 + 8 * 623):  # the seed, the first and the last word
+        changed = state.clone()
+        changed[place] ^= 1
+        probe.set_state(changed)
+        seen = _words(memory)
+        probe.set_state(state)
+        if seen == _words(memory):
+            return False
+    probe.set_state(state)
+    for _ in range(2):  # the first number makes new words, the second only moves on
+        seen = _words(memory)
+        state.new_empty(1).random_(generator=probe)
+        if seen == _words(memory):
+            return False
+    for kind, place, valid in (("=f", 5048, 5052), ("=d", 5024, 5040)):
+        changed = state.clone()
+        number = struct.pack(kind, 0.7)
+        changed[place : place + len(number)] = changed.new_tensor(list(number))
+        changed[valid] = 1
+        probe.set_state(changed)
+        found = memory.raw[-_TORCH_NORMALS_NBYTES:].find(number)
+        if found < 0 or found + len(number) >= _TORCH_NORMALS_NBYTES:  # its flag comes after it
+            return False
+    return True
+
+
+def _words(memory: Any) -> bytes:
+    seen: bytes = memory.raw[:-_TORCH_NORMALS_NBYTES]
+    return seen[:13] + seen[16:]  # without the padding behind a flag

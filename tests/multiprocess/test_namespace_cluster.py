@@ -16,7 +16,7 @@ from distnb.options import StrategySpec
 from distnb.session.handles import RemotePerReplica
 from distnb.session.session import Session
 from tests.sequences import SEQUENCES
-from tests.worlds import ClusterWorld, PlainWorld, Process, compare, distributed, ordinary, run_all
+from tests.worlds import ClusterWorld, PlainWorld, Process, compare, distributed, modes_kept, ordinary, run_all
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -36,18 +36,16 @@ def session(notebook: Process) -> Iterator[Session]:
 
 @pytest.fixture
 def world(session: Session, notebook: Process) -> Iterator[ClusterWorld]:
-    folder, dtype = os.getcwd(), torch.get_default_dtype()
-    yield ClusterWorld(session, notebook)
-    os.chdir(folder)
-    torch.set_default_dtype(dtype)
+    with modes_kept():
+        yield ClusterWorld(session, notebook)
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_as_in_one_ipython(name: str, world: ClusterWorld) -> None:
     cells = SEQUENCES[name]
     plain = PlainWorld()
-    run_all(plain, cells)
-    torch.set_default_dtype(torch.float32)
+    with modes_kept():
+        run_all(plain, cells)
     run_all(world, cells)
     compare(plain.names(), world.names())
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from tests.sequences import SEQUENCES
-from tests.worlds import DoubleWorld, PlainWorld, compare, run_all
+from tests.worlds import DoubleWorld, PlainWorld, compare, modes_kept, run_all
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
+def _one_thread() -> None:
     torch.set_num_threads(1)
-    dtype = torch.get_default_dtype()
-    yield
-    torch.set_default_dtype(dtype)
-    torch.set_grad_enabled(True)
 
 
 @pytest.mark.timeout(60)
@@ -26,7 +20,9 @@ def _one_thread() -> Iterator[None]:
 def test_as_in_one_ipython(name: str, replicas: int) -> None:
     cells = SEQUENCES[name]
     plain = PlainWorld()
-    run_all(plain, cells)
+    with modes_kept():
+        run_all(plain, cells)
     double = DoubleWorld(replicas)
-    run_all(double, cells)
+    with modes_kept():
+        run_all(double, cells)
     compare(plain.names(), double.names())

@@ -1,0 +1,130 @@
+"""Sequences of cells about ambient modes: set in a cell of one kind, seen in a cell of the other."""
+
+from __future__ import annotations
+
+from tests.worlds import Cell, both, distributed, ordinary
+
+
+def _set_and_seen(shown: str, *changes: str, setup: str = "import torch, numpy as np") -> list[Cell]:
+    """A mode that is set here and there in turn; after each change both see it."""
+    cells = [ordinary(f"{setup}\nseen = []")]
+    for number, change in enumerate(changes):
+        cells.append(Cell(change, distributed=bool(number % 2)))
+        cells += both(f"seen.append(str(({shown})))")[:2]
+    return cells
+
+
+MODES: dict[str, list[Cell]] = {
+    "mode: inference, entered and left": [
+        ordinary("import torch\nt = torch.ones(2)\nguard = torch.inference_mode()\nguard.__enter__()"),
+        distributed("a = torch.is_inference_mode_enabled()\nu = t + 1\nt += 1"),
+        ordinary("guard.__exit__(None, None, None)\nt += 1\ndel guard"),
+        distributed("b = torch.is_inference_mode_enabled(), torch.is_grad_enabled()\nv = (u + t).sum().item()"),
+        ordinary("t += 1"),
+        distributed("w = t.sum().item()"),
+    ],
+    "mode: autocast": [
+        ordinary(
+            "import torch\nx = torch.ones(2, 2)\nguard = torch.autocast('cpu', dtype=torch.bfloat16)\nguard.__enter__()"
+        ),
+        distributed("a = str((x @ x).dtype)\nwith torch.autocast('cpu', enabled=False):\n    b = str((x @ x).dtype)"),
+        distributed("c = str((x @ x).dtype)"),
+        ordinary("guard.__exit__(None, None, None)\ndel guard\nd = str((x @ x).dtype)"),
+        distributed("e = str((x @ x).dtype)\nf = str(torch.get_autocast_dtype('cpu'))"),
+    ],
+    "mode: default device": _set_and_seen(
+        "torch.empty(1).device",
+        "torch.set_default_device('meta')",
+        "torch.set_default_device('cpu')",
+        "torch.set_default_device('meta')",
+        "torch.set_default_device(None)",
+    ),
+    "mode: objects under another default device": [
+        ordinary("import torch\nt = torch.ones(3)\ntorch.set_default_device('meta')"),
+        distributed("t += 1\nbig = torch.ones(3, device='cpu')\nbox = [t[1:], big]"),
+        ordinary("t[0] = 5"),
+        distributed("n = t.sum().item() + box[0].sum().item()"),
+        ordinary("torch.set_default_device(None)"),
+    ],
+    "mode: deterministic algorithms": _set_and_seen(
+        "(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())",
+        "torch.use_deterministic_algorithms(True, warn_only=True)",
+        "torch.use_deterministic_algorithms(True)",
+        "torch.use_deterministic_algorithms(False)",
+    ),
+    "mode: matmul precision": _set_and_seen(
+        "torch.get_float32_matmul_precision()",
+        "torch.set_float32_matmul_precision('high')",
+        "torch.set_float32_matmul_precision('medium')",
+        "torch.set_float32_matmul_precision('highest')",
+    ),
+    "mode: cudnn": _set_and_seen(
+        "(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic)",
+        "torch.backends.cudnn.benchmark = True",
+        "torch.backends.cudnn.deterministic = True",
+        "torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False",
+    ),
+    "mode: anomaly detection": _set_and_seen(
+        "torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()",
+        "torch.autograd.set_detect_anomaly(True, check_nan=False)",
+        "torch.autograd.set_detect_anomaly(True)",
+        "torch.autograd.set_detect_anomaly(False)",
+    ),
+    "mode: printing": _set_and_seen(
+        "torch.tensor([1 / 3]), np.array([1 / 3])",
+        "torch.set_printoptions(precision=2)\nnp.set_printoptions(precision=3)",
+        "torch.set_printoptions(precision=6)\nnp.set_printoptions(precision=5)",
+        "torch.set_printoptions(profile='default')\nnp.set_printoptions(precision=8)",
+    ),
+    "mode: NumPy errors": _set_and_seen(
+        "sorted(np.geterr().items())",
+        "np.seterr(over='raise', divide='ignore')",
+        "np.seterr(all='ignore')",
+        "np.seterr(all='warn', under='ignore')",
+    ),
+    "mode: warnings": _set_and_seen(
+        "[each[:3:2] for each in warnings.filters[:2]]",
+        "warnings.simplefilter('error', FutureWarning)",
+        "warnings.filterwarnings('ignore', 'no.*', UserWarning)",
+        "warnings.simplefilter('default')",
+        setup="import warnings",
+    ),
+    "mode: logging": _set_and_seen(
+        "[logging.getLogger(name).getEffectiveLevel() for name in ('', 'mine', 'mine.own')] + "
+        "[h.formatter._fmt for h in logging.root.handlers if h.formatter and 'MARK' in h.formatter._fmt]",
+        "logging.getLogger('mine').setLevel(5)",
+        "logging.getLogger('mine.own').setLevel(logging.ERROR)",
+        "import sys\nhandler = logging.StreamHandler(sys.stderr)\nhandler.setFormatter(logging.Formatter('MARK %(message)s'))\n"
+        "logging.root.addHandler(handler)\ndel handler",
+        "logging.root.handlers = [h for h in logging.root.handlers if not h.formatter or 'MARK' not in h.formatter._fmt]",
+        "logging.getLogger('mine').setLevel(0)\nlogging.getLogger('mine.own').setLevel(0)",
+        setup="import logging",
+    ),
+    "mode: decimals": _set_and_seen(
+        "decimal.Decimal(1) / 3",
+        "decimal.getcontext().prec = 5",
+        "decimal.getcontext().rounding = decimal.ROUND_UP",
+        "decimal.getcontext().prec = 28\ndecimal.getcontext().rounding = decimal.ROUND_HALF_EVEN",
+        setup="import decimal",
+    ),
+    "mode: environment variables": _set_and_seen(
+        "[os.environ.get(name) for name in ('MINE', 'OTHER', 'HOME')]",
+        "home = os.environ['HOME']\nos.environ['MINE'] = '1'",
+        "os.environ['OTHER'] = os.environ['MINE'] + '2'\ndel os.environ['HOME']",
+        "os.environ['MINE'] = '3'\nos.environ['HOME'] = home",
+        "del os.environ['MINE'], os.environ['OTHER']",
+        setup="import os",
+    ),
+    "mode: where files and modules are": _set_and_seen(
+        "(os.getcwd(), sys.path[-1])",
+        "before = os.getcwd()\nos.chdir('/')\nsys.path.append('/mine')",
+        "os.chdir(before)\nsys.path.remove('/mine')",
+        setup="import os, sys",
+    ),
+    "mode: depth of recursion": _set_and_seen(
+        "sys.getrecursionlimit()",
+        "limit = sys.getrecursionlimit()\nsys.setrecursionlimit(limit + 11)",
+        "sys.setrecursionlimit(limit)",
+        setup="import sys",
+    ),
+}
