@@ -11,6 +11,7 @@ is on the stack. SIGINT would not do: user code swaps its handler, and libraries
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -31,10 +32,12 @@ T = TypeVar("T")
 _SIGNAL = signal.SIGRTMIN + 5
 # User code in a `finally` is given time to clean up before it is disturbed again.
 _RETRY_S = (0.25, 0.5, 1.0)
-# What must not be left half done: a lock that is taken and not yet known to be, or about to be released, would be held
-# for ever; a child process that is being started could not be ended with the program. All are brief, or wait for one.
-_BRIEF = frozenset(
-    function.__code__
+# What must not be left half done, and how long it is waited for. A lock that is taken and not yet known to be, or about
+# to be released, would be held for ever; a child process that is being started could not be ended with the program. All
+# are brief, or wait for one. An import leaves modules behind that others have seen half-made, and that the next import
+# does not make again: torch, whose first optimizer imports for seconds, would be broken for as long as the engine lives.
+_SPARED_S = {
+    function.__code__: 1.0
     for function in (
         BaseProcess.start,
         threading.Condition.__enter__,
@@ -42,8 +45,7 @@ _BRIEF = frozenset(
         SemLock.__enter__,
         SemLock.__exit__,
     )
-)
-_BRIEF_S = 1.0
+} | {vars(importlib._bootstrap)["_find_and_load"].__code__: 30.0}
 
 
 class _Run:
@@ -196,11 +198,11 @@ class Guard:
 
     def _raise_in(self, run: _Run, frame: FrameType | None) -> None:
         own = run is self._remains and frame is not None and (frame is run.frame or frame.f_code is _COLLECTING)
-        brief = False
+        spared_s = 0.0
         while frame is not None and frame is not run.frame:
-            brief = brief or frame.f_code in _BRIEF
+            spared_s = max(spared_s, _SPARED_S.get(frame.f_code, 0.0))
             frame = frame.f_back
-        if self._forking or own or (brief and time.monotonic() < run.pressed + _BRIEF_S):
+        if self._forking or own or time.monotonic() < run.pressed + spared_s:
             run.next_press = 0.0
         elif frame is not None:
             raise KeyboardInterrupt(run.reason) if run.interrupted else ProgramAborted(run.reason)

@@ -11,6 +11,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -315,3 +317,33 @@ def test_other_dropped_exceptions_are_told(guard: Guard, told: list[object]) -> 
 
     guard.call(1, Bad)
     assert len(told) == 1
+
+
+SLOW_TO_LOAD = """
+import time, told_to_it
+told_to_it.begun.set()
+while not told_to_it.guard.waiting:
+    time.sleep(0.001)
+for _ in range(20):
+    time.sleep(0.01)
+whole = True
+"""
+
+
+@pytest.mark.timeout(30)
+def test_an_import_is_not_left_half_done(
+    guard: Guard, pressing: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_to_load.py").write_text(SLOW_TO_LOAD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "told_to_it", SimpleNamespace(begun=BEGUN, guard=guard))
+
+    def load() -> None:
+        import slow_to_load  # noqa: F401
+
+        spin()
+
+    pressing(1)
+    with pytest.raises(ProgramAborted):
+        guard.call(1, load)
+    assert sys.modules.pop("slow_to_load").whole
