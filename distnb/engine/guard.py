@@ -35,7 +35,7 @@ _RETRY_S = (0.25, 0.5, 1.0)
 # What must not be left half done, and how long it is waited for. A lock that is taken and not yet known to be, or about
 # to be released, would be held for ever; a child process that is being started could not be ended with the program. All
 # are brief, or wait for one. An import leaves modules behind that others have seen half-made, and that the next import
-# does not make again: torch, whose first optimizer imports for seconds, would be broken for as long as the engine lives.
+# does not make again: torch, whose first optimizer imports for seconds, would stay broken.
 _SPARED_S = {
     function.__code__: 1.0
     for function in (
@@ -86,6 +86,7 @@ class Guard:
         self._collection: _Run | None = None  # the same, where it is of a collection
         self._early: dict[int, tuple[str, bool]] = {}  # orders that overtook the program they are about
         self._forking = False
+        self._beginning = threading.Lock()  # a program begins, or one is told to end with all that it waits in
         signal.signal(_SIGNAL, self._handle)
         # A signal that comes during a fork is handled in the first of the callbacks after it, which is logging's: it
         # would never release its lock. Of those callbacks these are the first before, and the last after.
@@ -101,11 +102,12 @@ class Guard:
             ProgramAborted: Another replica failed.
             KeyboardInterrupt: The user interrupted.
         """
-        run = self._run = _Run(program, sys._getframe())
+        with self._beginning:
+            run = self._run = _Run(program, sys._getframe())
         try:
             # Looked up after `_run` is set, as `abort` looks at `_run` after it has left its word: one of the two sees.
             if program in self._early:
-                self.abort(program, *self._early[program])
+                self._order(program, *self._early[program])
                 self._early = {later: order for later, order in self._early.items() if later > program}
                 raise ProgramAborted(run.reason)
             return function()
@@ -154,11 +156,28 @@ class Guard:
         """Whether it was the user who ended it."""
         return self._run is not None and self._run.interrupted
 
-    def abort(self, program: int, reason: str, interrupted: bool = False) -> bool:
+    def abort(
+        self,
+        program: int,
+        reason: str,
+        interrupted: bool = False,
+        free: Callable[[str], object] = lambda reason: None,
+    ) -> bool:
         """Order the end of a program, from another thread. False if it is not the one that runs.
 
         An order may come before its program does: it is kept, and the program ends as it begins.
+
+        Args:
+            free: Called with the reason if it is the one that runs: frees what it waits in, and not what the next one
+                does, which does not begin meanwhile.
         """
+        with self._beginning:
+            ordered = self._order(program, reason, interrupted)
+            if ordered:
+                free(reason)
+        return ordered
+
+    def _order(self, program: int, reason: str, interrupted: bool) -> bool:
         run = self._run
         if run is None or program > run.program:
             self._early[program] = (reason, interrupted)

@@ -347,3 +347,22 @@ def test_an_import_is_not_left_half_done(
     with pytest.raises(ProgramAborted):
         guard.call(1, load)
     assert sys.modules.pop("slow_to_load").whole
+
+
+@pytest.mark.timeout(10)
+def test_what_is_freed_is_not_the_next_program_s(guard: Guard) -> None:
+    inside, freed = threading.Event(), []
+
+    def free(reason: str) -> None:
+        inside.set()
+        time.sleep(0.2)  # meanwhile the program ends by itself, and the next one comes
+        freed.append(reason)
+
+    ending = threading.Thread(target=lambda: (BEGUN.wait(), guard.abort(1, "because", free=free)))
+    BEGUN.clear()
+    ending.start()
+    guard.call(1, lambda: (BEGUN.set(), inside.wait()))
+    assert guard.call(2, freed.copy) == ["because"]
+    ending.join()
+    assert not guard.abort(1, "too late", free=freed.append)
+    assert freed == ["because"]
