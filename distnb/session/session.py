@@ -364,7 +364,7 @@ class Session:
         """The number of the latest program; 0 before the first."""
         return self._dispatch.latest
 
-    def flush_events(self, timeout_s: float = 0.3) -> bool:
+    def flush_events(self, timeout_s: float = _OUTPUT_PATIENCE_S) -> bool:
         """Wait until all that the engines have told so far has been published, output before all.
 
         Calls from ordinary cells end without waiting for it. False when an engine was too busy to answer in time.

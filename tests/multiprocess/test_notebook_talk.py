@@ -99,6 +99,7 @@ def speak(text):
     replica = distnb.get_replica_context().replica_id_in_sync_group
     print(f"{text} {replica}")
     if text == "bad":
+        torch.distributed.barrier()  # one that is late has written, too, before the other's error ends it
         raise ValueError("no")
 """
 
