@@ -205,6 +205,18 @@ class Notebook:
                 return dict(reply["content"])
 
 
+def lines_of_each(text: str, replicas: int = 2) -> list[list[str]]:
+    """The lines that each replica wrote, of a cell's output.
+
+    What all wrote is shown once, "[0-1] fine", unless one wrote it some tenths of a second later, on a busy machine.
+    """
+    marked = re.findall(r"^\[(\d+)(?:-(\d+))?\] (.*)$", text, re.MULTILINE)
+    return [
+        [line for first, last, line in marked if int(first) <= replica <= int(last or first)]
+        for replica in range(replicas)
+    ]
+
+
 def _take(ran: Ran, kind: str, content: dict[str, Any]) -> None:
     if kind == "stream":
         setattr(ran, content["name"], getattr(ran, content["name"]) + content["text"])

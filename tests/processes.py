@@ -23,6 +23,7 @@ MARK = os.environ.setdefault(MARK_NAME, uuid.uuid4().hex)
 OF_MODULE: set[int] = set()
 """Processes that a test started for the rest of its module: they are looked for when that ends."""
 
+_STACKS_S = 30.0
 _LIVE_AS_LONG_AS_PYTEST = ("multiprocessing.resource_tracker", "torch_shm_manager", "multiprocessing.forkserver")
 
 
@@ -85,16 +86,22 @@ def describe(process: psutil.Process) -> str:
 
 def stacks(pids: list[int]) -> str:
     """The Python stacks of processes, as py-spy sees them from outside (no help from the process is needed)."""
-    py_spy = Path(sys.executable).with_name("py-spy")
+    # All at once: who asks, after a limit, has a minute until the whole run is ended.
+    command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--nonblocking", "--pid"]
+    asked = {
+        pid: subprocess.Popen([*command, str(pid)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for pid in pids
+    }
+    deadline = time.monotonic() + _STACKS_S
     parts = []
-    for pid in pids:
+    for pid, process in asked.items():
         try:
-            done = subprocess.run(
-                [py_spy, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, text=True, timeout=10
-            )
-            parts.append(done.stdout or f"pid {pid}: {done.stderr.strip()}")
-        except (OSError, subprocess.TimeoutExpired) as error:
-            parts.append(f"pid {pid}: no stack ({error})")
+            told, trouble = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            parts.append(told or f"pid {pid}: {trouble.strip()}")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            parts.append(f"pid {pid}: no stack within {_STACKS_S:.0f} s")
     return "\n".join(parts)
 
 

@@ -96,6 +96,7 @@ def run_ranks(
                 if process.poll() is None:
                     process.send_signal(signal.SIGKILL)
                 process.wait()
+            del store  # the traceback of a failure would keep it, and it listens
         return [_ended(rank, process, Path(folder)) for rank, process in enumerate(ranks)]
 
 

@@ -67,11 +67,12 @@ class Bearer:
             while True:
                 heard, limit = (started, self._first_word_s) if self._heard is None else (self._heard, self._silence_s)
                 wait_s = heard + limit - time.monotonic()
-                if wait_s <= 0:
+                # It looks before it judges: it may itself have stood still, while words came.
+                if not select.select([source], [], [], max(0.0, wait_s))[0]:
+                    if wait_s > 0:
+                        continue
                     print(f"Nothing was heard from there for {limit:.0f} s.", file=sys.stderr, flush=True)
                     return LOST
-                if not select.select([source], [], [], wait_s)[0]:
-                    continue
                 data = os.read(source, _CHUNK)
                 if not data:
                     return LOST if self._status is None else self._status

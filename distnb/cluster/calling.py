@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,20 @@ from distnb.cluster.lifeline import LOST_AFTER_S
 from distnb.cluster.secret import read_secret
 from distnb.errors import StartError
 
-__all__ = ["BEAT", "BEAT_S", "END", "ERROR", "INPUT", "LOST", "OUTPUT", "START", "SILENCE_S", "STATUS", "main"]
+__all__ = [
+    "BEAT",
+    "BEAT_S",
+    "END",
+    "ERROR",
+    "INPUT",
+    "LOST",
+    "OUTPUT",
+    "START",
+    "SILENCE_S",
+    "STATUS",
+    "Silence",
+    "main",
+]
 
 START: Final = b"start"
 INPUT: Final = b"input"
@@ -35,6 +49,29 @@ BEAT_S = 1.0
 SILENCE_S = LOST_AFTER_S
 _CONNECT_S = 10.0
 _CHUNK = 1 << 16
+
+
+class Silence:
+    """How long nothing was heard from the other end, by somebody who listens at least once in `BEAT_S`.
+
+    Args:
+        clock: Gives the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.over()
+
+    def over(self) -> None:
+        """Something was heard."""
+        self._seconds, self._looked = 0.0, self._clock()
+
+    def seconds(self) -> float:
+        """To be asked each time that was listened. Time in which this process stood still itself tells nothing."""
+        now = self._clock()
+        self._seconds += min(now - self._looked, BEAT_S)
+        self._looked = now
+        return self._seconds
 
 
 class _Call:
@@ -58,7 +95,7 @@ class _Call:
         self._socket.linger = 500
         self._socket.connect(f"tcp://{address}")
         self._socket.send_multipart([START, task.encode()])
-        self._heard = time.monotonic()
+        self._silence = Silence()
         self._answered = False
 
     def run(self) -> int:
@@ -82,11 +119,12 @@ class _Call:
             if now >= next_beat:
                 self._socket.send_multipart([BEAT])
                 next_beat = now + BEAT_S
-            if now - self._heard > (SILENCE_S if self._answered else _CONNECT_S):
+            if self._silence.seconds() > (SILENCE_S if self._answered else _CONNECT_S):
                 return self._give_up()
 
     def _take(self, frames: list[bytes]) -> int | None:
-        self._heard, self._answered = time.monotonic(), True
+        self._silence.over()
+        self._answered = True
         kind, rest = frames[0], frames[1:]
         if kind in (OUTPUT, ERROR):
             left = memoryview(rest[0])

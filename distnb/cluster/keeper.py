@@ -227,7 +227,8 @@ def _do(task: str) -> int:
         _probe()
         return 0
     try:
-        keeper = Keeper(Assignment.decode(sys.stdin.buffer.readline()))
+        with open(0, "rb", buffering=0, closefd=False) as told:  # what comes after the line is for another reader
+            keeper = Keeper(Assignment.decode(told.readline()))
 
         def end(number: int, frame: FrameType | None) -> None:
             keeper.let_go(asked=True)

@@ -23,7 +23,6 @@ __all__ = ["Cluster", "EngineProcess"]
 
 _START_TIMEOUT_S = 180.0
 _CONTROLLER_TRIES = 3
-_CONTROLLER_EARLY_S = 5.0
 _LOG_LINES = 15
 
 OnExit = Callable[[int, int, str], None]
@@ -85,7 +84,7 @@ class Cluster:
         self._directory: Path | None = None
         self._controller_pid: int | None = None
         self._controller_tries = 0
-        self._controller_since = 0.0
+        self._stopping = False
         self._controller_trouble = ""
         self._owner = os.getpid()
 
@@ -146,6 +145,7 @@ class Cluster:
             if self.running:
                 raise StartError(f"This cluster is already running ({_engines(len(self._engines))}). Stop it first.")
             atexit.register(self.stop)
+            self._stopping = False
             try:
                 self._directory = make_run_directory()
                 self._connection.write(self._directory)
@@ -291,7 +291,6 @@ class Cluster:
         from distnb.cluster.launchers import launch_controller
 
         self._controller_tries += 1
-        self._controller_since = time.monotonic()
         for stale in (self.directory / "security").glob("ipcontroller-*.json"):
             stale.unlink(missing_ok=True)
         log = self.directory / "log" / f"controller-{self._controller_tries}.log"
@@ -305,14 +304,17 @@ class Cluster:
         processes = self._processes
         if expected or processes is None:
             return
-        # Later the engines are already joined to it, and would not find another.
-        early = time.monotonic() - self._controller_since < _CONTROLLER_EARLY_S
-        if early and self._controller_tries < _CONTROLLER_TRIES:
-            self._launch_controller(processes)
-        else:
-            self._controller_trouble = (
-                f"ipyparallel's controller {status}. The last lines of its log:\n{_tail(log, _LOG_LINES)}"
-            )
+        with processes.changed:
+            if self._stopping:
+                return
+            # Later the engines are already joined to it, and would not find another.
+            early = not self.client_file.exists()
+            if early and self._controller_tries < _CONTROLLER_TRIES:
+                self._launch_controller(processes)
+                return
+        self._controller_trouble = (
+            f"ipyparallel's controller {status}. The last lines of its log:\n{_tail(log, _LOG_LINES)}"
+        )
 
     # -- end --------------------------------------------------------------------------------------------------------
 
@@ -333,6 +335,9 @@ class Cluster:
             return  # a forked child: these are not its processes
         with self._lock:
             processes, directory = self._processes, self._directory
+            if processes is not None:
+                with processes.changed:
+                    self._stopping = True  # no controller is started any more
             controller = [] if self._controller_pid is None else [self._controller_pid]
             try:
                 if processes is not None:

@@ -48,7 +48,8 @@ class Processes:
         self.watcher = watcher
         self.changed = threading.Condition()
         """Notified, held by the watcher's thread, each time a process ends. Hold it to see a consistent picture."""
-        self._ended: dict[int, int | None] = {}
+        self._statuses: dict[int, int | None] = {}
+        self._ended: set[int] = set()
         self._expected: set[int] = set()
         self._owner = os.getpid()
 
@@ -64,18 +65,22 @@ class Processes:
 
     def _note(self, ended: Ended, pid: int, status: int | None) -> None:
         with self.changed:
-            self._ended[pid] = status
+            self._statuses[pid] = status
             expected = pid in self._expected
-            self.changed.notify_all()
-        ended(pid, describe_status(status), expected)
+        try:
+            ended(pid, describe_status(status), expected)
+        finally:
+            with self.changed:  # only now: who has waited for an end finds that everyone knows of it
+                self._ended.add(pid)
+                self.changed.notify_all()
 
     def has_ended(self, pid: int) -> bool:
-        """Whether it is gone."""
+        """Whether it is gone, and its listener has been told."""
         return pid in self._ended
 
     def status(self, pid: int) -> int | None:
         """The exit status of a process that has ended."""
-        return self._ended.get(pid)
+        return self._statuses.get(pid)
 
     def end(self, pids: Sequence[int], ask: Callable[[], None] | None = None, patience_s: float = _ASK_S) -> None:
         """End processes and their groups: ask, then SIGTERM, then SIGKILL; at once if this is interrupted.

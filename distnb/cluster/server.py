@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from distnb.cluster.calling import BEAT, BEAT_S, END, ERROR, INPUT, LOST, OUTPUT, SILENCE_S, START, STATUS
+from distnb.cluster.calling import BEAT, BEAT_S, END, ERROR, INPUT, LOST, OUTPUT, SILENCE_S, START, STATUS, Silence
 from distnb.cluster.network import interface_of
 from distnb.cluster.placement import split_address
 from distnb.cluster.resolvers.spec import ClusterSpec
@@ -43,7 +43,7 @@ class _Keeper:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self.heard = time.monotonic()
+        self.silence = Silence()
         stdin, stdout, stderr = self.process.stdin, self.process.stdout, self.process.stderr
         assert stdin is not None
         assert stdout is not None
@@ -185,7 +185,7 @@ class Server:
         if kind == START and keeper is None and rest and rest[0] in _TASKS:
             self._calls[caller] = _Keeper(rest[0].decode())
         elif keeper is not None:
-            keeper.heard = time.monotonic()
+            keeper.silence.over()
             if kind == INPUT:
                 keeper.tell(rest[0])
             elif kind == END:
@@ -207,7 +207,7 @@ class Server:
             self._socket.send_multipart([caller, STATUS, b"%d" % keeper.process.returncode])
             keeper.close()
             del self._calls[caller]
-        elif time.monotonic() - keeper.heard > SILENCE_S:
+        elif keeper.silence.seconds() > SILENCE_S:
             keeper.let_go()
 
     # -- end ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,6 @@ RING: Final = 2048
 """How many collectives a replica remembers; it never gets further ahead of the others than that."""
 
 _HEADER = struct.Struct("<QQQ")  # program, phase, last number
-_STANDING = struct.Struct("<QQ")  # program, phase
 _NUMBER = struct.Struct("<Q")
 _WAIT_AT: Final = 24
 _WAIT_NBYTES: Final = 512
@@ -215,7 +214,9 @@ class Board:
     def set_phase(self, program: int, phase: Phase) -> None:
         """Say where this replica stands: in which program, and whether it is still in it."""
         at = self.me * _PART_NBYTES
-        _STANDING.pack_into(self.memory, at, program, _PHASES.index(phase))
+        # In this order: a program that begins is never seen in the phase in which the last one ended.
+        _NUMBER.pack_into(self.memory, at + _NUMBER.size, _PHASES.index(phase))
+        _NUMBER.pack_into(self.memory, at, program)
 
     def phase(self, replica: int) -> tuple[int, Phase, int]:
         """Where a replica stands: program, phase, number of its newest collective."""

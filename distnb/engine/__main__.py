@@ -25,7 +25,28 @@ from distnb.cluster.surroundings import (
 from distnb.cluster.watcher import report
 from distnb.topology import parse_device
 
-__all__ = ["main"]
+__all__ = ["IN_COMMON", "main"]
+
+IN_COMMON = (
+    "argparse",
+    "asyncio",
+    "calendar",
+    "concurrent.futures.thread",
+    "csv",
+    "ctypes",
+    "glob",
+    "hashlib",
+    "importlib.metadata",
+    "importlib.resources",
+    "numbers",
+    "pprint",
+    "pwd",
+    "queue",
+    "typing_extensions",
+    "unicodedata",
+    "uuid",
+)
+"""Of what both torch and ipykernel import all that is not loaded yet, with what these import."""
 
 
 def main() -> None:
@@ -67,11 +88,17 @@ def main() -> None:
 
 
 class _Loading:
-    """torch, and the agent that needs it, imported by a thread of their own."""
+    """torch, imported by a thread of its own, and the agent that needs it.
+
+    Two threads that import what imports each other find modules half-made, and fail. So what torch and ipykernel have
+    in common is imported first, and what needs both last: the thread and the main thread never load the same.
+    """
 
     def __init__(self, agent: str) -> None:
-        self._agent: Any = agent
+        self._agent = agent
         self._error: BaseException | None = None
+        for name in IN_COMMON:
+            importlib.import_module(name)
         self._thread = threading.Thread(target=self._load, name="distnb-import-torch", daemon=True)
         self._thread.start()
 
@@ -80,17 +107,16 @@ class _Loading:
             import torch
             import torch.distributed
 
-            self._agent = importlib.import_module(self._agent)
             torch.set_num_threads(int(os.environ.get(THREADS_VARIABLE, "1")))
         except BaseException as error:  # noqa: BLE001  # raised in the main thread
             self._error = error
 
     def finish(self) -> Any:
-        """Wait until they are there, and return the agent's module. Raises what an import raised."""
+        """Wait until torch is there, and return the agent's module. Raises what an import raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._agent
+        return importlib.import_module(self._agent)
 
 
 def _leave(code: int) -> None:

@@ -168,8 +168,7 @@ class Control:
     def _obey(self, order: Any) -> None:
         if isinstance(order, Abort):
             # The guard first: it remembers why, so that whatever the freed collective raises is told as an abort.
-            if self._guard.abort(order.program, order.reason, order.interrupted):
-                self._free_collectives(order.reason)
+            self._guard.abort(order.program, order.reason, order.interrupted, self._free_collectives)
         elif isinstance(order, DumpStacks):
             self.emit(Stacks(self._engine, _program_stack()))
         elif isinstance(order, Flush):

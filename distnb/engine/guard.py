@@ -11,6 +11,7 @@ is on the stack. SIGINT would not do: user code swaps its handler, and libraries
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -31,10 +32,12 @@ T = TypeVar("T")
 _SIGNAL = signal.SIGRTMIN + 5
 # User code in a `finally` is given time to clean up before it is disturbed again.
 _RETRY_S = (0.25, 0.5, 1.0)
-# What must not be left half done: a lock that is taken and not yet known to be, or about to be released, would be held
-# for ever; a child process that is being started could not be ended with the program. All are brief, or wait for one.
-_BRIEF = frozenset(
-    function.__code__
+# What must not be left half done, and how long it is waited for. A lock that is taken and not yet known to be, or about
+# to be released, would be held for ever; a child process that is being started could not be ended with the program. All
+# are brief, or wait for one. An import leaves modules behind that others have seen half-made, and that the next import
+# does not make again: torch, whose first optimizer imports for seconds, would stay broken.
+_SPARED_S = {
+    function.__code__: 1.0
     for function in (
         BaseProcess.start,
         threading.Condition.__enter__,
@@ -42,8 +45,7 @@ _BRIEF = frozenset(
         SemLock.__enter__,
         SemLock.__exit__,
     )
-)
-_BRIEF_S = 1.0
+} | {vars(importlib._bootstrap)["_find_and_load"].__code__: 30.0}
 
 
 class _Run:
@@ -84,6 +86,7 @@ class Guard:
         self._collection: _Run | None = None  # the same, where it is of a collection
         self._early: dict[int, tuple[str, bool]] = {}  # orders that overtook the program they are about
         self._forking = False
+        self._beginning = threading.Lock()  # a program begins, or one is told to end with all that it waits in
         signal.signal(_SIGNAL, self._handle)
         # A signal that comes during a fork is handled in the first of the callbacks after it, which is logging's: it
         # would never release its lock. Of those callbacks these are the first before, and the last after.
@@ -99,11 +102,12 @@ class Guard:
             ProgramAborted: Another replica failed.
             KeyboardInterrupt: The user interrupted.
         """
-        run = self._run = _Run(program, sys._getframe())
+        with self._beginning:
+            run = self._run = _Run(program, sys._getframe())
         try:
             # Looked up after `_run` is set, as `abort` looks at `_run` after it has left its word: one of the two sees.
             if program in self._early:
-                self.abort(program, *self._early[program])
+                self._order(program, *self._early[program])
                 self._early = {later: order for later, order in self._early.items() if later > program}
                 raise ProgramAborted(run.reason)
             return function()
@@ -152,11 +156,28 @@ class Guard:
         """Whether it was the user who ended it."""
         return self._run is not None and self._run.interrupted
 
-    def abort(self, program: int, reason: str, interrupted: bool = False) -> bool:
+    def abort(
+        self,
+        program: int,
+        reason: str,
+        interrupted: bool = False,
+        free: Callable[[str], object] = lambda reason: None,
+    ) -> bool:
         """Order the end of a program, from another thread. False if it is not the one that runs.
 
         An order may come before its program does: it is kept, and the program ends as it begins.
+
+        Args:
+            free: Called with the reason if it is the one that runs: frees what it waits in, and not what the next one
+                does, which does not begin meanwhile.
         """
+        with self._beginning:
+            ordered = self._order(program, reason, interrupted)
+            if ordered:
+                free(reason)
+        return ordered
+
+    def _order(self, program: int, reason: str, interrupted: bool) -> bool:
         run = self._run
         if run is None or program > run.program:
             self._early[program] = (reason, interrupted)
@@ -196,11 +217,11 @@ class Guard:
 
     def _raise_in(self, run: _Run, frame: FrameType | None) -> None:
         own = run is self._remains and frame is not None and (frame is run.frame or frame.f_code is _COLLECTING)
-        brief = False
+        spared_s = 0.0
         while frame is not None and frame is not run.frame:
-            brief = brief or frame.f_code in _BRIEF
+            spared_s = max(spared_s, _SPARED_S.get(frame.f_code, 0.0))
             frame = frame.f_back
-        if self._forking or own or (brief and time.monotonic() < run.pressed + _BRIEF_S):
+        if self._forking or own or time.monotonic() < run.pressed + spared_s:
             run.next_press = 0.0
         elif frame is not None:
             raise KeyboardInterrupt(run.reason) if run.interrupted else ProgramAborted(run.reason)

@@ -1,47 +1,51 @@
-"""What first programs would wait for, loaded while the engine is idle."""
+"""What first programs would wait for, loaded while the engine is idle.
+
+Not by a thread: two threads that import what imports each other find modules half-made (`torch._inductor`, when one
+imports `torch._dynamo` and the other `torch.compile`'s parts), and fail both. So programs and these imports take turns
+on the main thread.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import importlib
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tornado.ioloop import IOLoop
 
 __all__ = ["warm_up_when_idle"]
 
 _IDLE_S = 1.0
-# The first optimizer of a process imports it, and so do others of torch's own functions: 1.5 to 3 s.
-_MODULES = ("torch._dynamo",)
+# The first optimizer of a process imports torch._dynamo, and so do others of torch's own functions: 1.5 to 3 s. Those
+# before it are parts of it: a program that comes meanwhile waits for one of them only.
+_MODULES = ("sympy", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
 
 
-def warm_up_when_idle(is_idle: Callable[[], bool], is_new: Callable[[], bool]) -> None:
-    """Load them once this engine has been idle for a second, in a thread; to be called on the event loop's thread.
+def warm_up_when_idle(
+    is_idle: Callable[[], bool], is_new: Callable[[], bool], modules: Sequence[str] = _MODULES
+) -> None:
+    """Load them one by once this engine has been idle for a second; to be called on the event loop's thread.
 
     A program that is the first thing an engine hears loads what it needs itself, and is not disturbed meanwhile.
 
     Args:
         is_idle: Whether no program runs.
         is_new: Whether none has run so far.
+        modules: Their names.
     """
     loop = IOLoop.current()
+    left = list(modules)
 
     def look() -> None:
-        if is_idle():
-            threading.Thread(target=load, name="distnb-warm-up", daemon=True).start()
-        else:
-            loop.call_later(_IDLE_S, look)
-
-    def load() -> None:
-        for name in _MODULES:
-            with contextlib.suppress(Exception):  # who needs it hears of it
-                importlib.import_module(name)
-        loop.add_callback(spare_collector)
-
-    def spare_collector() -> None:
-        if is_new():  # nothing of the user's is there yet, which one day may be garbage
+        if not is_idle():
+            loop.call_later(_IDLE_S, look)  # a program runs the event loop
+            return
+        with contextlib.suppress(Exception):  # who needs it hears of it
+            importlib.import_module(left.pop(0))
+        if left:
+            loop.call_later(0, look)  # after the programs that came meanwhile
+        elif is_new():  # nothing of the user's is there yet, which one day may be garbage
             gc.freeze()
 
     loop.call_later(_IDLE_S, look)

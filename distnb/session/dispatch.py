@@ -157,7 +157,8 @@ class Dispatch:
 
     def interrupt(self) -> bool:
         """End the programs that are under way, from any thread. False if there are none."""
-        pending = [outcome for outcome in list(self._pending.values()) if not outcome.interrupted]
+        # The latest first: an engine that has ended one is not to begin with the next before it hears of that.
+        pending = [outcome for outcome in reversed(list(self._pending.values())) if not outcome.interrupted]
         for outcome in pending:
             outcome.interrupted = True
             self._supervisor.interrupt(outcome.program)

@@ -73,7 +73,7 @@ class ModuleWatch:
 
     def _submodules(self, name: str, attributes: Collection[str]) -> list[str]:
         prefix = name + "."
-        found = [module for module in sys.modules if module.startswith(prefix)]
+        found = [module for module in list(sys.modules) if module.startswith(prefix)]
         return [module for module in found if all(part in attributes for part in module[len(prefix) :].split("."))]
 
     def _count(self, name: str, module: types.ModuleType) -> Reloads:

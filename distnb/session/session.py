@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from distnb.cluster.connection import Connection, Keys, make_keys
@@ -15,6 +15,7 @@ from distnb.errors import NoClusterError, OptionError, StartError
 from distnb.options import StrategySpec
 from distnb.session.asking import ask_stacks, await_flush
 from distnb.session.dispatch import Dispatch, Outcome
+from distnb.session.engine_status import EngineStatus, status_of
 from distnb.session.events import EventHub
 from distnb.session.failures import raise_failure
 from distnb.session.namespace import NotebookNamespace
@@ -32,21 +33,6 @@ _START_TIMEOUT_S = 120.0
 _OUTPUT_PATIENCE_S = 1.0
 # Calls under way; more would only fill queues. Many are settled at once: it sends what waits to leave together.
 _MOST_UNSETTLED, _FEW_UNSETTLED = 1000, 900
-
-
-@dataclass(frozen=True)
-class EngineStatus:
-    """One row of `%distnb status`.
-
-    Attributes:
-        state: "idle", "busy" (with a program that was ended and goes on), or how the process ended.
-    """
-
-    engine: int
-    device: str
-    pid: int
-    host: str
-    state: str
 
 
 class Session:
@@ -75,9 +61,9 @@ class Session:
         self._dispatch = Dispatch(self._switchboard.programs, self._supervisor)
         self._store = RendezvousStore(host=address)
         self._cluster: Cluster | None = None
-        self._ended: dict[int, str] = {}
         self._missed: set[int] = set()  # those whose end a program's user has been told of
         self._generation = 1
+        self._generations = threading.Lock()  # the watcher's thread makes new ones, too
         self._teams: dict[StrategySpec, Team] = {}
         self._unsettled: list[Pending] = []
         self.namespace = NotebookNamespace(user_ns, self.perform)
@@ -151,10 +137,15 @@ class Session:
         return here
 
     def _on_exit(self, engine: int, pid: int, status: str) -> None:
-        self._ended[engine] = status
+        """An engine's process has ended unasked; in the watcher's thread."""
         self.namespace.engine_died(engine)
         self._supervisor.engine_died(engine, pid, status)
-        self._generation += 1
+        self._new_generation()
+
+    def _new_generation(self) -> None:
+        """The next program's team forms a new process group."""
+        with self._generations:
+            self._generation += 1
 
     def stop(self) -> None:
         """End every process of the cluster and free what it held. Calling it again does nothing."""
@@ -205,15 +196,24 @@ class Session:
         with self._dispatch.turn:
             survivors = tuple(engine for engine in known if engine not in chosen and engine not in self._ended)
             self._supervisor.forget(chosen)
-            for engine in chosen:
-                self._ended.pop(engine, None)
-            cluster.restart(chosen, on_progress=on_progress)
-            self._await_engines(chosen, on_progress)
+            if self._unsettled:  # they have calls under way, whose replies will not come
+                self._lose(chosen, "was ended by a restart")
+            try:
+                cluster.restart(chosen, on_progress=on_progress)
+                self._await_engines(chosen, on_progress)
+            except BaseException:
+                self._lose(self._ended.keys() & set(chosen), "was ended by a restart")
+                raise
             for engine in chosen:
                 self._dispatch.engine_replaced(engine)
-            self._generation += 1
+            self._new_generation()
             self.namespace.engines_replaced(chosen, survivors)
         return chosen
+
+    def _lose(self, engines: Iterable[int], why: str) -> None:
+        """Tell of engines that ended, or are about to, by our own doing."""
+        for engine in engines:
+            self._on_exit(engine, self._require_cluster().engines[engine].pid, why)
 
     def _require_cluster(self) -> Cluster:
         if self._cluster is None:
@@ -222,17 +222,13 @@ class Session:
 
     def status(self) -> tuple[EngineStatus, ...]:
         """What each engine is, and does."""
-        cluster, stuck = self._require_cluster(), self._supervisor.stuck
-        hellos = self._supervisor.hellos
-        rows = []
-        for engine, process in sorted(cluster.engines.items()):
-            state = self._ended.get(engine) or (
-                f"busy with program {stuck[engine]}, which was ended" if engine in stuck else "idle"
-            )
-            hello = hellos.get(engine)
-            pid, host = (hello.pid, hello.host) if hello else (process.pid, cluster.ground.host(engine))
-            rows.append(EngineStatus(engine, str(process.device), pid, host, state))
-        return tuple(rows)
+        return status_of(self._require_cluster(), self._supervisor.hellos, self._supervisor.stuck)
+
+    @property
+    def _ended(self) -> dict[int, str]:
+        """How those engines ended that have, and were not replaced."""
+        processes = {} if self._cluster is None else self._cluster.engines
+        return {engine: process.ended for engine, process in processes.items() if process.ended}
 
     # -- programs --------------------------------------------------------------------------------------------------
 
@@ -368,7 +364,7 @@ class Session:
         """The number of the latest program; 0 before the first."""
         return self._dispatch.latest
 
-    def flush_events(self, timeout_s: float = 0.3) -> bool:
+    def flush_events(self, timeout_s: float = _OUTPUT_PATIENCE_S) -> bool:
         """Wait until all that the engines have told so far has been published, output before all.
 
         Calls from ordinary cells end without waiting for it. False when an engine was too busy to answer in time.
@@ -384,7 +380,8 @@ class Session:
 
     def _renew_group(self, team: Team) -> None:
         """Whatever was under way on a team's process group is lost; the next program meets in a new one."""
-        self._generation = max(self._generation, team.generation + 1)
+        if self._generation <= team.generation:
+            self._new_generation()
 
     def perform(self, engines: Sequence[int], operation: str, target: ObjectId, payload: Any = None) -> dict[int, Any]:
         """Apply an operation to an object on some engines: how handles read and change what they stand for.

@@ -154,7 +154,8 @@ class Supervisor:
         poller.register(self._control, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
         while True:
-            deadline = self._state.next_deadline()
+            with self._lock:  # another thread may begin a program
+                deadline = self._state.next_deadline()
             poller.poll(None if deadline is None else int(max(0.0, deadline - time.monotonic()) * 1000) + 1)
             try:
                 os.eventfd_read(self._wake_fd)

@@ -183,7 +183,7 @@ def test_a_controller_that_fails_at_once_is_started_again() -> None:
         first = cluster._controller_pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        processes.wait_until(lambda: cluster._controller_pid not in (None, first), 5)
+        processes.wait_until(lambda: cluster._controller_pid not in (None, first), 20)
         processes.wait_until(cluster.client_file.exists, 20)
         with ipyparallel.Client(str(cluster.client_file)) as client:
             client.wait_for_engines(1, timeout=30)

@@ -384,6 +384,7 @@ class Endless:
             time.sleep(0.01)
 def fails():
     endless = Endless()
+    torch.distributed.barrier()  # before one fails all have what may hang
     1 / 0
 fails()
 """,

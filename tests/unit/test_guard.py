@@ -11,6 +11,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -315,3 +317,52 @@ def test_other_dropped_exceptions_are_told(guard: Guard, told: list[object]) -> 
 
     guard.call(1, Bad)
     assert len(told) == 1
+
+
+SLOW_TO_LOAD = """
+import time, told_to_it
+told_to_it.begun.set()
+while not told_to_it.guard.waiting:
+    time.sleep(0.001)
+for _ in range(20):
+    time.sleep(0.01)
+whole = True
+"""
+
+
+@pytest.mark.timeout(30)
+def test_an_import_is_not_left_half_done(
+    guard: Guard, pressing: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_to_load.py").write_text(SLOW_TO_LOAD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "told_to_it", SimpleNamespace(begun=BEGUN, guard=guard))
+
+    def load() -> None:
+        import slow_to_load  # noqa: F401
+
+        spin()
+
+    pressing(1)
+    with pytest.raises(ProgramAborted):
+        guard.call(1, load)
+    assert sys.modules.pop("slow_to_load").whole
+
+
+@pytest.mark.timeout(10)
+def test_what_is_freed_is_not_the_next_program_s(guard: Guard) -> None:
+    inside, freed = threading.Event(), []
+
+    def free(reason: str) -> None:
+        inside.set()
+        time.sleep(0.2)  # meanwhile the program ends by itself, and the next one comes
+        freed.append(reason)
+
+    ending = threading.Thread(target=lambda: (BEGUN.wait(), guard.abort(1, "because", free=free)))
+    BEGUN.clear()
+    ending.start()
+    guard.call(1, lambda: (BEGUN.set(), inside.wait()))
+    assert guard.call(2, freed.copy) == ["because"]
+    ending.join()
+    assert not guard.abort(1, "too late", free=freed.append)
+    assert freed == ["because"]

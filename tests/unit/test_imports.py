@@ -12,7 +12,7 @@ from distnb.errors import UnknownNameError
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Top-level modules that a statement loads."""
+    """Modules that a statement loads."""
     code = f"import sys\n{statement}\nprint(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     return set(done.stdout.split())
@@ -36,6 +36,19 @@ def test_what_the_notebook_always_needs_does_without_torch(module: str):
 def test_the_engine_side_loads_no_front_end(module: str):
     loaded = loaded_by(f"import {module}")
     assert not {"ipywidgets", "anywidget", "distnb.magics", "distnb.widgets", "distnb.session"} & loaded
+
+
+def test_what_a_starting_engine_loads_on_two_threads_has_nothing_in_common():
+    # Packages whose modules import each other are found half-made by whoever comes second.
+    begin = (
+        "import importlib\nfrom distnb.engine.__main__ import IN_COMMON\n[*map(importlib.import_module, IN_COMMON)]\n"
+    )
+    before = loaded_by(begin)
+    thread = loaded_by(begin + "import torch, torch.distributed")
+    main = loaded_by(begin + "from distnb.engine import app; app._leave_out_the_debugger()")
+    assert "torch.distributed" in thread
+    assert "ipykernel.debugger" in main
+    assert sorted((thread & main) - before) == []
 
 
 @pytest.mark.parametrize("name", distnb.__all__)

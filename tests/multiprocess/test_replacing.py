@@ -1,0 +1,79 @@
+"""Engines that are replaced while they die, while they compute, and by halves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import distnb
+from distnb import session as sessions
+from distnb.errors import EngineDied
+from distnb.session.session import Session
+from tests.processes import OF_MODULE, wait_until
+
+pytestmark = pytest.mark.timeout(170)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    distnb.start(2)
+    yield sessions.require()
+    distnb.stop()
+
+
+@pytest.fixture(autouse=True)
+def _engines_are_the_module_s(session: Session) -> Iterator[None]:
+    yield
+    OF_MODULE.update(row.pid for row in session.status())
+
+
+def replicas() -> list[int]:
+    found: Any = distnb.MirroredStrategy().run(distnb.replica_id)
+    return [int(each) for each in getattr(found, "values", [found])]  # of a single replica a plain number
+
+
+def test_one_that_dies_as_it_is_replaced(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    late, told = threading.Event(), session.namespace.engine_died
+
+    def tell(engine: int) -> None:
+        late.wait(2.0)  # the thread that hears of an end is late on a busy machine
+        told(engine)
+
+    monkeypatch.setattr(session.namespace, "engine_died", tell)
+    os.kill(session.status()[1].pid, signal.SIGKILL)
+    wait_until(lambda: session.status()[1].state != "idle", 20)
+    session.restart([1])
+    assert [row.state for row in session.status()] == ["idle", "idle"]
+    assert replicas() == [0, 1]
+
+
+def test_one_with_calls_under_way(session: Session) -> None:
+    def never_ends() -> None:
+        import time
+
+        while True:
+            time.sleep(0.01)
+
+    pending: Any = distnb.MirroredStrategy().run(never_ends, options=distnb.RunOptions(wait=False))
+    session.restart([1])
+    with pytest.raises(EngineDied, match="was ended by a restart"):
+        session.settle()
+    del pending
+    assert replicas() == [0, 1]
+
+
+def test_one_whose_replacement_is_interrupted(session: Session) -> None:
+    def interrupt(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.restart([1], on_progress=interrupt)
+    assert session.status()[1].state != "idle"
+    assert replicas() == [0]
+    assert session.restart(missing=True) == (1,)
+    assert replicas() == [0, 1]
