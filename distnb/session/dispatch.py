@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from distnb.errors import EngineDied, ReplicaStuck
@@ -14,7 +14,7 @@ from distnb.session.interrupts import Interrupts
 from distnb.session.outgoing import Outgoing
 from distnb.session.supervision import GiveUpOn
 from distnb.session.supervisor import Supervisor
-from distnb.wire.messages import CallFunction, Died, Reply, Unread
+from distnb.wire.messages import CallFunction, Died, Hello, Reply, Unread
 from distnb.wire.programs import Programs
 from distnb.wire.shorthand import ReplyReader
 
@@ -95,6 +95,7 @@ class Dispatch:
         programs.watch(supervisor.lost_fd)
         programs.watch(self._interrupts.fd)
         self._dead: dict[int, str] = {}
+        self._greeted: dict[int, int] = {}  # the process that has said hello as this engine
         self._outgoing = Outgoing(programs)
         self._readers: defaultdict[int, ReplyReader] = defaultdict(ReplyReader)
 
@@ -103,16 +104,17 @@ class Dispatch:
         self.latest = next(self._numbers)
         return self.latest
 
-    def send(self, program: int, engines: tuple[int, ...], message: Any, *, quiet: bool = True) -> Outcome:
-        """Send a program to its engines, and do not wait.
+    def run(self, program: int, engines: tuple[int, ...], message: Any, *, quiet: bool = True) -> Outcome:
+        """Send a program to its engines and wait for its end on each. An interrupt ends it, and is told in the outcome.
 
         Raises:
             EngineDied, ReplicaStuck: An engine cannot take it; nothing was sent to any.
         """
-        outcome = self._begin(program, engines, quiet)
-        self._send_now(engines, message)
-        if self._interrupts.count:
-            self.interrupt()
+        with self._interrupts:  # from before it is sent: nobody would end a program that nobody waits for
+            outcome = self._begin(program, engines, quiet)
+            self._outgoing.send(engines, message)
+            self._collect(outcome)
+        del self._pending[program]
         return outcome
 
     def post(self, program: int, engines: tuple[int, ...], message: CallFunction) -> Outcome:
@@ -124,15 +126,11 @@ class Dispatch:
         under_way = bool(self._pending)
         outcome = self._begin(program, engines, quiet=True)
         if not (under_way and self._outgoing.keep(engines, message)):
-            self._send_now(engines, message)
+            with self._interrupts:  # a message that some engines got, and others did not, would keep those waiting
+                self._outgoing.send(engines, message)
             if self._interrupts.count:
                 raise KeyboardInterrupt
         return outcome
-
-    def _send_now(self, engines: tuple[int, ...], message: Any) -> None:
-        with self._interrupts:  # a message that some engines got, and others did not, would keep those waiting
-            # If one died this moment, its pidfd tells, and the wait hears of it.
-            self._outgoing.send(engines, message)
 
     def _begin(self, program: int, engines: tuple[int, ...], quiet: bool) -> Outcome:
         self.require_ready(engines)
@@ -141,19 +139,21 @@ class Dispatch:
         return outcome
 
     def wait(self, outcome: Outcome) -> Outcome:
-        """Wait for a program's end on every engine. An interrupt ends the program, and is told in the outcome."""
+        """Wait for the end of a call that was posted, as `run` does."""
         if not outcome.complete:
-            self._await(outcome)
+            with self._interrupts:
+                self._outgoing.flush()
+                self._collect(outcome)
         self._pending.pop(outcome.program, None)
         return outcome
 
-    def _await(self, outcome: Outcome) -> None:
-        with self._interrupts:
-            self._outgoing.flush()
-            while not outcome.complete:
-                self._read()
-                if self._interrupts.count:
-                    self.interrupt()
+    def _collect(self, outcome: Outcome) -> None:
+        while True:
+            if self._interrupts.count:
+                self.interrupt()
+            if outcome.complete:
+                return
+            self._read()
 
     def interrupt(self) -> bool:
         """End the programs that are under way, from any thread. False if there are none."""
@@ -163,6 +163,24 @@ class Dispatch:
             outcome.interrupted = True
             self._supervisor.interrupt(outcome.program)
         return bool(pending)
+
+    def meet(self, hellos: Collection[Hello], failed: Callable[[], bool]) -> list[int]:
+        """Engines have come up, and said hello for control. Wait until they have for programs, or until `failed()`.
+
+        A program would not reach one whose connection does not stand yet.
+
+        Returns:
+            The engines that have not.
+
+        Raises:
+            StartError: There is no way to one of this host.
+        """
+        self._programs.meet(hellos)
+        while missing := [hello.engine for hello in hellos if self._greeted.get(hello.engine) != hello.pid]:
+            if failed():
+                break
+            self._read(_LOOK_S)
+        return missing
 
     def engine_replaced(self, engine: int) -> None:
         """A new process has taken this engine's place."""
@@ -175,8 +193,8 @@ class Dispatch:
         self._outgoing.close()
         self._interrupts.close()
 
-    def _read(self) -> None:
-        ready = self._programs.wait()
+    def _read(self, timeout_s: float | None = None) -> None:
+        ready = self._programs.wait(timeout_s)
         if self._supervisor.lost_fd in ready:
             self._lose()
         if self._interrupts.fd in ready:
@@ -197,8 +215,10 @@ class Dispatch:
         reply = self._readers[engine].read(message)
         if isinstance(reply, Unread):
             reply = self._take_unread(engine, reply)
+        if isinstance(reply, Hello):
+            self._greeted[engine] = reply.pid
         if not isinstance(reply, Reply):
-            return 0  # a hello: the control channel has told it
+            return 0
         outcome = self._pending.get(reply.program)
         if outcome is None:
             return 0

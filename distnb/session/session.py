@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -124,16 +125,18 @@ class Session:
 
     def _await_engines(self, engines: Iterable[int], on_progress: Callable[[str], None]) -> dict[int, Hello]:
         wanted = tuple(engines)
-        here = self._supervisor.wait_hello(
-            wanted, _START_TIMEOUT_S, lambda: any(engine in self._ended for engine in wanted)
-        )
-        missing = [engine for engine in wanted if engine not in here]
+        deadline = time.monotonic() + _START_TIMEOUT_S
+
+        def failed() -> bool:
+            return any(engine in self._ended for engine in wanted) or time.monotonic() > deadline
+
+        here = self._supervisor.wait_hello(wanted, _START_TIMEOUT_S, failed)
+        missing = [engine for engine in wanted if engine not in here] or self._dispatch.meet(here.values(), failed)
         if missing:
             assert self._cluster is not None
             engine = missing[0]
             what = self._ended.get(engine, f"said nothing for {_START_TIMEOUT_S:.0f} s")
             raise StartError(f"Engine {engine} {what} while it started.\n{self._cluster.log_tail(engine)}")
-        self._switchboard.programs.meet(here.values())
         return here
 
     def _on_exit(self, engine: int, pid: int, status: str) -> None:
@@ -297,7 +300,7 @@ class Session:
     def _perform(self, program: int, team: Team, message: Any) -> Outcome:
         """Send one message to a whole team, wait for its end, and tell those who listen."""
         self._supervisor.publish(Status(program, "started", team, tuple(map(str, team.devices))))
-        outcome = self._dispatch.wait(self._dispatch.send(program, team.engines, message, quiet=False))
+        outcome = self._dispatch.run(program, team.engines, message, quiet=False)
         if not outcome.ok:
             self._renew_group(team)
         self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
@@ -323,7 +326,7 @@ class Session:
             delivery = self.namespace.outgoing_call(args, kwargs, team)
             message = CallFunction(program, team, spec, method, delivery)
             try:
-                outcome = (self._dispatch.send if wait else self._dispatch.post)(program, team.engines, message)
+                outcome = (self._dispatch.run if wait else self._dispatch.post)(program, team.engines, message)
             except BaseException:
                 self.namespace.failed(delivery)
                 raise
@@ -393,7 +396,7 @@ class Session:
             program = self._dispatch.number()
             team = self._team_of(engines)
             message = Apply(program, operation, target, team, payload)
-            outcome = self._dispatch.wait(self._dispatch.send(program, tuple(engines), message))
+            outcome = self._dispatch.run(program, tuple(engines), message)
         if not outcome.ok:
             self._renew_group(team)
             raise_failure(outcome, team, called=True)
