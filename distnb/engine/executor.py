@@ -9,12 +9,11 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
-import linecache
 from collections.abc import Coroutine
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from distnb.engine import telemetry
+from distnb.engine.sources import remember_source
 from distnb.wire.messages import Display
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class Executor:
         # IPython strips empty lines at the top, but they stand for the notebook cell's first lines: numbers must agree.
         padding = "\n" * (len(source) - len(source.lstrip("\n")))
         text = padding + self._shell.transform_cell(source)
-        self.remember_source(filename, text, label)
+        remember_source(filename, text, label)
         tree = self._shell.transform_ast(ast.parse(text, filename))
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) and not _is_silenced(text) else None
         try:
@@ -63,15 +62,6 @@ class Executor:
                 self._show(self._execute(self._compile(ast.Expression(last.value), filename, "eval")))
         except SystemExit:
             pass
-
-    def remember_source(self, filename: str, text: str, label: str = "") -> None:
-        """Let tracebacks, pdb, inspect and torch.compile see the lines of a text that is in no file."""
-        linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-        telemetry.remember_cell(filename, label)
-        if label.startswith("Cell In[") and label[8:-1].isdigit():
-            names = getattr(self._shell.compile, "_filename_map", None)
-            if names is not None:
-                names[filename] = int(label[8:-1])
 
     def _compile(self, tree: ast.Module | ast.Expression, filename: str, mode: str) -> CodeType:
         # The shell's flags hold the `from __future__` imports of earlier cells.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +12,7 @@ from distnb.engine import operations
 from distnb.engine.descriptions import Describer
 from distnb.engine.modules import Modules
 from distnb.engine.objects import Objects, Pending, Space
+from distnb.engine.sources import remember_source
 from distnb.engine.travel import pack_effects
 from distnb.errors import NamespaceError
 from distnb.options import StrategySpec
@@ -96,8 +96,8 @@ class EngineNamespace:
         if environment is not None:
             apply_environment(environment, early=True)
         self._modules.follow(delivery.modules)
-        for name, text in delivery.sources.items():
-            linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        for filename, (text, label) in delivery.sources.items():
+            remember_source(filename, text, label)
         with outside_inference():
             self._arguments = self._unpack(delivery, space) if delivery.blob is not None else None
         if delivery.keep is not None:

@@ -15,6 +15,7 @@ from distnb.magics.local_cell import StrategyName
 from distnb.magics.presenting import presented, without_frames
 from distnb.magics.request import Request, read_request
 from distnb.options import StrategySpec
+from distnb.session.cell_names import cell_name
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -109,8 +110,7 @@ class CellRunner:
 
     def _label(self, filename: str) -> str:
         """`Cell In[3]`. IPython's counter may be one further already."""
-        name = self._shell.compile.format_code_name(filename)
-        return " ".join(name) if name is not None else f"Cell In[{self._shell.execution_count}]"
+        return cell_name(filename) or f"Cell In[{self._shell.execution_count}]"
 
     def _run_here(self, request: Request, cell: str, source: str) -> None:
         """A local cell that did not come through the input transformer: the magic was called as a function."""

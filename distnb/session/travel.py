@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from distnb.errors import CannotTravelError, StaleHandleError
+from distnb.session.cell_names import cell_name
 from distnb.session.handles import HANDLES, state_of_handle
 from distnb.session.luggage import Luggage, Root, is_simple_code, shape_of, tuples_of_call
 from distnb.session.modules import ModuleWatch
@@ -214,7 +215,7 @@ class Packer:
             if luggage.bindings or not self._in_call
             else {}
         )
-        sources = {name: text for name, text in luggage.sources.items() if name not in space.sources}
+        sources = {name: (text, cell_name(name)) for name, text in luggage.sources.items() if name not in space.sources}
         space.sources.update(sources)
         modules = {name: reloads for name, reloads in modules.items() if space.modules.get(name) != reloads}
         space.modules.update(modules)
@@ -226,7 +227,7 @@ class Packer:
         updates: int = 0,
         nodes: bytes = b"",
         delete: tuple[str, ...] = (),
-        sources: dict[str, str] | None = None,
+        sources: dict[str, tuple[str, str]] | None = None,
         modules: dict[str, Reloads] | None = None,
     ) -> Delivery:
         """Make the delivery of what was packed, with all that the engines must hear of besides."""

@@ -102,7 +102,7 @@ class Delivery:
         watch: Objects to compare after the program: those that it may change.
         handles: Engine objects that it reads.
         environment: The parts that changed.
-        sources: Texts of cells, by file name, for tracebacks.
+        sources: Texts and names of cells ("Cell In[3]", or ""), by file name, for tracebacks.
         modules: Submodules to be imported, and what became of local modules since, by name.
         keep: Of a call whose arguments are functions and plain values: the place where they are kept for a `Repeat`.
     """
@@ -120,7 +120,7 @@ class Delivery:
     watch: tuple[ObjectId, ...] = ()
     handles: tuple[ObjectId, ...] = ()
     environment: Environment | None = None
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, tuple[str, str]] = field(default_factory=dict)
     modules: dict[str, Reloads] = field(default_factory=dict)
     keep: int | None = None
 

@@ -133,6 +133,9 @@ def test_a_failing_call_shows_the_cells_line_and_debug_begins_there(notebook: No
         failed.traceback.index(text) for text in ("----> 4 say('bad')", "----> 2     return strategy.run", "raised:")
     ]
     assert where == sorted(where), failed.traceback
+    on_the_replica = failed.traceback[where[-1] :]
+    assert "Cell In[" in on_the_replica, on_the_replica  # where `speak` was defined
+    assert "ipykernel_" not in failed.traceback
     debugged, _ = notebook.converse("%debug", "p ('word', word)", "q")
     assert "('word', 'bad')" in debugged.check().stdout
     failed = notebook.try_run("strategy.reduce('sum', 1, axis=None)")
