@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from distnb.session.failures import raise_failure
 from distnb.session.namespace import NotebookNamespace
 from distnb.session.pending import Pending, resolve, was_told
 from distnb.session.supervisor import Supervisor
-from distnb.session.teams import choose_engines, note_of_missing
+from distnb.session.teams import Teams
 from distnb.topology import Device, Team
 from distnb.wire.bindings import Delivery, Repeat
 from distnb.wire.channel import Switchboard
@@ -62,10 +61,7 @@ class Session:
         self._dispatch = Dispatch(self._switchboard.programs, self._supervisor)
         self._store = RendezvousStore(host=address)
         self._cluster: Cluster | None = None
-        self._missed: set[int] = set()  # those whose end a program's user has been told of
-        self._generation = 1
-        self._generations = threading.Lock()  # the watcher's thread makes new ones, too
-        self._teams: dict[StrategySpec, Team] = {}
+        self._teams = Teams(self._store)
         self._unsettled: list[Pending] = []
         self.namespace = NotebookNamespace(user_ns, self.perform)
         self._owner = os.getpid()
@@ -143,12 +139,7 @@ class Session:
         """An engine's process has ended unasked; in the watcher's thread."""
         self.namespace.engine_died(engine)
         self._supervisor.engine_died(engine, pid, status)
-        self._new_generation()
-
-    def _new_generation(self) -> None:
-        """The next program's team forms a new process group."""
-        with self._generations:
-            self._generation += 1
+        self._teams.renew()
 
     def stop(self) -> None:
         """End every process of the cluster and free what it held. Calling it again does nothing."""
@@ -209,7 +200,7 @@ class Session:
                 raise
             for engine in chosen:
                 self._dispatch.engine_replaced(engine)
-            self._new_generation()
+            self._teams.renew()
             self.namespace.engines_replaced(chosen, survivors)
         return chosen
 
@@ -242,29 +233,12 @@ class Session:
             OptionError: The strategy asks for what the cluster does not have.
             ClusterError: No engine is left.
         """
-        known = self._teams.get(spec)
-        if known is not None and known.generation == self._generation and self._cluster is not None:
-            return known  # every engine that comes or goes makes a new generation
-        processes = self._require_cluster().engines
-        alive = {engine: processes[engine].device for engine in sorted(processes) if engine not in self._ended}
-        chosen = choose_engines(spec, alive)
-        if note := note_of_missing(spec, alive, self._ended.keys() - self._missed):
-            print(note)
-        self._missed = set(self._ended)
-        team = self._teams[spec] = self._team_of(chosen)
-        return team
+        return self._teams.of(spec, self._require_cluster())
 
     def machines(self) -> tuple[str, ...]:
         """The other machines where engines were started, those that are lost among them; empty for this one."""
         cluster = self._require_cluster()
         return tuple(dict.fromkeys(filter(None, (cluster.ground.host(engine) for engine in cluster.engines))))
-
-    def _team_of(self, engines: Sequence[int]) -> Team:
-        cluster = self._require_cluster()
-        processes = cluster.engines
-        devices = tuple(processes[engine].device for engine in engines)
-        hosts = tuple(cluster.ground.host(engine) for engine in engines)
-        return Team(tuple(engines), devices, self._generation, self._store.host, self._store.port, hosts)
 
     def run_cell(
         self, source: str, spec: StrategySpec, *, filename: str, label: str = "", in_scope: bool = False
@@ -302,7 +276,7 @@ class Session:
         self._supervisor.publish(Status(program, "started", team, tuple(map(str, team.devices))))
         outcome = self._dispatch.run(program, team.engines, message, quiet=False)
         if not outcome.ok:
-            self._renew_group(team)
+            self._teams.renew(after=team)
         self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
         self._supervisor.publish(
             Status(program, "ended", team, tuple(map(str, team.devices)), "" if outcome.ok else "failed")
@@ -347,7 +321,7 @@ class Session:
                 return self.namespace.result(team, values)
             told = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items() if reply.value}
             self.namespace.failed(delivery, told)
-            self._renew_group(team)
+            self._teams.renew(after=team)
         raise_failure(outcome, team, called=True)
         return None
 
@@ -381,11 +355,6 @@ class Session:
         """
         return ask_stacks(self._supervisor, self.events, tuple(self._require_cluster().engines), timeout_s)
 
-    def _renew_group(self, team: Team) -> None:
-        """Whatever was under way on a team's process group is lost; the next program meets in a new one."""
-        if self._generation <= team.generation:
-            self._new_generation()
-
     def perform(self, engines: Sequence[int], operation: str, target: ObjectId, payload: Any = None) -> dict[int, Any]:
         """Apply an operation to an object on some engines: how handles read and change what they stand for.
 
@@ -394,11 +363,11 @@ class Session:
         """
         with self._dispatch.turn:
             program = self._dispatch.number()
-            team = self._team_of(engines)
+            team = self._teams.made_of(engines, self._require_cluster())
             message = Apply(program, operation, target, team, payload)
             outcome = self._dispatch.run(program, tuple(engines), message)
         if not outcome.ok:
-            self._renew_group(team)
+            self._teams.renew(after=team)
             raise_failure(outcome, team, called=True)
         return {engine: reply.value for engine, reply in outcome.replies.items()}
 

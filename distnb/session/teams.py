@@ -1,14 +1,71 @@
-"""Which engines of the cluster a strategy runs on."""
+"""Which engines of the cluster a strategy runs on, and in which process group they meet."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Collection, Mapping, Sequence
 
+from distnb.cluster.launch import Cluster
+from distnb.cluster.store import RendezvousStore
 from distnb.errors import ClusterError, OptionError
 from distnb.options import StrategySpec
-from distnb.topology import Device
+from distnb.topology import Device, Team
 
-__all__ = ["choose_engines", "note_of_missing"]
+__all__ = ["Teams", "choose_engines", "note_of_missing"]
+
+
+class Teams:
+    """The teams of a session's programs. Each generation of them forms process groups of its own.
+
+    Args:
+        store: Where the engines of a team find each other.
+    """
+
+    def __init__(self, store: RendezvousStore) -> None:
+        self._store = store
+        self._teams: dict[StrategySpec, Team] = {}
+        self._missed: set[int] = set()  # those whose end a program's user has been told of
+        self._generation = 1
+        self._lock = threading.Lock()  # the watcher's thread makes new generations, too
+
+    def of(self, spec: StrategySpec, cluster: Cluster) -> Team:
+        """The engines that a strategy runs on: all that are there, or as many, or those devices, as it names.
+
+        Raises:
+            OptionError: The strategy asks for what the cluster does not have.
+            ClusterError: No engine is left.
+        """
+        known = self._teams.get(spec)
+        if known is not None and known.generation == self._generation:
+            return known  # every engine that comes or goes makes a new generation
+        generation = self._generation  # before it is looked who is there: who ends meanwhile makes this one old
+        engines = sorted(cluster.engines.items())
+        ended = {engine for engine, process in engines if process.ended}
+        alive = {engine: process.device for engine, process in engines if engine not in ended}
+        chosen = choose_engines(spec, alive)
+        if note := note_of_missing(spec, alive, ended - self._missed):
+            print(note)
+        self._missed = ended
+        team = self._teams[spec] = self.made_of(chosen, cluster, generation)
+        return team
+
+    def made_of(self, engines: Sequence[int], cluster: Cluster, generation: int | None = None) -> Team:
+        """The team of these engines, in this order, of the newest generation or a given one."""
+        if generation is None:
+            generation = self._generation
+        devices = tuple(cluster.engines[engine].device for engine in engines)
+        hosts = tuple(cluster.ground.host(engine) for engine in engines)
+        return Team(tuple(engines), devices, generation, self._store.host, self._store.port, hosts)
+
+    def renew(self, after: Team | None = None) -> None:
+        """Let the next programs' teams form new process groups: an engine came or went.
+
+        Args:
+            after: Only if no newer generation than this team's has begun: what was under way on its group is lost.
+        """
+        with self._lock:
+            if after is None or self._generation <= after.generation:
+                self._generation += 1
 
 
 def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]:
