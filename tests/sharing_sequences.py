@@ -79,6 +79,17 @@ SHARING: dict[str, list[Cell]] = {
         distributed("w[0].append(1)\nh = w is x"),
         ordinary("o = w is x"),
     ],
+    "tuples that Python's collector lets go of": [
+        ordinary(
+            f"{_IMPORTS}\nimport gc\nt = (np.zeros(3), 1)\nu = t\n"
+            "def outer(n):\n    def inner():\n        return n\n    return inner\nf = outer(1)"
+        ),
+        distributed("i = u is t\nk = f()\nt[0][0] = 1"),
+        ordinary("gc.collect()\nt[0][1] = 2\nf = outer(2)"),
+        distributed("gc.collect()\nj = u is t\nm = f()\ng = outer(3)\nv = t"),
+        ordinary("gc.collect()\nh = str((u is t, v is t, g(), float(t[0].sum())))\nf = outer(4)"),
+        distributed("n = f()\no = v is u"),
+    ],
     "a tuple that is read apart": [
         ordinary("t = ([1], 2)\nu = t"),
         distributed("i = len(u)"),

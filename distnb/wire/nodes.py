@@ -10,7 +10,6 @@ import array
 import collections
 import contextlib
 import functools
-import gc
 import logging
 import sys
 import types
@@ -61,8 +60,9 @@ def is_node(value: Any) -> bool:
     if kind in (str, bytes):
         return len(value) > _LARGE_NBYTES
     if kind in HOLDERS:
-        # What holds nothing that can change is compared by value; Python itself tells of most of those.
-        return gc.is_tracked(value) and not is_plain(value)
+        # What holds nothing that can change is compared by value. Python's collector cannot be asked: it lets go of
+        # tuples of arrays, or of code, after a while, and an object must not cease to be a node.
+        return not is_plain(value)
     if kind in _NO_NODES or (kind is slice and is_plain(value)):
         return False
     if isinstance(value, type | types.FunctionType):
