@@ -110,7 +110,7 @@ class CellRunner:
 
     def _label(self, filename: str) -> str:
         """`Cell In[3]`. IPython's counter may be one further already."""
-        return cell_name(filename) or f"Cell In[{self._shell.execution_count}]"
+        return cell_name(filename, self._shell) or f"Cell In[{self._shell.execution_count}]"
 
     def _run_here(self, request: Request, cell: str, source: str) -> None:
         """A local cell that did not come through the input transformer: the magic was called as a function."""

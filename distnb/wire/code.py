@@ -81,6 +81,8 @@ def reduce_code(pickler: Any, obj: Any, user_ns: dict[str, Any]) -> Any:
     """
     if isinstance(obj, types.FunctionType):
         return NotImplemented if is_importable(obj) else _reduce_function(obj, user_ns)
+    if type(obj) is types.CodeType:
+        return _reduce_code_object(obj)
     if isinstance(obj, type):
         return _reduce_class(pickler, obj)
     if type(obj) is types.CellType:
@@ -91,6 +93,12 @@ def reduce_code(pickler: Any, obj: Any, user_ns: dict[str, Any]) -> Any:
     if type(obj) is functools.cached_property:
         return _make_cached_property, (obj.attrname,), obj.func, None, None, _fill_cached_property
     return NotImplemented
+
+
+def _reduce_code_object(code: types.CodeType) -> Any:
+    """As cloudpickle does, with tuples made anew: the code's own, of its constants, are not objects that users have."""
+    make, args, *rest = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    return (make, tuple([(*part,) if type(part) is tuple else part for part in args]), *rest)
 
 
 def _reduce_function(function: types.FunctionType, user_ns: dict[str, Any]) -> Any:
