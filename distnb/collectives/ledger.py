@@ -21,11 +21,12 @@ __all__ = ["Ledger"]
 _ADVICE: Final = (
     "Every replica must call the same collectives, in the same order, with tensors of the same shape and dtype."
 )
-_READ: Final = ".state_dict("
-_ADVICE_ON_READING: Final = (
-    "state_dict() of a model that was made in a scope brings its buffers together, so all replicas call it. To save on "
-    "one of them, call it before `if distnb.is_chief():`."
-)
+_ADVICE_ON: Final = {  # by what the names of operations contain
+    ".state_dict(": "state_dict() of a model that was made in a scope brings its buffers together, so all replicas "
+    "call it. To save on one of them, call it before `if distnb.is_chief():`.",
+    ".step(": "step() under central storage is taken by all replicas together: each has variables that it updates for "
+    "all.",
+}
 _AHEAD: Final = RING - 64
 
 
@@ -297,4 +298,5 @@ def _as(record: Record) -> str:
 
 def _advice(*called: Record) -> str:
     """The cure, where replicas called these instead of one thing."""
-    return _ADVICE_ON_READING if any(_READ in record.operation for record in called) else _ADVICE
+    operations = [record.operation for record in called]
+    return next((cure for part, cure in _ADVICE_ON.items() if any(part in each for each in operations)), _ADVICE)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from distnb.collectives.eager import always_eager
 from distnb.collectives.mirrored import find_mirror
-from distnb.errors import CollectiveMismatchError, GradientError
+from distnb.errors import GradientError
 from distnb.runtime.host_step import check_on_host, on_the_host
 from distnb.runtime.shared_memory import Region, on_host
 from distnb.runtime.shared_variables import SharedVariables
@@ -120,14 +120,9 @@ class SharedOptimizers:
         for parameter in parameters:
             if self._owns(parameter):
                 self._variables.expect("parameter", parameter)
-        try:
-            self._variables.settle()
-        except CollectiveMismatchError as error:
-            error.add_note(
-                f"{type(optimizer).__name__}.step() under central storage is taken by all replicas together: each has "
-                "variables that it updates for all."
-            )
-            raise
+        if group.size > 1:
+            group.note(f"{type(optimizer).__name__}.step", ())
+        self._variables.settle()
         if not alone and any(each.numel() and self._variables.region_of(each) is None for each in parameters):
             raise GradientError(
                 f"The replicas hold different variables, so {type(optimizer).__name__} cannot step them."

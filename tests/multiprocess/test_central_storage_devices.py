@@ -5,27 +5,20 @@ The accelerators are the stand-in of `tests/stand_in_tpu`.
 
 from __future__ import annotations
 
-import os
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import distnb
+from tests.chips import CHIPS
 from tests.kernel import Notebook
 from tests.multiprocess.test_central_storage import _PRELUDE as PRELUDE
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(240)
 
-ROOT = Path(__file__).parents[2]
-CHIPS = {
-    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "stand_in_tpu"))),
-    "STAND_IN_TPU_CHIPS": "2",
-    "CUDA_VISIBLE_DEVICES": "",
-}
 
 _TRAIN = """
 import io

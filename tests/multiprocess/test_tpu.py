@@ -15,16 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.chips import CHIPS
 from tests.kernel import Notebook
 
 pytestmark = pytest.mark.timeout(240)
 
-ROOT = Path(__file__).parents[2]
-CHIPS = {
-    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "stand_in_tpu"))),
-    "STAND_IN_TPU_CHIPS": "2",
-    "CUDA_VISIBLE_DEVICES": "",
-}
 
 TRAIN = """
 import os

@@ -1,0 +1,15 @@
+"""What a process must have in its environment to find the package that stands in for a TPU's, and two chips."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["CHIPS"]
+
+_ROOT = Path(__file__).parents[1]
+CHIPS = {
+    "PYTHONPATH": os.pathsep.join(map(str, (_ROOT, _ROOT / "tests" / "stand_in_tpu"))),
+    "STAND_IN_TPU_CHIPS": "2",
+    "CUDA_VISIBLE_DEVICES": "",
+}
