@@ -4,18 +4,24 @@ Programs such as srun and mpiexec start what they are told on a machine, and con
 their own. They find out late, or never, that the machine is gone, and each has its own way of telling how its task
 ended. So the keeper says itself, now and then, that it is there, and at last how it ended; both are kept back here, and
 all else that it writes goes on. The exit status is the keeper's; 255 when it was not reached, or is not any more.
+
+They also start processes in groups and sessions of their own, as mpiexec does its ssh, which no signal to a group
+reaches. So this is two processes: one that may be killed at any time, together with its group, and one beside the
+group, which the kernel tells of that end, and to which it gives every orphan below: it ends them all.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Final
 
 import psutil
@@ -30,6 +36,9 @@ STATUS: Final = b"distnb-status "
 _FIRST_WORD_S = 80.0  # until then the machine may be loading Python from a slow disk
 _ENDING_S = 2.0
 _CHUNK = 1 << 16
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def beat_for_ever() -> None:
@@ -49,9 +58,7 @@ class Bearer:
         first_word_s: So long its first word may take.
     """
 
-    def __init__(
-        self, command: Sequence[str], silence_s: float = SILENCE_S, first_word_s: float = _FIRST_WORD_S
-    ) -> None:
+    def __init__(self, command: Sequence[str], silence_s: float, first_word_s: float) -> None:
         self._silence_s, self._first_word_s = silence_s, first_word_s
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
         self._heard: float | None = None
@@ -94,10 +101,7 @@ class Bearer:
                     left = left[os.write(1, left) :]
 
     def _end(self) -> None:
-        """End the command, and what it has started: mpiexec's ssh is in a process group of its own."""
-        below: list[psutil.Process] = []
-        with suppress(psutil.Error):
-            below = psutil.Process(self._process.pid).children(recursive=True)
+        """End the command."""
         with suppress(subprocess.TimeoutExpired):
             if self._status is not None:  # it ends by itself, and knows better how
                 self._process.wait(_ENDING_S)
@@ -108,23 +112,68 @@ class Bearer:
                     self._process.wait(_ENDING_S)
         self._process.kill()
         self._process.wait()
+
+
+def _on_sigterm(act: Callable[[], object]) -> None:
+    """Once: what is done about the first must not be broken off by another."""
+
+    def told(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        act()
+
+    signal.signal(signal.SIGTERM, told)
+
+
+def _stand_beside(group: int) -> None:
+    """Leave the group of the process that forked this one, be told of its end by SIGTERM, and adopt all orphans below.
+
+    Args:
+        group: The pid of that process.
+    """
+    os.setsid()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != group:  # it ended before the kernel was told to tell
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def _end_all_below() -> None:
+    while below := psutil.Process().children(recursive=True):
         for process in below:
-            with suppress(psutil.Error):  # it looks whether the number is another's by now
+            with suppress(psutil.Error):
                 process.kill()
+        with suppress(ChildProcessError):
+            os.wait()
 
 
-def main(command: Sequence[str]) -> int:
-    """Run the command; returns the exit status."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(LOST)  # on its way out the command is ended
-
-    signal.signal(signal.SIGTERM, end)
+def _bear(command: Sequence[str], silence_s: float, first_word_s: float) -> int:
     try:
-        return Bearer(command).run()
+        return Bearer(command, silence_s, first_word_s).run()
     except OSError as error:
         print(f"{command[0]} cannot be started: {error}.", file=sys.stderr, flush=True)
         return LOST
+    finally:
+        _end_all_below()
+
+
+def main(command: Sequence[str], silence_s: float = SILENCE_S, first_word_s: float = _FIRST_WORD_S) -> int:
+    """Run the command in a process beside this one, as `Bearer` does; returns the exit status in both."""
+    group = os.getpid()
+    _on_sigterm(lambda: sys.exit(LOST))  # on its way out the command is ended
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    beside = os.fork()
+    if beside == 0:
+        _stand_beside(group)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        return _bear(command, silence_s, first_word_s)
+    _on_sigterm(lambda: os.kill(beside, signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    return os.waitstatus_to_exitcode(os.waitpid(beside, 0)[1])
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
-
-from distnb.cluster.bearer import Bearer
 
 BEARER = [sys.executable, "-P", "-m", "distnb.cluster.bearer"]
 
@@ -29,10 +29,22 @@ def test_an_end_of_which_no_keeper_told_is_a_lost_machine() -> None:
     assert "no-such-program cannot be started" in done.stderr
 
 
+def test_being_killed_with_its_group_leaves_nothing() -> None:
+    # Neither what is in a session of its own nor an orphan there: conftest looks.
+    script = "setsid sleep 600 & (setsid sleep 600 &); echo up; wait"
+    with subprocess.Popen([*BEARER, "sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"up\n"
+        os.killpg(started.pid, signal.SIGKILL)
+        assert started.wait(20) == -signal.SIGKILL
+
+
 def test_silence_is_a_lost_machine_too() -> None:
     # What it has started is ended with it: conftest looks.
-    assert Bearer(["sh", "-c", "echo distnb-beat; setsid sleep 600"], silence_s=0.3, first_word_s=60).run() == 255
-    assert Bearer(["sleep", "600"], first_word_s=0.3).run() == 255
+    program = "import sys; from distnb.cluster.bearer import main; sys.exit(main(['sh', '-c', sys.argv[1]], {}, {}))"
+    for script, silence_s, first_word_s in (("echo distnb-beat; setsid sleep 600", 0.3, 60), ("sleep 600", 60, 0.3)):
+        command = [sys.executable, "-c", program.format(silence_s, first_word_s), script]
+        assert subprocess.run(command, timeout=60).returncode == 255
 
 
 def test_being_ended() -> None:
