@@ -123,8 +123,9 @@ class PassageLink:
 
     def __init__(self, passage: Passage) -> None:
         self._passage = passage
-        self._poll = select.poll()
-        self._poll.register(passage, select.POLLIN)
+        self._epoll = select.epoll()
+        self._epoll.register(passage, select.EPOLLIN)
+        self._has_bell = False
 
     @property
     def ended(self) -> bool:
@@ -132,8 +133,8 @@ class PassageLink:
         return self._passage.ended
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
-        return self._passage.fileno()
+        """A descriptor that is readable when something has come since `receive` last gave nothing."""
+        return self._epoll.fileno()
 
     def send(self, message: Any) -> None:
         """Send a message, copied."""
@@ -145,10 +146,21 @@ class PassageLink:
         Raises:
             MessageError: It cannot be read.
         """
-        if linger_ms and not self._poll.poll(linger_ms):
-            return None
         frames = self._passage.receive()
+        if frames is None:
+            self._listen_for_bell()
+            self._epoll.poll(0)  # the rings until now, which would hide the next; what they tell of is there
+            frames = self._passage.receive()
+        if frames is None and linger_ms and not self.ended and self._epoll.poll(linger_ms / 1000):
+            frames = self._passage.receive()
         return None if frames is None else decode(frames)
+
+    def _listen_for_bell(self) -> None:
+        """Once it was handed over: of the socket only the end is of interest, which needs no asking for."""
+        if not self._has_bell and self._passage.bell is not None:
+            self._has_bell = True
+            self._epoll.register(self._passage.bell, select.EPOLLIN | select.EPOLLET)
+            self._epoll.modify(self._passage, 0)
 
 
 class Link:

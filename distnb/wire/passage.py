@@ -5,6 +5,10 @@ sender writes into the kernel, and the receiver wakes up. A small message is one
 large frames are descriptors of memory (`wire.freight`), everything else is cut into pieces.
 
 Nothing here blocks. What the kernel has no room for is kept, and a thread sends it later.
+
+Who sends the same to several tells them by a bell, an eventfd that all of them have, once all have been sent to: they
+wake up at the same time. Woken by its own packet, the first would often take the sender's core before the others were
+sent theirs. Nobody reads the bell, which would silence it for the rest: it is watched for rings, not for its state.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from distnb.wire.freight import Memory
 __all__ = ["Packet", "Passage", "connect", "is_ours", "pack"]
 
 _PACKET_NBYTES: Final = 60 << 10  # several fit into a socket's buffer
-_WHOLE, _PIECE, _CRATE, _END = range(4)  # kinds of packets: their first byte
+_WHOLE, _PIECE, _CRATE, _END, _BELL = range(5)  # kinds of packets: their first byte
 _WHOLE_PREFIX: Final = bytes((_WHOLE,))
 _ANCILLARY_NBYTES: Final = socket.CMSG_SPACE(struct.calcsize("i"))
 _NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
@@ -122,15 +126,18 @@ class Passage:
 
     Attributes:
         ended: Whether the other end is gone; nothing more will come.
+        bell: The eventfd that the other end rings after it has sent; None while it has handed over none.
     """
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self.ended = False
+        self.bell: int | None = None
         self._socket = connected
         self._lock = threading.Lock()  # of what follows, and of the order of packets
         self._late: deque[Packet] = deque()
         self._sender: threading.Thread | None = None
+        self._rung: int | None = None  # the bell for what is late; whoever sends rings it for the rest
         self._buffer = bytearray(1 + _PACKET_NBYTES)
         self._incoming: _Incoming | None = None
         # Descriptors that arrive in a process that can have no more are lost: one place is kept free for them.
@@ -152,6 +159,12 @@ class Passage:
                     self._sender = threading.Thread(target=self._send_late, name="distnb-packets", daemon=True)
                     self._sender.start()
         return not self.ended
+
+    def hand_over(self, bell: int) -> None:
+        """Give the other end a bell. It must be rung whenever something has been sent, until the passage is closed."""
+        with contextlib.suppress(OSError):  # it has no room for a descriptor: it wakes up without
+            socket.send_fds(self._socket, [bytes((_BELL,))], [bell], _NO_SIGNAL)
+            self._rung = bell
 
     def _send_now(self, packets: Sequence[Packet]) -> Sequence[Packet]:
         """Send packets; those for which there is no room are returned."""
@@ -177,6 +190,8 @@ class Passage:
                 before = len(self._late)
                 while self._late and not self._send_now((self._late[0],)):
                     self._late.popleft()
+                if self._rung is not None and before != len(self._late):
+                    os.eventfd_write(self._rung, 1)
                 if not self._late or self.ended:
                     self._late.clear()
                     self._sender = None
@@ -215,6 +230,9 @@ class Passage:
 
     def _take(self, kind: int, data: bytes, ancillary: list[tuple[int, int, bytes]]) -> list[Frame] | None:
         """Take a packet of several; all frames if it is the last."""
+        if kind == _BELL:
+            self.bell = next(iter(_descriptors(ancillary)), None)
+            return None
         if self._incoming is None:
             self._incoming = _Incoming()
             self._free_spare()
@@ -246,6 +264,8 @@ class Passage:
                     self._socket.shutdown(socket.SHUT_RDWR)  # it wakes up, and ends
             self._free_spare()
             self._socket.close()
+            if self.bell is not None:
+                os.close(self.bell)
 
 
 def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:

@@ -36,6 +36,7 @@ class Programs:
         self._passages: dict[int, Passage] = {}
         self._engine_at: dict[int, int] = {}  # by the passage's descriptor
         self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def watch(self, descriptor: int) -> None:
         """Let `wait` return when this descriptor is readable, too."""
@@ -58,6 +59,7 @@ class Programs:
             self._lose(engine)
             self._passages[engine] = passage
             self._engine_at[passage.fileno()] = engine
+            passage.hand_over(self._bell)
             self._epoll.register(passage.fileno(), select.EPOLLIN)
         for hello in hellos:
             if hello.near and hello.engine not in self._passages:
@@ -98,6 +100,8 @@ class Programs:
                 reached = passage.send(packets)
             if not reached:
                 unreached.append(engine)
+        if packets:
+            os.eventfd_write(self._bell, 1)
         return unreached
 
     def wait(self, timeout_s: float | None = None) -> list[int]:
@@ -138,4 +142,5 @@ class Programs:
         for engine in list(self._passages):
             self._lose(engine)
         self._epoll.close()
+        os.close(self._bell)
         self._far.close()
