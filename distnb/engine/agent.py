@@ -162,6 +162,7 @@ class Agent:
                     message = self._programs.receive(_LINGER_MS if served else 0)
                     message = self._calls.read(message)
                 except Exception as error:  # noqa: BLE001  # whatever it is, the notebook waits for replies
+                    randomness.streams.settle()
                     for _ in range(calls_in(message)):
                         self._programs.send(Unread(failure.report(error)))
                     continue
@@ -176,6 +177,7 @@ class Agent:
             IOLoop.current().add_callback(self._serve_programs)  # more may wait, and nothing else would tell
             raise
         finally:
+            randomness.streams.settle()
             self._serving = False
             if self._programs.ended:
                 self._ignore()
@@ -191,13 +193,18 @@ class Agent:
         self._failure = None
 
     def _answer(self, message: Program) -> None:
+        streams = randomness.streams
         if type(message) is not CallFunction or type(message.delivery) is not Repeat:
+            streams.settle()
             self._replies.add(self.perform(message), more=False)
             return
         last = message.program + message.delivery.calls - 1
-        with randomness.streams.linger():  # until the replies are on their way
+        streams.lingers = True  # until something else is asked for, or nothing
+        try:
             for call in spelled_out(message):
                 self._replies.add(self.perform(call), more=call.program < last)
+        finally:
+            streams.lingers = False
 
     def perform(self, message: Program) -> Reply:
         """Run one program to its end and describe how it ended. Never raises."""

@@ -35,7 +35,8 @@ class Streams:
     """All global generators of this process, switched together. There is one instance, `streams`.
 
     Attributes:
-        lingering: Whether the replica's own streams are installed after a `run` that is over: see `linger`.
+        lingers: Whether `leave` is to wait for `settle`: nothing draws random numbers before that, or the next `enter`.
+        lingering: Whether the replica's own streams are installed after a `run` that is over, for that reason.
         moves: Grows whenever the shared streams are found moved, or may have been drawn from in the midst of a `run`.
     """
 
@@ -47,7 +48,7 @@ class Streams:
         self._inside = False
         self._lent = False
         self._replica_id = self._entered = -1
-        self._lingers = self.lingering = False
+        self.lingers = self.lingering = False
         self.moves = 0
 
     def _find_generators(self) -> None:
@@ -99,22 +100,12 @@ class Streams:
         if self._lent:
             self._swap(to_shared=True)
             return
-        if self._lingers:
+        if self.lingers:
             self.lingering, self._inside = True, False
             return
         for stream in self._streams:
             stream.leave()
         self._inside = False
-
-    @contextmanager
-    def linger(self) -> Iterator[None]:
-        """Let `leave` wait, since nothing that draws random numbers comes before the next `enter`; else `settle`."""
-        self._lingers = True
-        try:
-            yield
-        finally:
-            self._lingers = False
-            self.settle()
 
     def settle(self) -> None:
         """Carry out a `leave` that was put off: somebody may draw from the shared streams."""

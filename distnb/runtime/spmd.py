@@ -42,7 +42,7 @@ class SpmdProcess:
         self.rank = rank
         self.device = device
         self.group = group
-        self.machines: tuple[int, ...] = ()
+        self.machines = _numbered(team.hosts)
         self.agreement = Agreement()
         self._runtimes: dict[Any, Spmd] = {}
 
@@ -113,8 +113,9 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
         _current = SpmdProcess(team, rank, device, group)
         sync_batch_norm.install(lambda: None if _current is None else _current.group)
     process = _current
-    process.team, process.rank, process.device, process.group = team, rank, device, group
-    process.machines = _numbered(team.hosts)
+    if process.team is not team:
+        process.team, process.machines = team, _numbered(team.hosts)
+    process.rank, process.device, process.group = rank, device, group
     process.agreement.forget()
     contexts.entries().clear()  # a program that was ended from without may have left some
     streams.reset()

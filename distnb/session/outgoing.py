@@ -22,7 +22,7 @@ from distnb.wire.shorthand import CallWriter
 
 __all__ = ["Outgoing"]
 
-_MOST_TOGETHER = 32
+_MOST_TOGETHER = 16
 _PATIENCE_S = 0.002
 _QUIET_PERIODS = 50
 

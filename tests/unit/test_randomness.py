@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -112,17 +111,17 @@ def test_streams_that_linger_give_the_same_numbers(borrows: bool, replica_ids: t
         seed(4)
         streams = Streams()
         drawn = [inside(streams, 1)]
-        with streams.linger() if lingers else contextlib.nullcontext():
-            for replica_id in replica_ids:
-                streams.enter(replica_id)
-                drawn.append(draw())
-                if borrows:
-                    with streams.shared():
-                        drawn.append(draw())
-                streams.leave()
-                assert streams.lingering == lingers
-            with streams.shared():
-                drawn.append(draw())
+        streams.lingers = lingers
+        for replica_id in replica_ids:
+            streams.enter(replica_id)
+            drawn.append(draw())
+            if borrows:
+                with streams.shared():
+                    drawn.append(draw())
+            streams.leave()
+            assert streams.lingering == lingers
+        with streams.shared():
+            drawn.append(draw())
         return [*drawn, draw()]
 
     assert numbers(lingers=True) == numbers(lingers=False)
