@@ -7,20 +7,17 @@ is to be changed.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distnb.session.handle_state import state_of_handle
+from distnb.session.operators import IN_PLACE, special_methods
 from distnb.values import DistributedValues, Mirrored, structure
 
 if TYPE_CHECKING:
     from distnb.session.operations import Operations
 
 __all__ = ["FORWARDED", "compute"]
-
-_TWO_SIDED = "add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift"
-_IN_PLACE = "iadd isub imul imatmul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
 
 
 def compute(
@@ -62,26 +59,9 @@ def _changed_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     if kwargs.get("out") is not None:
         return kwargs["out"]
     name = getattr(function, "__name__", "")
-    changes = name in _IN_PLACE.split() or (name.endswith("_") and not name.endswith("__"))
+    changes = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     return args[0] if args and changes and name not in ("and_", "or_") else None
 
 
-def _forwarded(function: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
-    def method(self: Any, *others: Any) -> Any:
-        args = (*others, self) if reflected else (self, *others)
-        return compute(state_of_handle(self).operations, function, args)
-
-    return method
-
-
-FORWARDED: dict[str, Callable[..., Any]] = {
-    **{
-        f"__{name.rstrip('_')}__": _forwarded(getattr(operator, name))
-        for name in f"neg pos abs invert {_TWO_SIDED} {_IN_PLACE}".split()
-    },
-    **{f"__r{name.rstrip('_')}__": _forwarded(getattr(operator, name), reflected=True) for name in _TWO_SIDED.split()},
-    "__round__": _forwarded(round),
-    "__divmod__": _forwarded(divmod),
-    "__bool__": _forwarded(operator.truth),
-}
+FORWARDED = special_methods(lambda handle, function, args: compute(state_of_handle(handle).operations, function, args))
 """The special methods of a mirrored handle that are computed so."""

@@ -11,18 +11,20 @@ from typing import Any
 from distnb.errors import NamespaceError
 from distnb.session.agreeing import agreed_scalar
 from distnb.session.arrivals import Arrival
-from distnb.session.handles import HANDLES, state_of_handle
+from distnb.session.collecting import Collector
+from distnb.session.handles import HANDLES
 from distnb.session.local_copies import LocalCopies
-from distnb.session.luggage import made_for_call, objects_in
+from distnb.session.luggage import Luggage, made_for_call, objects_in
 from distnb.session.modules import ModuleWatch
 from distnb.session.operations import Operations, Perform
 from distnb.session.plans import Plan, Plans
 from distnb.session.reads import names_read
-from distnb.session.spaces import MISSING, Argument, NotebookSpace, Plain
+from distnb.session.spaces import MISSING, Argument, NotebookSpace
+from distnb.session.spaces_of_engines import Spaces
 from distnb.session.travel import Packer
 from distnb.session.user_names import user_names
 from distnb.topology import Team
-from distnb.values import DistributedValues, Mirrored, structure
+from distnb.values import DistributedValues, structure
 from distnb.wire.bindings import Delivery, Effects, Repeat, Returned, SpaceKey
 from distnb.wire.environment import capture_environment
 from distnb.wire.graph import Side
@@ -44,9 +46,7 @@ class NotebookNamespace:
         self.side = Side(user_ns)
         self.operations = Operations(self, perform)
         self._announce = announce
-        self._spaces: dict[tuple[int, ...], NotebookSpace] = {}
-        self._dead: set[int] = set()
-        self._epochs = itertools.count(1)
+        self._spaces = Spaces(self.operations)
         self._serials = itertools.count(1)
         self._modules = ModuleWatch()
         self._plans: dict[SpaceKey, Plans] = {}
@@ -67,14 +67,14 @@ class NotebookNamespace:
             CannotTravelError: A name that it reads cannot be sent: its value, and the cure, are named.
             StaleHandleError: It reads an object that is gone.
         """
-        space = self._space(team.engines)
-        self._give_up(space)
+        space = self._spaces.of(team.engines)
+        space.give_up_cell()
         reads = names_read(source)
-        packer = self._packer(space)
-        packer.luggage.attributes |= reads.attributes
+        collector = self._collector(space)
+        collector.luggage.attributes |= reads.attributes
         optional = sorted(user_names(self.user_ns)) if reads.dynamic else ()
-        packer.collect([*sorted(reads.names), *extra_names], optional=optional)
-        return self._send(packer, space, cell=True)
+        collector.collect([*sorted(reads.names), *extra_names], optional=optional)
+        return self._send(self._packer(space, collector.luggage), space, cell=True)
 
     def incoming(self, source: str, team: Team, replies: Mapping[int, Effects]) -> None:
         """Take in what a cell did, whether it failed or not.
@@ -84,9 +84,9 @@ class NotebookNamespace:
             team: Who ran it.
             replies: What `EngineNamespace.finish` gave, by replica; none for those that gave nothing.
         """
-        space = self._space(team.engines)
+        space = self._spaces.of(team.engines)
         if not replies:
-            self._give_up(space)
+            space.give_up_cell()
             return
         self.take_in_call(space, replies, with_result=False)
 
@@ -102,8 +102,8 @@ class NotebookNamespace:
         Raises:
             CannotTravelError, StaleHandleError: An argument, or a name that a function reads, cannot be sent.
         """
-        space = self._space(team.engines)
-        self._give_up(space)
+        space = self._spaces.of(team.engines)
+        space.give_up_cell()
         arguments: tuple[Any, Any] = (tuple(args), dict(kwargs))
         plans = self._usable_plans(space)
         repeated = plans.repeated(arguments, self._version, space, self.side) if plans is not None else None
@@ -124,8 +124,7 @@ class NotebookNamespace:
         return plans
 
     def _usable_plans(self, space: NotebookSpace) -> Plans | None:
-        if self._lost_some(space):
-            self._move(space, tuple(engine for engine in space.key[0] if engine not in self._dead))
+        self._spaces.leave_the_dead(space)
         # A name whose object is gone here is to be unbound there, too: that is more than a plan looks at.
         if space.bound_is_released():
             return None
@@ -144,7 +143,7 @@ class NotebookNamespace:
 
     def result(self, team: Team, replies: Mapping[int, Effects | Returned]) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
-        return self.take_in_call(self._space(team.engines), replies)
+        return self.take_in_call(self._spaces.of(team.engines), replies)
 
     def failed(self, delivery: Delivery | Repeat, replies: Mapping[int, Effects | Returned] | None = None) -> None:
         """A call failed, or could not be sent. What it did until then is taken in, as that of a cell is.
@@ -154,7 +153,7 @@ class NotebookNamespace:
             replies: What `EngineNamespace.give_up_call` gave, by replica. Without any, what the call may have changed
                 is sent again.
         """
-        for space in list(self._spaces.values()):
+        for space in self._spaces:
             if space.key != delivery.space:
                 continue
             self._plans.pop(space.key, None)  # not even what the engines were asked to keep is sure to have reached all
@@ -184,30 +183,32 @@ class NotebookNamespace:
         plan: Plan | None,
         touched: Sequence[DistributedValues] = (),
     ) -> Delivery:
-        packer = self._packer(space, in_call=True)
-        packer.luggage.made = made_for_call(arguments, asked=bool(touched))
+        collector = self._collector(space)
+        luggage = collector.luggage
+        packer = self._packer(space, luggage, in_call=True)
+        luggage.made = made_for_call(arguments, asked=bool(touched))
         names: set[str] = set()
         if plan is None:
             for function in functions:
-                names |= packer.take_value(function, "", function.__name__)
-            packer.collect(sorted(names))
+                names |= collector.take_value(function, "", function.__name__)
+            collector.collect(sorted(names))
         else:
-            packer.luggage.watch.update(dict.fromkeys(plan.watch))
-            packer.luggage.handles.update(dict.fromkeys(plan.handles))
+            luggage.watch.update(dict.fromkeys(plan.watch))
+            luggage.handles.update(dict.fromkeys(plan.handles))
             blob = plan.packed(arguments) if len(objects) == len(functions) and not touched else None
             if blob is not None:
                 return self._sent(packer.deliver(blob), space)
-        by_functions = packer.luggage.copy()
+        by_functions = luggage.copy()
         names = set()
         for value in objects:
             names |= (
-                packer.take_value(value, "", "an argument of the call")
+                collector.take_value(value, "", "an argument of the call")
                 if not isinstance(value, types.FunctionType)
                 else set()
             )
         for handle in touched:
-            names |= packer.take_handle(handle)
-        packer.collect(sorted(names))
+            names |= collector.take_handle(handle)
+        collector.collect(sorted(names))
         delivery = self._send(packer, space, arguments, stale=plan is None or bool(names))
         plans = self._plans_of(space)
         if plan is None and functions and not names:
@@ -252,20 +253,7 @@ class NotebookNamespace:
 
     def engine_died(self, engine: int) -> None:
         """An engine's process has ended; from any thread. Programs on those that are left use what lives there."""
-        self._dead.add(engine)
-
-    def _lost_some(self, space: NotebookSpace) -> bool:
-        engines = space.key[0]
-        return not self._dead.isdisjoint(engines) and not self._dead.issuperset(engines)
-
-    def _move(self, space: NotebookSpace, engines: tuple[int, ...]) -> None:
-        """Let a space go on with fewer engines, or with more: those that stay keep its objects."""
-        self._give_up(space)
-        old, new = space.key, (engines, next(self._epochs))
-        self.operations.rename(tuple(engine for engine in old[0] if engine in engines), old, new)
-        del self._spaces[old[0]]
-        self._spaces[engines] = space
-        space.move(new)
+        self._spaces.engine_died(engine)
 
     def engines_replaced(self, engines: Iterable[int], survivors: Iterable[int]) -> None:
         """New processes have taken the place of some engines. Mirrored objects are restored to them from a survivor.
@@ -274,53 +262,11 @@ class NotebookNamespace:
             engines: The replaced ones, up and ready.
             survivors: Engines of the cluster that kept their process.
         """
-        replaced, alive = set(engines), set(survivors)
-        self._dead -= replaced
-        for space in list(self._spaces.values()):
-            grown = tuple(engine for engine in space.whole if engine in alive | replaced)
-            if grown != space.key[0] and grown not in self._spaces and not alive.isdisjoint(space.key[0]):
-                self._move(space, grown)
-        for key, space in list(self._spaces.items()):
-            if replaced.isdisjoint(key):
-                continue
-            kept = [replica for replica, engine in enumerate(key) if engine in alive]
-            if not kept:
-                space.end()
-                del self._spaces[key]
-                continue
-            self._give_up(space)
-            lost = [replica for replica, engine in enumerate(key) if engine in replaced]
-            self._restore(space, kept[0], lost)
-
-    def _restore(self, space: NotebookSpace, survivor: int, lost: Sequence[int]) -> None:
-        handles = space.handles()
-        mirrored = tuple(state_of_handle(handle).identity for handle in handles if isinstance(handle, Mirrored))
-        space.environment = None
-        space.sources.clear()
-        space.modules.clear()
-        # To be bound anew; the keys tell what may need deleting.
-        space.bound = dict.fromkeys(space.bound, Plain(object()))
-        restored = self.operations.restore(space, survivor, lost, mirrored)
-        for handle in handles:
-            state = state_of_handle(handle)
-            if state.identity in restored:
-                state.restored(lost, survivor)
-            else:
-                state.gone.update(space.key[0][replica] for replica in lost if replica in state.facts)
-        unknown = [
-            identity
-            for identity, obj in space.twins.items()
-            if identity not in restored and not isinstance(obj, HANDLES)
-        ]
-        space.twins.drop(unknown)
-        space.records.clear()
-        space.twins.contents.clear()
+        self._spaces.engines_replaced(engines, survivors)
 
     def close(self) -> None:
         """The cluster is gone: every handle is stale."""
-        for space in self._spaces.values():
-            space.end()
-        self._spaces.clear()
+        self._spaces.close()
 
     # -- the default strategy ----------------------------------------------------------------------------------------
 
@@ -350,26 +296,17 @@ class NotebookNamespace:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _space(self, engines: tuple[int, ...]) -> NotebookSpace:
-        space = self._spaces.get(engines)
-        if space is None:
-            for other in list(self._spaces.values()):
-                if self._lost_some(other) and set(other.key[0]) - self._dead == set(engines):
-                    self._move(other, engines)
-                    return other
-            key: SpaceKey = (engines, next(self._epochs))
-            space = self._spaces[engines] = NotebookSpace(key)
-        return space
-
-    def _packer(self, space: NotebookSpace, *, in_call: bool = False) -> Packer:
+    def _collector(self, space: NotebookSpace) -> Collector:
         if space.ended:
             raise NamespaceError(
                 "The engines of this strategy were restarted or stopped while it was in use. Run the cell again."
             )
         space.twins.sweep()
-        return Packer(
-            space, self.user_ns, self.side, next(self._serials), self._modules, self._announce, in_call=in_call
-        )
+        return Collector(space, self.user_ns, self.side)
+
+    def _packer(self, space: NotebookSpace, luggage: Luggage, *, in_call: bool = False) -> Packer:
+        serial = next(self._serials)
+        return Packer(space, self.side, serial, self._modules, self._announce, luggage, in_call=in_call)
 
     def _send(
         self, packer: Packer, space: NotebookSpace, arguments: Any = None, *, cell: bool = False, stale: bool = True
@@ -390,7 +327,7 @@ class NotebookNamespace:
         """Names on these engines that are gone from the notebook, or mean something else by now."""
         stale: list[str] = []
         engines = set(space.key[0])
-        for other in self._spaces.values():
+        for other in self._spaces:
             if engines.isdisjoint(other.key[0]):
                 continue
             old = [name for name in other.bound if name not in bindings and not other.is_current(name, self.user_ns)]
@@ -398,12 +335,6 @@ class NotebookNamespace:
                 del other.bound[name]
             stale += old
         return stale
-
-    def _give_up(self, space: NotebookSpace) -> None:
-        """A cell whose effects have not come by now failed without a word."""
-        if space.cell in space.outstanding:
-            space.reject(space.cell)
-        space.cell = None
 
 
 def _as_argument(value: DistributedValues) -> Any:

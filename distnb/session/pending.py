@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from distnb.session.operators import special_methods
 from distnb.values.structure import map_structure
 
 __all__ = ["Pending", "resolve", "was_told"]
@@ -43,27 +44,20 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _forwarded(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Pending, *args: Any) -> Any:
-        return operation(resolve(self), *map(resolve, args))
-
-    return method
+def _call(pending: Pending, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*map(resolve, args))
 
 
-def _reflected(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Pending, other: Any) -> Any:
-        return operation(resolve(other), resolve(self))
-
-    return method
+def _forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: _call(self, function, (self, *args))
 
 
 # What Python looks for in the class: a name of `operator`, or of a builtin function, is its special method's.
-_ARITHMETIC = "add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift"
-for _name in f"getitem setitem contains eq ne lt le gt ge neg pos abs invert index {_ARITHMETIC}".split():
-    setattr(Pending, f"__{_name.rstrip('_')}__", _forwarded(getattr(operator, _name)))
-for _name in _ARITHMETIC.split():
-    setattr(Pending, f"__r{_name.rstrip('_')}__", _reflected(getattr(operator, _name)))
-for _builtin in (iter, len, bool, float, int, complex, round, divmod, hash, format):
+for _name, _method in special_methods(_call).items():
+    setattr(Pending, _name, _method)
+for _name in ["getitem", "setitem", "contains", "eq", "ne", "lt", "le", "gt", "ge", "index"]:
+    setattr(Pending, f"__{_name}__", _forwarded(getattr(operator, _name)))
+for _builtin in (iter, len, float, int, complex, hash, format):
     setattr(Pending, f"__{_builtin.__name__}__", _forwarded(_builtin))
 
 

@@ -141,6 +141,12 @@ class NotebookSpace:
         for name in delivery.modules:
             self.modules.pop(name, None)
 
+    def give_up_cell(self) -> None:
+        """A cell whose effects have not come by now failed without a word."""
+        if self.cell in self.outstanding:
+            self.reject(self.cell)
+        self.cell = None
+
     def forget(self, identity: ObjectId) -> None:
         """Take it that the engines' object may differ from the notebook's."""
         record = self.records.pop(identity, None)

@@ -1,8 +1,7 @@
-"""Making deliveries: what of the notebook's namespace a program needs, and what of that the engines do not have yet."""
+"""Making deliveries: of what a program needs that which the engines do not have yet, and all that they must hear of."""
 
 from __future__ import annotations
 
-import collections
 import io
 import sys
 import types
@@ -10,22 +9,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from distnb.errors import CannotTravelError, StaleHandleError
 from distnb.session.cell_names import cell_name
 from distnb.session.handles import HANDLES, state_of_handle
 from distnb.session.luggage import Luggage, Root, is_simple_code, shape_of, tuples_of_call
 from distnb.session.modules import ModuleWatch
-from distnb.session.refusals import explain
-from distnb.session.spaces import Argument, NotebookSpace, Seeing
-from distnb.session.user_names import is_user_name, user_names
+from distnb.session.spaces import NotebookSpace
 from distnb.wire.bindings import Delivery, Reloads, pack_indexes
 from distnb.wire.codec import Parcel
 from distnb.wire.digests import is_array, is_tensor
 from distnb.wire.environment import capture_environment, with_fresh_seed
-from distnb.wire.fingerprints import fingerprint
 from distnb.wire.frozen import hide_outdated, note_frozen
-from distnb.wire.graph import GraphPickler, Side, Unsendable
-from distnb.wire.immutables import is_plain
+from distnb.wire.graph import GraphPickler, Side
 from distnb.wire.memory import covers, extent, is_buffer, start_of
 from distnb.wire.messages import ObjectId
 from distnb.wire.nodes import FROZEN, is_node, state_of, without_passing
@@ -43,142 +37,37 @@ class Packer:
 
     Args:
         space: Whose engines it is for.
-        user_ns: The notebook's namespace.
         side: This process.
         serial: The delivery's number.
         modules: Sees reloads of local modules.
         announce: Told of large objects.
+        luggage: What the program needs; it may still grow.
         in_call: The program is a call, and must be fast: only what can change is compared after it.
     """
 
     def __init__(
         self,
         space: NotebookSpace,
-        user_ns: dict[str, Any],
         side: Side,
         serial: int,
         modules: ModuleWatch,
         announce: Callable[[str], None],
+        luggage: Luggage,
         *,
         in_call: bool = False,
     ) -> None:
         self._space = space
-        self._user_ns = user_ns
         self._side = side
         self._serial = serial
         self._modules = modules
         self._announce = announce
         self._in_call = in_call
         self._rules = space.rules
-        self.luggage = Luggage()
-        self._seen: set[int] = set()
-        self._done: set[str] = set()
-        self._optional: collections.deque[str] = collections.deque()
+        self.luggage = luggage
 
     def local_modules(self) -> list[types.ModuleType]:
         """The local modules that are loaded in the notebook: any of them may be reloaded."""
         return self._modules.local()
-
-    # -- collecting ------------------------------------------------------------------------------------------------
-
-    def collect(self, names: Iterable[str], *, optional: Iterable[str] = ()) -> None:
-        """Take in what names are bound to, and what the functions among them read, and so on.
-
-        Args:
-            names: Names that are read; those that the notebook does not have are left out.
-            optional: Names that may be read; those whose value cannot travel are left out.
-
-        Raises:
-            CannotTravelError: The value of a name cannot be sent.
-        """
-        self._optional.extend(optional)
-        required = collections.deque(names)
-        while required or self._optional:
-            needed = bool(required)
-            name = (required if needed else self._optional).popleft()
-            if name in self._done or not is_user_name(name, self._user_ns):
-                continue
-            try:
-                reads = self._take(name, self._user_ns[name])
-            except (CannotTravelError, StaleHandleError):
-                if needed:
-                    raise
-                continue
-            self._done.add(name)
-            (required if needed else self._optional).extend(reads)
-
-    def _take(self, name: str, value: Any) -> Iterable[str]:
-        if isinstance(value, HANDLES):
-            reads = self._take_handle(value, name)
-            self.luggage.bindings[name] = value
-            return reads
-        if is_plain(value):
-            self.luggage.bindings[name] = value
-            return ()
-        reads = self.take_value(value, name)
-        self.luggage.bindings[name] = value
-        return reads
-
-    def take_value(self, value: Any, name: str, label: str = "") -> set[str]:
-        """Take in an object. Returns the global names that its functions read."""
-        if isinstance(value, HANDLES):
-            return self._take_handle(value, name)
-        if id(value) in self._seen:
-            return set()
-        self._seen.add(id(value))
-        handles: list[Any] = []
-        try:
-            found = fingerprint(value, self._side, self._space.twins, Seeing(self._rules, handles), keep_memo=True)
-        except Exception as error:
-            self._seen.discard(id(value))  # under another name it is to be refused again
-            raise explain(value, label or f"`{name}`", error) from error
-        identity = self._space.twins.id_of(value)
-        key: ObjectId | str = identity if identity is not None else f"name:{name}"
-        changed = not found.matches(self._space.records.get(key))
-        self.luggage.roots.append(Root(key, label or f"`{name}`", value, found, changed))
-        self.luggage.attributes |= found.attributes
-        self.luggage.sources |= found.sources
-        reads = set(found.names)
-        if found.dynamic:
-            self._optional.extend(user_names(self._user_ns))
-        for handle in handles:
-            reads |= self._take_handle(handle, "")
-        return reads
-
-    def take_handle(self, handle: Any) -> set[str]:
-        """Take in an engine object that the program touches. Returns the global names that its code reads."""
-        return self._take_handle(handle, "", in_part=True)
-
-    def _take_handle(self, handle: Any, name: str, *, in_part: bool = False) -> set[str]:
-        if isinstance(handle, Argument):
-            handle = handle.handle
-        if not isinstance(handle, HANDLES):
-            return set()  # a distributed value made in the notebook: its components travel with it
-        try:
-            state = self._space.state(handle, in_part=in_part)
-        except Unsendable as error:
-            raise explain(handle, f"`{name or state_of_handle(handle).name}`", error) from error
-        if id(handle) in self._seen:
-            return set()
-        self._seen.add(id(handle))
-        self.luggage.handles[state.identity] = None
-        reads: set[str] = set()
-        for fact in state.facts.values():
-            reads |= set(fact.reads) if fact.reads is not None else self._space.bound.keys() & self._user_ns.keys()
-            self._take_held(fact.holds)
-        return reads
-
-    def _take_held(self, identities: Iterable[ObjectId]) -> None:
-        """Objects that an engine object holds: the notebook may have changed its own of them since."""
-        for identity in identities:
-            if not is_value_twin(identity):
-                self.luggage.handles[identity] = None
-                continue
-            value = self._space.twins.get(identity)
-            if value is not NOT_THERE and not isinstance(value, HANDLES):
-                self.take_value(value, f"#{identity}")
-
-    # -- packing ---------------------------------------------------------------------------------------------------
 
     def pack(self, arguments: Any = None, *, delete: Iterable[str] = ()) -> Delivery:
         """Make the delivery, and note what the engines have from now on."""

@@ -66,6 +66,16 @@ def test_they_keep_their_order_and_are_few_messages(strategy: Any, monkeypatch: 
     assert len(sent) < 100
 
 
+def test_operators_wait_for_a_result(strategy: Any) -> None:
+    first, second = call_often(strategy, make_counter(), "operated", calls=2)
+    assert (7 - first, divmod(7, second), -second, first + second) == (6, (3, 1), -2, 3)
+    first += second
+    assert first == 3
+    items = strategy.run(lambda: (1, 2), options=NO_WAIT)
+    items += (3,)
+    assert items == (1, 2, 3)
+
+
 def test_one_that_fails_is_not_the_others_failure(strategy: Any) -> None:
     def fails_once(name: str) -> int:
         import builtins

@@ -379,7 +379,7 @@ def test_no_leak_over_many_cells(world: DoubleWorld) -> None:
         gc.collect()
         sizes.append(len(world.namespaces[0].objects))
     assert sizes[-1] <= sizes[4] + 2, sizes
-    assert len(world.namespace._spaces[(0, 1)].twins) <= sizes[-1] + 20
+    assert len(world.namespace._spaces.of((0, 1)).twins) <= sizes[-1] + 20
 
 
 def test_captured_handles(world: DoubleWorld) -> None:
