@@ -9,6 +9,7 @@ import pytest
 
 from tests import processes
 from tests.kernel import Notebook
+from tests.machines import Machines
 
 _TRAINING = """
 from sklearn.datasets import load_digits
@@ -46,6 +47,55 @@ def check_training(notebook: Notebook, *strategies: str) -> None:
     for losses, weights in found[:-1]:
         assert losses == pytest.approx(found[-1][0], rel=1e-9)
         assert weights == pytest.approx(found[-1][1], rel=1e-9)
+
+
+def check_cut_off(notebook: Notebook, network: Machines, lost: str, survivor: str, folder: Path) -> None:
+    """A machine that is cut off in mid-program ends that within seconds, and the next one runs on the other's replicas.
+
+    Args:
+        notebook: It calls its cluster `cluster`, of two engines on each machine; it has imported `os`.
+        lost, survivor: How the machines call themselves.
+        folder: An empty one.
+    """
+    goes = folder / "goes"
+    cell = notebook.start(f"""%%distribute mirrored
+import torch.distributed as dist
+while True:
+    dist.all_reduce(torch.ones(1))
+    open({str(goes)!r}, "w").close()
+""")
+    processes.wait_until(goes.exists, 60, "the cell does not begin")
+    network.cut(lost)
+    ended = notebook.finish(cell, timeout_s=40)
+    # Who finds out first: what stays connected on this machine, or the replicas on the other one.
+    assert ended.error_name in ("EngineDied", "CollectiveError"), ended.traceback
+    assert any(text in ended.error_text for text in ("cannot be reached", "connection to another replica"))
+    count = "sum('cannot be reached' in row.state for row in cluster.status())"
+    processes.wait_until(lambda: notebook.value(count) == 2, 20)
+    notebook.run(
+        "%%distribute mirrored\nleft = distnb.replica_id(), strategy.num_replicas_in_sync, os.uname().nodename"
+    )
+    assert notebook.value("strategy.local_results(left)") == ((0, 2, survivor), (1, 2, survivor))
+
+
+def check_killed(notebook: Notebook, host: str) -> None:
+    """The end of replica 3's engine is told, with its machine."""
+    ended = notebook.try_run("""%%distribute mirrored
+import os, signal
+import torch.distributed as dist
+if distnb.replica_id() == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
+""")
+    assert ended.error_name == "EngineDied"
+    assert f"(on {host}) was killed by SIGKILL" in ended.error_text
+
+
+def check_stop(notebook: Notebook) -> None:
+    """After a stop there is no process on any machine, and no file."""
+    notebook.run("%distnb stop", timeout_s=60)
+    assert left() == []
+    assert not processes.run_directories()
 
 
 def check_secrets(notebook: Notebook, at_least: int) -> None:

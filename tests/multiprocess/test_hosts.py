@@ -14,7 +14,7 @@ import pytest
 from tests import processes
 from tests.kernel import Notebook
 from tests.machines import Machines, machines
-from tests.remote_engines import check_secrets, check_training, left
+from tests.remote_engines import check_cut_off, check_killed, check_secrets, check_stop, check_training, left
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -72,26 +72,8 @@ def test_training_equals_one_replica(notebook: Notebook) -> None:
 
 def test_a_machine_that_is_cut_off(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
     lost = notebook.value("[row.pid for row in cluster.status() if row.host == 'blue']")
-    goes = tmp_path / "goes"
-    cell = notebook.start(f"""%%distribute mirrored
-import torch.distributed as dist
-kept = torch.full((3,), 7.0)
-while True:
-    dist.all_reduce(torch.ones(1))
-    open({str(goes)!r}, "w").close()
-""")
-    processes.wait_until(goes.exists, 60, "the cell does not begin")
-    network.cut("blue")
-    ended = notebook.finish(cell, timeout_s=40)
-    # Who finds out first: ssh on this machine, or the replicas on the other one.
-    assert ended.error_name in ("EngineDied", "CollectiveError"), ended.traceback
-    assert any(text in ended.error_text for text in ("machine blue cannot be reached", "connection to another replica"))
-    count = "sum('blue cannot be reached' in row.state for row in cluster.status())"
-    processes.wait_until(lambda: notebook.value(count) == 2, 20)
-    notebook.run(
-        "%%distribute mirrored\nleft = distnb.replica_id(), strategy.num_replicas_in_sync, os.uname().nodename"
-    )
-    assert notebook.value("strategy.local_results(left)") == ((0, 2, "red"), (1, 2, "red"))
+    check_cut_off(notebook, network, "blue", "red", tmp_path)
+    assert notebook.value("sum('machine blue cannot be reached' in row.state for row in cluster.status())") == 2
     for pid in lost:  # nobody can tell them: they see for themselves
         processes.ends(pid, 20)
 
@@ -104,20 +86,11 @@ def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
 
 
 def test_an_engine_that_is_killed(notebook: Notebook) -> None:
-    ended = notebook.try_run("""%%distribute mirrored
-import signal
-if distnb.replica_id() == 3:
-    os.kill(os.getpid(), signal.SIGKILL)
-dist.barrier()
-""")
-    assert ended.error_name == "EngineDied"
-    assert "(on blue) was killed by SIGKILL" in ended.error_text
+    check_killed(notebook, "blue")
 
 
 def test_stop_leaves_no_process_on_any_machine(notebook: Notebook) -> None:
-    notebook.run("%distnb stop", timeout_s=60)
-    assert left() == []
-    assert not processes.run_directories()
+    check_stop(notebook)
 
 
 def test_a_machine_that_cannot_be_reached(network: Machines, notebook: Notebook) -> None:

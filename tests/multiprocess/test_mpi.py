@@ -11,7 +11,7 @@ from tests import processes
 from tests.conftest import needs
 from tests.kernel import Notebook
 from tests.machines import Machines, machines
-from tests.remote_engines import check_training
+from tests.remote_engines import check_cut_off, check_training
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -52,21 +52,9 @@ def test_training_equals_one_replica(notebook: Notebook) -> None:
 
 
 def test_a_machine_that_is_cut_off(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
-    goes = tmp_path / "goes"
-    cell = notebook.start(f"""%%distribute mirrored
-import torch.distributed as dist
-while True:
-    dist.all_reduce(torch.ones(1))
-    open({str(goes)!r}, "w").close()
-""")
-    processes.wait_until(goes.exists, 60, "the cell does not begin")
-    network.cut("blue")
-    ended = notebook.finish(cell, timeout_s=40)
-    assert ended.error_name in ("EngineDied", "CollectiveError"), ended.traceback
+    check_cut_off(notebook, network, "blue", "red", tmp_path)
     count = f"sum('{network.address('blue')} cannot be reached' in row.state for row in cluster.status())"
-    processes.wait_until(lambda: notebook.value(count) == 2, 20)
-    notebook.run("%%distribute mirrored\nleft = strategy.num_replicas_in_sync, os.uname().nodename")
-    assert notebook.value("left") == (2, "red")
+    assert notebook.value(count) == 2
     network.join("blue")
     notebook.run("%distnb stop", timeout_s=60)
 

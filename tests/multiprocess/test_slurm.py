@@ -12,7 +12,7 @@ import pytest
 from tests import processes
 from tests.kernel import Notebook
 from tests.machines import Machines, machines
-from tests.remote_engines import check_secrets, check_training, left
+from tests.remote_engines import check_cut_off, check_killed, check_secrets, check_stop, check_training, left
 from tests.slurm import allocation, steps
 
 pytestmark = pytest.mark.timeout(170)
@@ -73,22 +73,8 @@ strategy.distribute_datasets_from_function(make)
 
 
 def test_a_node_that_is_cut_off(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
-    goes = tmp_path / "goes"
-    cell = notebook.start(f"""%%distribute mirrored
-import torch.distributed as dist
-while True:
-    dist.all_reduce(torch.ones(1))
-    open({str(goes)!r}, "w").close()
-""")
-    processes.wait_until(goes.exists, 60, "the cell does not begin")
-    network.cut("red")
-    ended = notebook.finish(cell, timeout_s=40)
-    # Who finds out first: what stands beside srun, or the replicas on the other node.
-    assert ended.error_name in ("EngineDied", "CollectiveError"), ended.traceback
-    count = "sum('red cannot be reached' in row.state for row in cluster.status())"
-    processes.wait_until(lambda: notebook.value(count) == 2, 20)
-    notebook.run("%%distribute mirrored\nleft = strategy.num_replicas_in_sync, os.uname().nodename")
-    assert notebook.value("left") == (2, "blue")  # all say the same
+    check_cut_off(notebook, network, "red", "blue", tmp_path)
+    assert notebook.value("sum('red cannot be reached' in row.state for row in cluster.status())") == 2
 
 
 def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
@@ -100,20 +86,11 @@ def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
 
 
 def test_an_engine_that_is_killed(notebook: Notebook) -> None:
-    ended = notebook.try_run("""%%distribute mirrored
-import signal
-if distnb.replica_id() == 3:
-    os.kill(os.getpid(), signal.SIGKILL)
-dist.barrier()
-""")
-    assert ended.error_name == "EngineDied"
-    assert "(on red) was killed by SIGKILL" in ended.error_text
+    check_killed(notebook, "red")
 
 
 def test_stop_leaves_no_process_on_any_node(notebook: Notebook) -> None:
-    notebook.run("%distnb stop", timeout_s=60)
-    assert left() == []
-    assert not processes.run_directories()
+    check_stop(notebook)
 
 
 def test_an_srun_that_fails(notebook: Notebook) -> None:
