@@ -35,6 +35,7 @@ STATUS: Final = b"distnb-status "
 
 _FIRST_WORD_S = 80.0  # until then the machine may be loading Python from a slow disk
 _ENDING_S = 2.0
+_LEAVING_S = 5.0
 _CHUNK = 1 << 16
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -84,8 +85,17 @@ class Bearer:
                 if not data:
                     return LOST if self._status is None else self._status
                 self._take(data)
+        except SystemExit:
+            # The notebook lets go, or is gone. The keeper hears so by its standard input, and leaves nothing behind on
+            # its machine if it is given the time: srun, once it is ended, has it killed.
+            self._wait(_LEAVING_S)
+            raise
         finally:
             self._end()
+
+    def _wait(self, timeout_s: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
 
     def _take(self, data: bytes) -> None:
         """Hear what is for here, and write the rest on."""
@@ -102,14 +112,12 @@ class Bearer:
 
     def _end(self) -> None:
         """End the command."""
-        with suppress(subprocess.TimeoutExpired):
-            if self._status is not None:  # it ends by itself, and knows better how
-                self._process.wait(_ENDING_S)
+        if self._status is not None:  # it ends by itself, and knows better how
+            self._wait(_ENDING_S)
         for _ in range(2):  # mpiexec, asked once more, waits for no other machine
             if self._process.poll() is None:
                 self._process.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_ENDING_S)
+                self._wait(_ENDING_S)
         self._process.kill()
         self._process.wait()
 

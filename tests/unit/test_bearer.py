@@ -6,6 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
+
+from tests.processes import wait_until
 
 BEARER = [sys.executable, "-P", "-m", "distnb.cluster.bearer"]
 
@@ -45,6 +48,18 @@ def test_silence_is_a_lost_machine_too() -> None:
     for script, silence_s, first_word_s in (("echo distnb-beat; setsid sleep 600", 0.3, 60), ("sleep 600", 60, 0.3)):
         command = [sys.executable, "-c", program.format(silence_s, first_word_s), script]
         assert subprocess.run(command, timeout=60).returncode == 255
+
+
+def test_a_keeper_whose_notebook_is_gone_has_time_to_clean_up(tmp_path: Path) -> None:
+    cleaned = tmp_path / "cleaned"
+    command = [*BEARER, "sh", "-c", f"echo up; cat; sleep 0.5; touch {cleaned}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as started:
+        assert started.stdin is not None
+        assert started.stdout is not None
+        assert started.stdout.readline() == b"up\n"
+        started.stdin.close()
+        os.killpg(started.pid, signal.SIGKILL)
+        wait_until(cleaned.exists, 20)
 
 
 def test_being_ended() -> None:
