@@ -57,12 +57,20 @@ class Forming:
     timeout_s: float | None
 
     def __post_init__(self) -> None:
-        self._store = PrefixStore(f"{self.prefix}/{self.group.label}", self.client.store())
+        self._connect_store()
         self._rank: int = self.group.rank()
         self._size: int = self.group.size()
         self._board: Board | None = None
         self._next_look = 0.0
-        self._local = False
+        self._local = self._abandoned = False
+
+    def _connect_store(self) -> None:
+        self._store = PrefixStore(f"{self.prefix}/{self.group.label}", self.client.store())
+
+    def _abandon(self) -> None:
+        """A thread is left behind that may block in the connection to the store: use another one from now on."""
+        self.client.spoil()
+        self._abandoned = True
 
     def run(self) -> Parts:
         """Form the group.
@@ -93,7 +101,10 @@ class Forming:
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
-        return ReplicatedBoard(PrefixStore("board", self._store), rank, size)
+        return ReplicatedBoard(self._board_store(), rank, size)
+
+    def _board_store(self) -> PrefixStore:
+        return PrefixStore("board", self._store)
 
     def _connect(self, made: Board) -> Transport:
         try:
@@ -105,10 +116,13 @@ class Forming:
                 staged=self.staged,
                 local=self._local,
                 check=self._check,
-                on_abandon=self.client.spoil,
+                on_abandon=self._abandon,
             )
         except BaseException as error:
             with suppress(Exception):
+                if self._abandoned and isinstance(made, ReplicatedBoard):
+                    self._connect_store()
+                    made.move(self._board_store())
                 made.set_verdict(f"Replica {self.group.replicas[self._rank]} could not connect: {error}")
                 made.exchange()
             raise

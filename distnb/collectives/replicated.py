@@ -39,6 +39,10 @@ class ReplicatedBoard(Board):
         self._seen = [b""] * size
         self._lock = threading.Lock()
 
+    def move(self, store: Store) -> None:
+        """Use another connection to the same store."""
+        self._store = store
+
     def told(self, replica: int) -> int:
         """Up to which number another replica surely has this one's records."""
         return self._acknowledged[replica]

@@ -103,13 +103,16 @@ class Connections:
         self._silent_looks = 0
 
     @classmethod
-    def of_device(cls, pollers_before: set[int]) -> Connections:
-        """Find the connected sockets of the Gloo device that was made since `pollers_before` was taken.
+    def of_device(cls, candidates: Iterable[int]) -> Connections:
+        """Find the connected sockets of a Gloo device.
 
         Gloo's event loop is an epoll instance that watches a pipe, one listening socket, and the connections.
+
+        Args:
+            candidates: The epoll instances that were made while the device was.
         """
         found: list[int] = []
-        for poller in pollers() - pollers_before:
+        for poller in candidates:
             states = {number: _state(number) for number in _watched(poller)}
             kinds = list(states.values())
             if "pipe" in kinds and kinds.count("listening") == 1:

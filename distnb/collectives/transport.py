@@ -181,21 +181,20 @@ def form(
     finished = threading.Event()
     thread = threading.Thread(target=make, name="distnb-form", daemon=True)
     exits.note(thread)
-    thread.start()
     began = time.monotonic()
-    while not finished.wait(0.05):
-        try:
+    try:
+        thread.start()
+        while not finished.wait(0.05):
             check()
-        except BaseException:
-            on_abandon()
-            raise
-        if time.monotonic() - began > _HOPELESS_S:
-            on_abandon()
-            raise CollectiveError(
-                f"Replica {rank} met the other {size - 1} replicas at the store, but could not connect to them within "
-                f"{_HOPELESS_S:.0f} s. Is there a firewall between the machines, or is it the wrong network interface "
-                "(set GLOO_SOCKET_IFNAME)?"
-            )
+            if time.monotonic() - began > _HOPELESS_S:
+                raise CollectiveError(
+                    f"Replica {rank} met the other {size - 1} replicas at the store, but could not connect to them "
+                    f"within {_HOPELESS_S:.0f} s. Is there a firewall between the machines, or is it the wrong network "
+                    "interface (set GLOO_SOCKET_IFNAME)?"
+                )
+    except BaseException:  # an order to end the program is raised anywhere, not in `check` alone
+        on_abandon()
+        raise
     if isinstance(made[0], Transport):
         return made[0]
     raise CollectiveError(f"Replica {rank} could not connect to the other {size - 1} replicas: {made[0]}") from made[0]
@@ -204,10 +203,12 @@ def form(
 def _make(
     store: Store, rank: int, size: int, carrier: Carrier | None, staged: frozenset[str], local: bool
 ) -> Transport:
-    with _device_making:  # the device is found again by which epoll instances are new
+    with _device_making:  # its event loop is known by being new; whoever is left behind below must not hold the lock
         before = pollers()
-        gloo = _gloo(PrefixStore("gloo", store), rank, size, local)
-        connections = Connections.of_device(before)
+        device = _gloo_device(local)
+        made = pollers() - before
+    gloo = _gloo(PrefixStore("gloo", store), rank, size, device)
+    connections = Connections.of_device(made)
     if not local:
         connections.expect_silence()
     backends: dict[str, Any] = {"cpu": gloo}
@@ -233,13 +234,16 @@ def _type_of(backend: Backend) -> Any:
     return known.get(backend.name(), types.CUSTOM)
 
 
-def _gloo(store: Store, rank: int, size: int, local: bool) -> Any:
-    options = cast(Any, dist.ProcessGroupGloo)._Options()
+def _gloo_device(local: bool) -> Any:
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if local else "")
     if interface:
-        options._devices = [dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])]
-    else:
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def _gloo(store: Store, rank: int, size: int, device: Any) -> Any:
+    options = cast(Any, dist.ProcessGroupGloo)._Options()
+    options._devices = [device]
     options._threads = 2
     options._timeout = FOREVER
     return dist.ProcessGroupGloo(store, rank, size, options)
