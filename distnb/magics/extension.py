@@ -11,6 +11,7 @@ from distnb.magics.breakpoints import Breakpoints
 from distnb.magics.cluster import ClusterMagic
 from distnb.magics.completion import Completion, warm_up
 from distnb.magics.distribute import CellRunner
+from distnb.magics.held_interrupts import HeldInterrupts
 from distnb.magics.local_cell import LocalCells, StrategyName
 from distnb.magics.presenting import presented
 from distnb.magics.request import Request
@@ -49,6 +50,7 @@ class Extension:
         self._runner = CellRunner(shell, self.front, self._name, self._cluster.ensure)
         self._local = LocalCells(shell, self.front, self._name)
         self._scope = ScopeTransformer()
+        self._held = HeldInterrupts()
         self._dispatch = ScopeDispatch(self._runner.run_in_scope)
         self._breakpoints = Breakpoints()
         self._completion = Completion(shell, self._cluster.commands)
@@ -61,6 +63,7 @@ class Extension:
         register(self._cluster.distnb, "line", "distnb")
         register(self._runner.distribute, "cell", "distribute")
         self._local.install()
+        shell.ast_transformers.insert(0, self._held)
         shell.ast_transformers.append(self._scope)
         self._dispatch.install(shell)
         self._completion.install()
@@ -83,7 +86,8 @@ class Extension:
         """Take everything away."""
         shell = self._shell
         self._local.remove()
-        shell.ast_transformers[:] = [each for each in shell.ast_transformers if each is not self._scope]
+        shell.ast_transformers[:] = [each for each in shell.ast_transformers if each not in (self._held, self._scope)]
+        self._held.close()
         self._completion.remove()
         self._breakpoints.restore()
         tracebacks.remove(shell)
@@ -148,17 +152,22 @@ class Extension:
         # %%capture and others run a cell within a cell; what it shows is the outer one's.
         self._depth += 1
         if self._depth == 1:
-            self._breakpoints.choose()
-            self._runner.cell_begins(info.raw_cell or "")
-            self.front.begin_cell()
+            with self._held:
+                self._breakpoints.choose()
+                self._runner.cell_begins(info.raw_cell or "")
+                self.front.begin_cell()
 
     def _after(self, result: ExecutionResult | Any) -> None:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
-            self._local.leave()
-            self._name.restore()
+            # A press of stop in here is for a cell that has ended, unless its calls are still waited for.
+            with self._held:
+                self._local.leave()
+                self._name.restore()
             self._settle(result)
-            self.front.end_cell(failed=getattr(result, "success", True) is False)
+            with self._held:
+                self.front.end_cell(failed=getattr(result, "success", True) is False)
+            self._held.count = 0
 
 
 def _request_of(strategy: Owner) -> Request | None:

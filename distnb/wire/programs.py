@@ -142,5 +142,7 @@ class Programs:
         for engine in list(self._passages):
             self._lose(engine)
         self._epoll.close()
-        os.close(self._bell)
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1  # the number is somebody else's from now on
         self._far.close()

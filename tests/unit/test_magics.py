@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from distnb.magics import load_ipython_extension, unload_ipython_extension
 from distnb.magics.cell_text import check_no_nested_magic, padded
 from distnb.magics.request import read_request
 from distnb.options import StrategySpec
+from distnb.widgets.front import Front
 from tests.browser.replay import ReplaySession, install
 
 
@@ -62,6 +64,25 @@ def error_of(shell: InteractiveShell, source: str) -> str:
     assert text.count(message) == 1
     assert "distnb/magics" not in text
     return message
+
+
+# -- stop ------------------------------------------------------------------------------------------------------------
+
+
+def test_stop_while_a_cell_is_about_to_begin(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin_cell = Front.begin_cell
+
+    def pressed(front: Front) -> None:
+        signal.raise_signal(signal.SIGINT)
+        begin_cell(front)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Front, "begin_cell", pressed)
+        result, text = run(shell, "ran = True")
+        assert isinstance(result.error_in_exec, KeyboardInterrupt)
+    assert "Error in callback" not in text
+    assert "ran" not in shell.user_ns
+    assert run(shell, "ran = True")[0].success
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------
