@@ -27,12 +27,13 @@ def text_of(program: str) -> str:
 
 
 # The way names what the fixture runs for the comparison.
+@pytest.mark.parametrize("word", ["mirrored", "central_storage", "multi_worker"])
 @pytest.mark.parametrize(("program", "way"), [(path.stem, REFERENCE) for path in sorted(PROGRAMS.glob("*.py"))])
 def test_a_distributed_cell(
-    notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str
+    notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str, word: str
 ) -> None:
     begin(notebook, tmp_path)
-    notebook.run(f"%%distribute mirrored\n{text_of(program)}", timeout_s=150)
+    notebook.run(f"%%distribute {word}\n{text_of(program)}", timeout_s=150)
     same(fetched(notebook), launch(way)[0][program]["result"])
 
 

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 import distnb
 from distnb.errors import MeanLossError
 
-UNDER = ("default", "one_device", "mirrored_2", "mirrored_3", "mirrored_4", "central_2", "multi_worker_2")
+UNDER = ("default", "one_device", "mirrored_2", "mirrored_3", "mirrored_4", "central_2", "multi_worker_2", "tpu_2")
 GLOBAL_BATCH_SIZE = 64
 
 n = strategy.num_replicas_in_sync

@@ -65,6 +65,11 @@ elif strategy.kind == "multi_worker":
     assert (task.task_type, task.task_id) == ("worker", rank)
     assert len(task.cluster_spec().as_dict()["worker"]) == n
     assert distnb.is_chief() == (rank == 0)
+elif strategy.kind == "tpu":
+    # One replica on each chip, found by the package that knows them.
+    assert distnb.experimental.TPUStrategy() is strategy
+    assert strategy.worker_devices == tuple(f"tpu:{chip}" for chip in range(n))
+    assert strategy.run(lambda: str(torch.ones(1).device)) == "tpu:0"  # a process sees its own chip only
 else:
     # One device, no TF_CONFIG: strategies of several replicas have one, as the guide's output says of its own.
     assert distnb.MirroredStrategy().num_replicas_in_sync == 1
