@@ -129,7 +129,7 @@ class Model(torch.nn.Module):
 
 
 def train(model, steps):
-    optimizer = torch.optim.SGD([model.weight], lr=1 / n)
+    optimizer = torch.optim.SGD([model.weight], lr=1.0)
 
     def step():
         optimizer.zero_grad()
@@ -145,9 +145,9 @@ with strategy.scope():
 train(model, 2)
 per_step = 1 if alone else n
 saved = {name: each.tolist() for name, each in model.state_dict().items()}
-assert saved == {"weight": [-1.0, 0.0], "steps": 2, "seen": 2.0 * per_step}
+assert saved == {"weight": [1.0 - 2 * n, 2.0 - 2 * n], "steps": 2, "seen": 2.0 * per_step}
 another.load_state_dict({name: torch.tensor(each) for name, each in saved.items()})
 train(another, 1)
-assert another.weight.tolist() == [-2.0, -1.0]
+assert another.weight.tolist() == [1.0 - 3 * n, 2.0 - 3 * n]
 assert (int(another.steps), float(another.seen)) == (3, 3.0 * per_step)
-result = [saved["weight"], saved["steps"], another.weight.tolist()]
+result = "as the table says"
