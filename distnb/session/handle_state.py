@@ -31,7 +31,7 @@ class RemoteState:
         name: The name that it was first bound to, for messages.
         gone: Engines that held a component and have ended since.
         apart: Components that only the notebook holds, by engine, of engines that have ended and not been replaced.
-        dated: The text in the summaries may be out of date; it is asked for again when it is shown.
+        as_of: What `Operations.changes` was when its summaries were made; -1: they are to be asked for in any case.
         held: The notebook's objects that the engines' hold: what is done to them here is to reach those.
         parent: The handle that it was asked of: what this one is given, that one holds, too.
     """
@@ -44,9 +44,14 @@ class RemoteState:
     name: str = ""
     gone: set[int] = field(default_factory=set)
     apart: dict[int, Any] = field(default_factory=dict)
-    dated: bool = False
+    as_of: int = -1
     held: tuple[Any, ...] = ()
     parent: weakref.ref[Any] | None = None
+
+    @property
+    def dated(self) -> bool:
+        """Whether the text in the summaries may be out of date: it is asked for again when it is shown."""
+        return self.as_of != self.operations.changes
 
     def describe(self, facts: dict[int, Described]) -> tuple[Any, ...]:
         """Take in a new description. Returns what was held until now."""
