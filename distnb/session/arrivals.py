@@ -331,9 +331,7 @@ class Arrival:
     ) -> Any:
         if mirrored is None:
             mirrored = are_equal(facts) and len(facts) == len(self._effects)
-        state = RemoteState(
-            self._space, self._operations, identity, facts, local or {}, name or identity[1].lstrip("@")
-        )
+        state = RemoteState(self._space, self._operations, identity, facts, local or {}, name)
         state.as_of = self._operations.changes
         state.gone = {engine for place, engine in enumerate(self._space.key[0]) if place not in self._effects}
         state.describe(facts)

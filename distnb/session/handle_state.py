@@ -28,7 +28,7 @@ class RemoteState:
         identity: The object's id on every replica.
         facts: How it was described, by replica; a replica that never assigned the name has none.
         local: Components that only the notebook holds, by replica: the name's value where it was not assigned.
-        name: The name that it was first bound to, for messages.
+        name: The name that a cell made it under; "" for what calls returned.
         gone: Engines that held a component and have ended since.
         apart: Components that only the notebook holds, by engine, of engines that have ended and not been replaced.
         as_of: What `Operations.changes` was when its summaries were made; -1: they are to be asked for in any case.
@@ -47,6 +47,12 @@ class RemoteState:
     as_of: int = -1
     held: tuple[Any, ...] = ()
     parent: weakref.ref[Any] | None = None
+
+    @property
+    def label(self) -> str:
+        """How messages call it: by a name that the notebook has for it."""
+        name = self.operations.name_of(self) or self.name
+        return f"`{name}`" if name else "this handle"
 
     @property
     def dated(self) -> bool:
@@ -102,10 +108,11 @@ class RemoteState:
         missing = lost if replicas is None or not left else lost.intersection(replicas)
         if not (self.space.ended or missing):
             return
-        what = f"`{self.name}`" if self.name else "this handle"
+        what = self.label
         cure = "Run the cell that makes it again."
         if left and not self.space.ended:
-            each = f"{self.name if self.name.isidentifier() else 'value'}.component({left[0]})"
+            name = what.strip("`")
+            each = f"{name if name.isidentifier() else 'value'}.component({left[0]})"
             raise StaleHandleError(
                 f"{what} ({self.type_name}) has lost its component of replica {', '.join(map(str, sorted(missing)))}: "
                 f"the engine that it lived on has ended. Replica {', '.join(map(str, left))} still has its own, which "

@@ -163,6 +163,18 @@ class Operations:
         """Tell engines that a space of theirs has another key: the group is smaller or larger than it was."""
         self._perform(engines, "rename", (0, ""), (old, new))
 
+    def name_of(self, state: RemoteState) -> str:
+        """A name of the notebook that is bound to a handle of this state; "" if there is none."""
+        bound = self._namespace.user_ns.items()
+        return next(
+            (
+                name
+                for name, value in bound
+                if isinstance(value, HANDLES) and state_of_handle(value) is state and not name.startswith("_")
+            ),
+            "",
+        )
+
     # -- looking at it ---------------------------------------------------------------------------------------------
 
     def refresh(self, handle: DistributedValues) -> bool:
