@@ -5,8 +5,8 @@
 Steps with Adam, one thread per replica. Memory is what the first training of a model of 34 MB of parameters adds to
 the replicas' proportional set sizes (pages that several share count once): parameters, gradients, Adam's two moments.
 There is no target for time; of memory central storage is to take less. "central, no note" is central storage without
-the note that each step leaves in the replicas' ledgers, by which a step that one replica takes alone is found: what that
-costs.
+the note that each step leaves in the replicas' ledgers, by which a step that one replica takes alone is found: the
+difference is what that costs.
 """
 
 from __future__ import annotations
