@@ -113,6 +113,8 @@ class Adoption:
         for part in lazy:
             _equalise_when_materialised(part, self._group)
         ready = [(name, tensor) for name, tensor in new if not is_lazy(tensor)]
+        if ready:
+            self._group().note("strategy.scope", ())
         make_equal(self._group(), ready, self._told)
 
     @property

@@ -206,6 +206,22 @@ def test_a_scope_that_differs_or_fails() -> None:
         assert "the same arguments on every replica and on every machine" in arguments
 
 
+def test_a_scope_on_one_replica_alone() -> None:
+    program = """
+    try:
+        if distnb.is_chief():
+            with strategy.scope():
+                torch.nn.Linear(2, 2)
+        torch.distributed.barrier()
+    except distnb.errors.CollectiveMismatchError as error:
+        result = str(error)
+    """
+    for text in ranks(program, 2):
+        assert "replica 0 called strategy.scope() at" in text
+        assert "replica 1 called barrier() at" in text
+        assert "made equal on all replicas, so all of them enter it" in text
+
+
 def test_assert_in_sync_names_what_and_where() -> None:
     program = """
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))

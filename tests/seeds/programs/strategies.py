@@ -71,6 +71,9 @@ else:
     assert distnb.MultiWorkerMirroredStrategy().num_replicas_in_sync == there
     assert distnb.CentralStorageStrategy().num_replicas_in_sync == there
 
+# Seed 001: strategies of one worker have no resolver.
+assert (strategy.cluster_resolver is None) == (strategy.kind != "multi_worker")
+
 # There is one default strategy, for code that shall not care.
 default = distnb.get_strategy()
 assert default is distnb.get_strategy()
