@@ -216,7 +216,9 @@ def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]], strategy
         return
     descriptions = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
     head = torch.tensor(
-        [len(named), zlib.crc32(repr((strategy, descriptions)).encode())], dtype=torch.int64, device=torch_device(group.device)
+        [len(named), zlib.crc32(repr((strategy, descriptions)).encode())],
+        dtype=torch.int64,
+        device=torch_device(group.device),
     )
     if any(not torch.equal(other, head) for other in group.all_gather(head)):
         _refuse_other_strategies(group.all_gather_object(strategy))
