@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from distnb.errors import OptionError
 
-__all__ = ["Device", "Team", "parse_device"]
+__all__ = ["Device", "Team", "device_names", "parse_device"]
 
 _PLAIN = re.compile(r"(?P<type>[a-z]+)(?::(?P<index>\d+))?")
 
@@ -43,6 +44,29 @@ def parse_device(text: str | Device) -> Device:
     raise OptionError(
         f"{text!r} is no device. Write 'cpu:0', 'cuda:1', TensorFlow's '/gpu:0', '/job:worker/task:1/device:GPU:0'."
     )
+
+
+def device_names(devices: Iterable[str | Device] | str | None, argument: str) -> tuple[str, ...]:
+    """The names of several devices; none where nothing was given, which means all that there are.
+
+    Args:
+        devices: A sequence, or one text with commas.
+        argument: Whose value it is, for errors.
+
+    Raises:
+        OptionError: It is empty, no sequence, or has something that is no device.
+    """
+    if devices is None:
+        return ()
+    if not isinstance(devices, Iterable):
+        raise OptionError(
+            f"{argument}={devices!r}: name the devices, as in {argument}=['cuda:0', 'cuda:1']. How many replicas there "
+            "are without that is the number of engines: %distnb start -n 4, or distnb.start(4)."
+        )
+    given = devices.split(",") if isinstance(devices, str) else list(devices)
+    if not given:
+        raise OptionError(f"{argument} is empty. Name at least one device, or leave it out to take all that there are.")
+    return tuple(str(parse_device(device)) for device in given)
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,11 @@ def read_host_options(
         ('a', 'b')
     """
     _check_launcher(launcher)
+    if not isinstance(cluster_resolver, (ClusterResolver, type(None))):
+        raise OptionError(
+            f"cluster_resolver={cluster_resolver!r} is none. Give an object of distnb.cluster_resolver, such as "
+            "SimpleClusterResolver({'worker': ['a:2222', 'b:2222']})."
+        )
     chosen = launcher or _usual_launcher(hosts, cluster_resolver)
     given: dict[str, Any] = {
         "hosts": hosts,

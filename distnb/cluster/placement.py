@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _REPLICA_JOBS = ("chief", "worker")
+_JOBS = (*_REPLICA_JOBS, "ps", "evaluator")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ def placement_of(resolver: ClusterResolver) -> Placement | None:
             f"This process is {kind} {index} of its cluster, and replicas are on {' and '.join(_REPLICA_JOBS)} tasks. "
             "Those, and an evaluator, can make a MultiWorkerMirroredStrategy."
         )
+    if not workers:
+        raise OptionError(f"The cluster has no {' and no '.join(_REPLICA_JOBS)}, so nobody trains: {spec.as_dict()}.")
+    if kind is not None and index is not None:
+        spec.task_address(kind, index)
     if len(workers) < 2:
         return None
     if kind is None or index is None:
@@ -93,7 +98,6 @@ def placement_of(resolver: ClusterResolver) -> Placement | None:
             f"The cluster has the workers {_list(workers)}, and nothing says which of them this process is. Add "
             '"task": {"type": "worker", "index": …} to TF_CONFIG, or assign the resolver\'s task_type and task_id.'
         )
-    spec.task_address(kind, index)
     split_address(workers[0].address)
     addresses = [worker.address for worker in workers]
     doubles = {address for address in addresses if addresses.count(address) > 1}
@@ -104,7 +108,17 @@ def placement_of(resolver: ClusterResolver) -> Placement | None:
 
 
 def workers_of(spec: ClusterSpec) -> tuple[Worker, ...]:
-    """The tasks of a cluster that hold replicas, in rank order. Raises OptionError where it has several chiefs."""
+    """The tasks of a cluster that hold replicas, in rank order.
+
+    Raises:
+        OptionError: The cluster has several chiefs, or a job that nobody knows: a misspelt one would be left out.
+    """
+    unknown = [job for job in spec.jobs if job not in _JOBS]
+    if unknown:
+        raise OptionError(
+            f"The cluster {spec.as_dict()} has the job {unknown[0]!r}, and the jobs that there can be are "
+            f"{', '.join(_JOBS)}."
+        )
     if "chief" in spec.jobs and spec.num_tasks("chief") > 1:
         raise OptionError(f"The cluster has {spec.num_tasks('chief')} chiefs: {spec.as_dict()['chief']}. Name one.")
     return tuple(

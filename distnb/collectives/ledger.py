@@ -26,6 +26,8 @@ _ADVICE_ON: Final = {  # by what the names of operations contain
     "call it. To save on one of them, call it before `if distnb.is_chief():`.",
     ".step(": "step() under central storage is taken by all replicas together: each has variables that it updates for "
     "all.",
+    ".scope(": "What is made in strategy.scope() is made equal on all replicas, so all of them enter it; what only one "
+    "needs is made outside.",
 }
 _AHEAD: Final = RING - 64
 

@@ -223,7 +223,8 @@ class SharedSum:
             try:
                 group.examine(epoch, number)
                 if self._has_ended(rank):
-                    group.explain(epoch, number, RuntimeError(f"its process {self._words[rank][_PID]} has ended"))
+                    ended = f"process {self._words[rank][_PID]} of replica {group.replicas[rank]} has ended"
+                    group.explain(epoch, number, RuntimeError(ended))
             finally:
                 group.waited()
 

@@ -117,7 +117,7 @@ class Spmd:
             if self._open_scopes:
                 yield strategy
                 return
-            self._heal()
+            self._heal("strategy.scope")
             self._open_scopes += 1
             take_back = contexts.note_names()
             try:
@@ -131,9 +131,12 @@ class Spmd:
             finally:
                 self._open_scopes -= 1
 
-    def _heal(self) -> None:
+    def _heal(self, within: str) -> None:
         # A program that ended half-way through a step may have left the replicas' variables unequal.
-        if self._sync.healed != self._process.group.generation:
+        group = self._process.group
+        if self._sync.healed != group.generation:
+            if group.size > 1:
+                group.note(within, ())
             self._sync.heal(self._adoption.buffers())
             if self._optimizers is not None:
                 self._optimizers.tell_of_half_steps()
@@ -151,7 +154,7 @@ class Spmd:
         """Call the function once, as this replica, with this replica's components of the arguments."""
         process = self._process
         if self._sync.healed != process.group.generation:
-            self._heal()
+            self._heal("strategy.run")
         rank, size = process.rank, process.team.size
         note = BatchNote()
         own_args = [select(arg, rank, size, note) for arg in args]

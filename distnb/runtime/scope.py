@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from distnb.accelerators import torch_device
 from distnb.collectives.mirrored import find_mirror
 from distnb.errors import ContextError, StructureError
-from distnb.options import VariableAggregation
+from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts, metric_binding
 from distnb.runtime.scope_buffers import ScopeBuffers
 from distnb.variables.sync_on_read import SyncOnReadVariable
@@ -76,7 +76,7 @@ class Adoption:
         number = torch.tensor(self._made_variables + 1)
         if self.group.size > 1:
             label = f"Variable {variable.name or ''}".strip()
-            make_equal(self.group, [("number", number), (label, component_of(variable))])
+            make_equal(self.group, [("number", number), (label, component_of(variable))], self._told)
         variable.number = self._made_variables = int(number)
         self._adopt(variable, FamilyKey(f"Variable {variable.name}" if variable.name else "Variable"))
 
@@ -113,7 +113,16 @@ class Adoption:
         for part in lazy:
             _equalise_when_materialised(part, self._group)
         ready = [(name, tensor) for name, tensor in new if not is_lazy(tensor)]
-        make_equal(self._group(), ready)
+        if ready:
+            self._group().note("strategy.scope", ())
+        make_equal(self._group(), ready, self._told)
+
+    @property
+    def _told(self) -> str:
+        """What the strategy was told that must be the same on every replica: all but who is where."""
+        options = self.strategy.spec.options
+        plain = [(name, value) for name, value in options if isinstance(value, (str, bool, CommunicationOptions))]
+        return f"{self.strategy.spec.kind}({', '.join(f'{name}={value!r}' for name, value in plain)})"
 
     def take_restored(self, values: Iterable[Any]) -> None:
         """Adopt modules, optimizers and parameters that were copied from another replica, values included."""
@@ -192,23 +201,27 @@ def _equalise_when_materialised(part: torch.nn.Module, group: Callable[[], Group
 # -- equal values ------------------------------------------------------------------------------------------------------
 
 
-def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]], strategy: str = "") -> None:
     """Give every replica the values that replica 0 holds, in one flat message (several, for very large models).
 
     Args:
         group: The replicas.
         named: The same tensors on each; the names are for errors.
+        strategy: Whose variables they are, as every replica must have it.
 
     Raises:
-        StructureError: The replicas made different variables.
+        StructureError: The replicas made different variables, or different strategies.
     """
     if not named:
         return
     descriptions = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
     head = torch.tensor(
-        [len(named), zlib.crc32(repr(descriptions).encode())], dtype=torch.int64, device=torch_device(group.device)
+        [len(named), zlib.crc32(repr((strategy, descriptions)).encode())],
+        dtype=torch.int64,
+        device=torch_device(group.device),
     )
     if any(not torch.equal(other, head) for other in group.all_gather(head)):
+        _refuse_other_strategies(group.all_gather_object(strategy))
         _refuse_unlike(group.all_gather_object(descriptions))
     pack: list[torch.Tensor] = []
     nbytes = 0
@@ -236,6 +249,15 @@ def _broadcast_pack(group: Group, pack: Sequence[torch.Tensor]) -> None:
         begin += tensor.nbytes
         # Cloned, since a view as another dtype needs an aligned beginning.
         tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _refuse_other_strategies(strategies: Sequence[str]) -> None:
+    if len(set(strategies)) > 1:
+        shown = "\n".join(f"  replica {replica}: {strategy}" for replica, strategy in enumerate(strategies))
+        raise StructureError(
+            f"The replicas are in the scopes of different strategies:\n{shown}\nMake the strategy with the same "
+            "arguments on every replica and on every machine."
+        )
 
 
 def _refuse_unlike(descriptions: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:

@@ -246,7 +246,7 @@ class Arrival:
             holds = tuple(held for held in found.nodes if held != identity)
         facts = {replica: Described("object", identity=new, reads=None, holds=holds) for replica in self._effects}
         handle = self._handle(new, facts, mirrored=False)
-        state_of_handle(handle).dated = True
+        state_of_handle(handle).as_of = -1
         self._successors[identity] = handle
         space.twins.drop((identity,))
         space.renamed[identity] = new
@@ -331,9 +331,8 @@ class Arrival:
     ) -> Any:
         if mirrored is None:
             mirrored = are_equal(facts) and len(facts) == len(self._effects)
-        state = RemoteState(
-            self._space, self._operations, identity, facts, local or {}, name or identity[1].lstrip("@")
-        )
+        state = RemoteState(self._space, self._operations, identity, facts, local or {}, name)
+        state.as_of = self._operations.changes
         state.gone = {engine for place, engine in enumerate(self._space.key[0]) if place not in self._effects}
         state.describe(facts)
         self._made.append(state)
@@ -357,7 +356,7 @@ class Arrival:
                 if identity in effects.handles
             }
             self._held += state.describe(facts)
-            state.dated = False
+            state.as_of = self._operations.changes
             # Of components that differed, what is left when an engine has ended is not what all have.
             known = len(state.facts) == self._space.size and (isinstance(handle, Mirrored) or not state.gone)
             if known and not any(fact.wrapped for fact in facts.values()):

@@ -116,7 +116,7 @@ class Collector:
         try:
             state = self._space.state(handle, in_part=in_part)
         except Unsendable as error:
-            raise explain(handle, f"`{name or state_of_handle(handle).name}`", error) from error
+            raise explain(handle, f"`{name}`" if name else state_of_handle(handle).label, error) from error
         if id(handle) in self._seen:
             return set()
         self._seen.add(id(handle))

@@ -28,10 +28,10 @@ class RemoteState:
         identity: The object's id on every replica.
         facts: How it was described, by replica; a replica that never assigned the name has none.
         local: Components that only the notebook holds, by replica: the name's value where it was not assigned.
-        name: The name that it was first bound to, for messages.
+        name: The name that a cell made it under; "" for what calls returned.
         gone: Engines that held a component and have ended since.
         apart: Components that only the notebook holds, by engine, of engines that have ended and not been replaced.
-        dated: The text in the summaries may be out of date; it is asked for again when it is shown.
+        as_of: What `Operations.changes` was when its summaries were made; -1: they are to be asked for in any case.
         held: The notebook's objects that the engines' hold: what is done to them here is to reach those.
         parent: The handle that it was asked of: what this one is given, that one holds, too.
     """
@@ -44,9 +44,20 @@ class RemoteState:
     name: str = ""
     gone: set[int] = field(default_factory=set)
     apart: dict[int, Any] = field(default_factory=dict)
-    dated: bool = False
+    as_of: int = -1
     held: tuple[Any, ...] = ()
     parent: weakref.ref[Any] | None = None
+
+    @property
+    def label(self) -> str:
+        """How messages call it: by a name that the notebook has for it."""
+        name = self.operations.name_of(self) or self.name
+        return f"`{name}`" if name else "this handle"
+
+    @property
+    def dated(self) -> bool:
+        """Whether the text in the summaries may be out of date: it is asked for again when it is shown."""
+        return self.as_of != self.operations.changes
 
     def describe(self, facts: dict[int, Described]) -> tuple[Any, ...]:
         """Take in a new description. Returns what was held until now."""
@@ -97,10 +108,11 @@ class RemoteState:
         missing = lost if replicas is None or not left else lost.intersection(replicas)
         if not (self.space.ended or missing):
             return
-        what = f"`{self.name}`" if self.name else "this handle"
+        what = self.label
         cure = "Run the cell that makes it again."
         if left and not self.space.ended:
-            each = f"{self.name if self.name.isidentifier() else 'value'}.component({left[0]})"
+            name = what.strip("`")
+            each = f"{name if name.isidentifier() else 'value'}.component({left[0]})"
             raise StaleHandleError(
                 f"{what} ({self.type_name}) has lost its component of replica {', '.join(map(str, sorted(missing)))}: "
                 f"the engine that it lived on has ended. Replica {', '.join(map(str, left))} still has its own, which "

@@ -56,13 +56,13 @@ class _Remote(DistributedValues):
 
     def __repr__(self) -> str:
         state = state_of_handle(self)
-        state.operations.refresh(self)
-        return as_text(state, self._num_replicas, mirrored=isinstance(self, Mirrored))
+        fresh = state.operations.refresh(self)
+        return as_text(state, self._num_replicas, mirrored=isinstance(self, Mirrored), fresh=fresh)
 
     def _repr_html_(self) -> str:
         state = state_of_handle(self)
-        state.operations.refresh(self)
-        return as_html(state, self._num_replicas, mirrored=isinstance(self, Mirrored))
+        fresh = state.operations.refresh(self)
+        return as_html(state, self._num_replicas, mirrored=isinstance(self, Mirrored), fresh=fresh)
 
     def _ipython_key_completions_(self) -> list[Any]:
         return []

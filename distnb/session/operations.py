@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from distnb.errors import DistributedValueError
+from distnb.errors import DistributedValueError, ReplicaStuck
 from distnb.session.agreeing import method_of
 from distnb.session.handles import HANDLES, RemoteState, state_of_handle
 from distnb.session.luggage import objects_in
@@ -28,6 +28,9 @@ __all__ = ["Operations", "Perform"]
 Path = tuple[tuple[str, Any], ...]
 
 
+_LOOKING = ("summary", "read_summary", "get", "list", "read", "check")
+
+
 class Perform(Protocol):
     """Applies an operation to an object on some engines, and gives the answer of each."""
 
@@ -42,11 +45,15 @@ class Operations:
     Args:
         namespace: The notebook's, which makes deliveries and takes in effects.
         perform: Sends an operation to engines and waits.
+
+    Attributes:
+        changes: How many programs there were that may have changed what handles stand for: cells, calls, operations.
     """
 
     def __init__(self, namespace: NotebookNamespace, perform: Perform) -> None:
         self._namespace = namespace
         self._perform = perform
+        self.changes = 0
 
     # -- forwarding ------------------------------------------------------------------------------------------------
 
@@ -139,7 +146,8 @@ class Operations:
         space = state.space
         delivery = self._namespace.deliver_call(space, (tuple(args), dict(kwargs)), touched=(handle,))
         answers = self._ask(space, operation, state.identity, Request(delivery, path, asked))
-        state.dated = True
+        self.changes += operation not in _LOOKING
+        state.as_of = -1
         return answers
 
     def _ask(self, space: NotebookSpace, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
@@ -155,10 +163,26 @@ class Operations:
         """Tell engines that a space of theirs has another key: the group is smaller or larger than it was."""
         self._perform(engines, "rename", (0, ""), (old, new))
 
+    def name_of(self, state: RemoteState) -> str:
+        """A name of the notebook that is bound to a handle of this state; "" if there is none."""
+        bound = self._namespace.user_ns.items()
+        return next(
+            (
+                name
+                for name, value in bound
+                if isinstance(value, HANDLES) and state_of_handle(value) is state and not name.startswith("_")
+            ),
+            "",
+        )
+
     # -- looking at it ---------------------------------------------------------------------------------------------
 
-    def refresh(self, handle: DistributedValues) -> None:
-        """Bring the summaries up to date, if a program has touched the object or they were never made."""
+    def refresh(self, handle: DistributedValues) -> bool:
+        """Bring the summaries up to date, if a program may have changed the object or they were never made.
+
+        Returns:
+            Whether they are; not while an engine is stuck.
+        """
         state = state_of_handle(handle)
         missing = any(
             fact.summary is None or (fact.summary.text is None and not fact.summary.shape)
@@ -166,15 +190,20 @@ class Operations:
         )
         unseen = any(fact.summary is not None and fact.summary.text is None for fact in state.facts.values())
         if not (state.dated or missing or unseen) or state.space.ended or not state.facts.keys() - state.lost:
-            return
-        effects = self._effects(handle, "read_summary" if state.together and not state.lost else "summary", (), {}, ())
+            return True
+        operation = "read_summary" if state.together and not state.lost else "summary"
+        try:
+            effects = self._effects(handle, operation, (), {}, ())
+        except ReplicaStuck:
+            return False
         for replica, one in effects.items():
             summary: Summary = one.result
             state.facts[replica] = replace(state.facts[replica], summary=replace(summary, text=summary.text or ""))
         self._namespace.take_in_call(
             state.space, {replica: replace(one, result=None) for replica, one in effects.items()}, with_result=False
         )
-        state.dated = False
+        state.as_of = self.changes
+        return True
 
     def read(self, handle: DistributedValues) -> Any:
         """A copy of what a mirrored object is: replica 0's, or what all replicas read together."""

@@ -260,6 +260,7 @@ class Session:
             team = self.team(spec)
             self._dispatch.require_ready(team.engines)
             delivery = self.namespace.outgoing(source, team)
+            self.namespace.operations.changes += 1
             program = self._dispatch.number()
             message = RunCell(program, team, spec, source, filename, label, in_scope, delivery)
             outcome = self._perform(program, team, message)
@@ -298,6 +299,7 @@ class Session:
             team = self.team(spec)
             program = self._dispatch.number()
             delivery = self.namespace.outgoing_call(args, kwargs, team)
+            self.namespace.operations.changes += 1
             message = CallFunction(program, team, spec, method, delivery)
             try:
                 outcome = (self._dispatch.run if wait else self._dispatch.post)(program, team.engines, message)

@@ -14,18 +14,24 @@ __all__ = ["as_html", "as_text"]
 
 _UNASSIGNED = "<unassigned>"
 _LOST = "<lost: its engine has ended>"
+_EARLIER = " as last seen (an engine is stuck: %distnb status)"
 _HEADER = ("replica", "type", "shape", "dtype", "device", "value")
 
 
-def as_text(state: RemoteState, size: int, *, mirrored: bool) -> str:
-    """The repr of a handle: one line for a mirrored object, one per replica for others."""
+def as_text(state: RemoteState, size: int, *, mirrored: bool, fresh: bool = True) -> str:
+    """The repr of a handle: one line for a mirrored object, one per replica for others.
+
+    Args:
+        fresh: The engines were asked, if there was a reason to.
+    """
+    earlier = "" if fresh else _EARLIER
     if state.space.ended:
-        return f"<stale handle of `{state.name}` ({state.type_name}): the engines were restarted or stopped>"
+        return f"<stale: {state.label} ({state.type_name}) is gone, since the engines were restarted or stopped>"
     if mirrored:
         replica = next((r for r in range(size) if r in state.facts), 0)
-        return f"Mirrored({_line(state, replica)}) on {size} replica{'s' * (size != 1)}"
+        return f"Mirrored({_line(state, replica)}) on {size} replica{'s' * (size != 1)}{earlier}"
     lines = [f"  {replica}: {_line(state, replica)}" for replica in range(size)]
-    return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
+    return "PerReplica:{\n" + ",\n".join(lines) + "\n}" + earlier
 
 
 def _line(state: RemoteState, replica: int) -> str:
@@ -54,8 +60,8 @@ def _cells(state: RemoteState, replica: int) -> tuple[str, str, str, str, str]:
     return summary.type, summary.shape, summary.dtype, summary.device, summary.text or ""
 
 
-def as_html(state: RemoteState, size: int, *, mirrored: bool) -> str:
-    """The handle as a table: a row per replica, or one row where all have the same."""
+def as_html(state: RemoteState, size: int, *, mirrored: bool, fresh: bool = True) -> str:
+    """The handle as a table: a row per replica, or one row where all have the same; `fresh` as for `as_text`."""
     if state.space.ended:
         return f"<pre>{html.escape(as_text(state, size, mirrored=mirrored))}</pre>"
     rows = [(str(replica), *_cells(state, replica)) for replica in range(size)]
@@ -64,6 +70,7 @@ def as_html(state: RemoteState, size: int, *, mirrored: bool) -> str:
         title = f"Mirrored on {size} replica{'s' * (size != 1)}"
         rows = [("", *rows[0][1:])] if len({row[1:] for row in rows}) == 1 else rows
     rows = [(row[0], row[1].rsplit(".", 1)[-1], *row[2:]) for row in rows]
+    title += "" if fresh else _EARLIER
     columns = filled_columns(rows)
     return html_table(
         [_HEADER[i] for i in columns],

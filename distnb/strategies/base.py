@@ -327,8 +327,10 @@ def kept_options(gradient_reduction: str, check_mean_loss: bool, **others: Any) 
         others: A strategy's own; None and False are their defaults.
 
     Raises:
-        OptionError: There is no such reduction.
+        OptionError: There is no such reduction, or the check is neither on nor off.
     """
+    if not isinstance(check_mean_loss, bool):
+        raise OptionError(f"check_mean_loss={check_mean_loss!r}: write True or False.")
     if gradient_reduction not in ("sum", "mean"):
         raise OptionError(f"gradient_reduction={gradient_reduction!r}: write 'sum' or 'mean'.")
     kept = {name: value for name, value in others.items() if value is not None and value is not False}

@@ -9,7 +9,7 @@ from distnb.errors import OptionError
 from distnb.options import StrategySpec
 from distnb.runtime import central_storage, choice
 from distnb.strategies.base import Strategy, kept_options
-from distnb.topology import Device, parse_device
+from distnb.topology import Device, device_names, parse_device
 
 __all__ = ["CentralStorageStrategy"]
 
@@ -59,7 +59,7 @@ class CentralStorageStrategy(Strategy):
         gradient_reduction: str = "sum",
         check_mean_loss: bool = True,
     ) -> Self:
-        names = _names(compute_devices)
+        names = device_names(compute_devices, "compute_devices")
         doubles = sorted({name for name in names if names.count(name) > 1})
         if doubles:
             raise OptionError(f"{doubles[0]} was named for several replicas. Name each device of compute_devices once.")
@@ -77,12 +77,3 @@ class CentralStorageStrategy(Strategy):
         given = [f"compute_devices={list(self.spec.devices)}"] if self.spec.devices else []
         given += [f"{name}={value!r}" for name, value in self.spec.options]
         return f"CentralStorageStrategy({', '.join(given)})"
-
-
-def _names(devices: Sequence[str | Device] | str | None) -> tuple[str, ...]:
-    if devices is None:
-        return ()
-    given = devices.split(",") if isinstance(devices, str) else list(devices)
-    if not given:
-        raise OptionError("compute_devices is empty. Name at least one device, or leave it out to take all.")
-    return tuple(str(parse_device(device)) for device in given)

@@ -80,8 +80,8 @@ def evaluate_checkpoints(
         >>> lines[0]["checkpoint"], lines[0]["results"]
         ('final.pt', {'result': 2.0})
     """
-    _check(evaluate, last, timeout_s, poll_s)
-    folder = Path(directory)
+    _check(evaluate, pattern, last, timeout_s, poll_s)
+    folder = _folder(directory)
     target = Path(log) if log is not None else folder / _LOG
     done = _logged(target)
     lines: list[dict[str, Any]] = []
@@ -126,14 +126,25 @@ def _appearing(
             time.sleep(poll_s)
 
 
-def _check(evaluate: Any, last: Any, timeout_s: Any, poll_s: Any) -> None:
+def _folder(directory: Any) -> Path:
+    if not isinstance(directory, (str, os.PathLike)):
+        raise OptionError(f"directory={directory!r}: give the path of the directory where the chief saves.")
+    folder = Path(os.fspath(directory))
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(f"directory={str(folder)!r} is a file: give the directory where the chief saves.")
+    return folder
+
+
+def _check(evaluate: Any, pattern: Any, last: Any, timeout_s: Any, poll_s: Any) -> None:
     if not callable(evaluate):
         raise OptionError(f"evaluate={evaluate!r}: give a function that takes the path of a checkpoint.")
     if last is not None and not isinstance(last, str) and not callable(last):
         raise OptionError(f"last={last!r}: give the name of the last checkpoint, or a function of its path.")
-    if timeout_s is not None and not timeout_s > 0:
+    if not isinstance(pattern, str):
+        raise OptionError(f"pattern={pattern!r}: give a pattern of names as in a shell, such as '*.pt'.")
+    if timeout_s is not None and not _positive(timeout_s):
         raise OptionError(f"timeout_s={timeout_s!r}: give a positive number of seconds, or None to wait for ever.")
-    if not poll_s > 0:
+    if not _positive(poll_s):
         raise OptionError(f"poll_s={poll_s!r}: give a positive number of seconds.")
     spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it
     process = spmd.current() if spmd is not None else None
@@ -142,6 +153,10 @@ def _check(evaluate: Any, last: Any, timeout_s: Any, poll_s: Any) -> None:
             f"evaluate_checkpoints was called on replica {process.rank} of {process.size}. An evaluator is a process "
             'of its own: give it the task type "evaluator" in TF_CONFIG, or start it apart.'
         )
+
+
+def _positive(seconds: Any) -> bool:
+    return isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and seconds > 0
 
 
 def _checkpoints(folder: Path, pattern: str) -> list[_Checkpoint]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 from distnb.cluster.devices import available_gpus
@@ -13,7 +13,7 @@ from distnb.errors import OptionError
 from distnb.options import StrategySpec
 from distnb.runtime import choice
 from distnb.strategies.base import Strategy, kept_options
-from distnb.topology import Device, parse_device
+from distnb.topology import Device, device_names
 
 __all__ = ["MirroredStrategy"]
 
@@ -88,14 +88,4 @@ def _device_names(devices: Sequence[str | Device] | str | None, num_gpus: int | 
         if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or num_gpus < 1:
             raise OptionError(f"num_gpus={num_gpus!r}: give a whole number from 1.")
         return tuple(f"cuda:{index}" for index in range(num_gpus))
-    if devices is None:
-        return ()
-    if not isinstance(devices, (str, Iterable)):
-        raise OptionError(
-            f"devices={devices!r}: name the devices, as in devices=['cuda:0', 'cuda:1']. How many replicas there are "
-            f"without that is the number of engines: %distnb start -n 4, or distnb.start(4)."
-        )
-    given = devices.split(",") if isinstance(devices, str) else list(devices)
-    if not given:
-        raise OptionError("devices is empty. Name at least one device, or leave it out to take all that there are.")
-    return tuple(str(parse_device(device)) for device in given)
+    return device_names(devices, "devices")

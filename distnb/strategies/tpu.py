@@ -10,7 +10,7 @@ from distnb.errors import OptionError, StartError
 from distnb.options import StrategySpec
 from distnb.runtime import choice
 from distnb.strategies.base import Strategy, kept_options
-from distnb.topology import Device, parse_device
+from distnb.topology import Device, device_names, parse_device
 
 __all__ = ["TPUStrategy"]
 
@@ -82,11 +82,8 @@ def _refuse(name: str, value: Any, reason: str) -> None:
 
 
 def _chip_names(devices: Sequence[str | Device] | str | None) -> tuple[str, ...]:
-    if devices is None:
-        return ()
-    given = [parse_device(each) for each in (devices.split(",") if isinstance(devices, str) else devices)]
-    other = [str(device) for device in given if device.type != "tpu"]
-    if other or not given:
+    given = [parse_device(name) for name in device_names(devices, "devices")]
+    if any(device.type != "tpu" for device in given):
         raise OptionError(f"devices={devices!r}: name TPU chips, such as ['tpu:0', 'tpu:1'], or leave it out for all.")
     tpu.check_named(given)
     return tuple(map(str, given))

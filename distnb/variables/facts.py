@@ -8,6 +8,7 @@ from typing import Any
 __all__ = ["is_fact"]
 
 _GETTERS = ("real", "imag", "T", "H", "mT", "mH")
+_SETTERS = ("grad", "requires_grad")
 _FACTS = frozenset(
     {
         *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "__len__"),
@@ -20,8 +21,13 @@ _FACTS = frozenset(
 
 
 def is_fact(function: Any, name: str) -> bool:
-    """Whether a function of torch asks for what is the same on every replica: shapes, dtypes, flags, not the value."""
+    """Whether a function of torch has to do with shapes, dtypes, flags or gradients, and not with the value.
+
+    Gradients are put aside during every backward pass, whichever strategy's.
+    """
     if name == "__get__":
         owner = getattr(function, "__self__", None)
         return not (isinstance(owner, types.GetSetDescriptorType) and owner.__name__ in _GETTERS)
+    if name in ("__set__", "__delete__"):
+        return getattr(getattr(function, "__self__", None), "__name__", "") in _SETTERS
     return name in _FACTS

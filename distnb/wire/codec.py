@@ -158,6 +158,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(obj, torch.Tensor) or obj.device.type in _SHOWN_AS_BYTES:
             return NotImplemented
+        if type(obj).__reduce_ex__ not in (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__):
+            return NotImplemented  # it says itself what it is made of: a plain tensor, and more (our variables)
         is_parameter = isinstance(obj, torch.nn.Parameter)
         requires_grad = obj.is_leaf and obj.requires_grad
         return _rebuild_from_host, (obj.detach().to("cpu"), str(obj.device), requires_grad, is_parameter)

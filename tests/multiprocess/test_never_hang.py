@@ -327,6 +327,7 @@ def new_workers(before: set[int]) -> list[str]:
 
 
 def test_code_that_no_signal_reaches_gives_the_prompt_back(notebook: Notebook) -> None:
+    notebook.run("%%distribute mirrored\nseen = torch.ones(2)")
     source = """%%distribute mirrored
 print("ready", flush=True)
 if distnb.replica_id() == 1:
@@ -341,6 +342,8 @@ dist.all_reduce(torch.ones(1))
     assert "busy" in notebook.run("%distnb status").text
     assert "does not answer" in notebook.run("%distnb stacks").text  # `sum` never lets go of Python's lock
     failed(notebook, "%%distribute mirrored\npass", "ReplicaStuck")
+    assert "[1., 1.]" in (shown := notebook.run("print(seen)").stdout)
+    assert "as last seen" in shown
     notebook.run("%distnb restart 1", timeout_s=60)
 
 

@@ -189,11 +189,37 @@ def test_a_scope_that_differs_or_fails() -> None:
             kept.append(torch.nn.Linear(2, 2 + distnb.replica_id()))
     except Exception as error:
         result = type(error).__name__, str(error)
+    told = [{"check_mean_loss": False}, {"gradient_reduction": "mean"}]
+    mine = distnb.MirroredStrategy(**told[distnb.replica_id()])
+    try:
+        with mine.scope():
+            kept.append(torch.nn.Linear(2, 2))
+    except Exception as error:
+        result = *result, type(error).__name__, str(error)
     """
-    for name, text in ranks(program, 2):
-        assert name == "StructureError"
+    for name, text, other, arguments in ranks(program, 2):
+        assert name == other == "StructureError"
         assert "Linear.weight, float32[2, 2]" in text
         assert "float32[3, 2]" in text
+        assert "replica 0: mirrored(check_mean_loss=False)" in arguments
+        assert "replica 1: mirrored(gradient_reduction='mean')" in arguments
+        assert "the same arguments on every replica and on every machine" in arguments
+
+
+def test_a_scope_on_one_replica_alone() -> None:
+    program = """
+    try:
+        if distnb.is_chief():
+            with strategy.scope():
+                torch.nn.Linear(2, 2)
+        torch.distributed.barrier()
+    except distnb.errors.CollectiveMismatchError as error:
+        result = str(error)
+    """
+    for text in ranks(program, 2):
+        assert "replica 0 called strategy.scope() at" in text
+        assert "replica 1 called barrier() at" in text
+        assert "made equal on all replicas, so all of them enter it" in text
 
 
 def test_assert_in_sync_names_what_and_where() -> None:

@@ -117,3 +117,16 @@ def test_a_notebook_starts_its_engines_on_the_chips() -> None:
         assert notebook.value("variables") == expected_variables
         assert notebook.value("(scale.item(), int(steps), int(seen))") == expected_variables[:3]
         assert notebook.value("(where, again)") == ("tpu:0", [2, ("tpu:0", "tpu:1")])
+        # Variables are described, shown and fetched as variables; a lazy module gets its parameters on the chips.
+        notebook.run(
+            "with strategy.scope():\n"
+            "    counted = distnb.Variable(10.0, synchronization='on_read', aggregation='sum')\n"
+            "    lazy = torch.nn.LazyLinear(2)\n"
+            "strategy.run(lambda: (counted.assign_add(1.0), lazy(torch.ones(1, 3))))\n"
+            "strategy.assert_in_sync(lazy)\n"
+        )
+        assert notebook.value("float(counted)") == 22.0
+        assert "22." in notebook.run("print(counted)").stdout
+        kept = "[(type(each).__name__, float(each)) for each in strategy.local_results(counted)]"
+        assert notebook.value(kept) == [("SyncOnReadVariable", 11.0)] * 2
+        assert notebook.value("(str(lazy.weight.device), tuple(lazy.weight.shape))") == ("tpu:0", (2, 3))

@@ -122,6 +122,14 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         result["used after"] = (write + 1).tolist(), strategy.run(lambda: (write + 1).tolist()), type(write + 1).__name__
         result["mixed"] = [error(lambda: strategy.run(step)) for step in (lambda: other + 1, lambda: other.assign(1))]
         result["default"] = error(lambda: strategy.run(lambda: default.assign_add(1)))
+
+        # A strategy trains beside another one, whose variables have gradients that were not used yet.
+        beside = distnb.CentralStorageStrategy()
+        with beside.scope():
+            model = torch.nn.Linear(2, 1)
+        strategy.run(lambda: write.sum().backward())
+        result["beside"] = error(lambda: beside.run(lambda: model(torch.ones(2)).backward()))
+        result["gradients"] = write.grad.tolist(), model.weight.grad.tolist()
         """
     )
     for rank, one in enumerate(found):
@@ -146,6 +154,8 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         assert one["facts"] == (([2], "torch.float32", None, True), 2.0)
         assert one["used after"] == ([6.0, 6.0], [6.0, 6.0], "Tensor")
         assert "with strategy.scope()" in one["default"]
+        assert one["beside"] is None
+        assert one["gradients"] == ([2.0, 2.0], [[2.0, 2.0]])
 
 
 def test_training_modules_and_saving() -> None:

@@ -47,7 +47,14 @@ def test_a_handle_is_assigned_to_and_read(names: dict[str, Any]) -> None:
     assert v.assign_add(2.0) is v
     assert strategy.run(lambda: v.assign_add(1.0)) is v
     assert float(v) == 5.0
-    assert "'v'" in repr(v)
+    assert "<Variable 'v'" in repr(v)
+    assert "tensor(5.)" in repr(v)
+    # What a program changes is shown as it is, whether the program was given the handle or something that holds it.
+    model, weight = names["model"], names["model"][1].weight
+    before = weight.item()
+    assert f"{before:.4f}" in repr(weight)
+    strategy.run(lambda: model.load_state_dict({**model.state_dict(), "1.weight": torch.tensor([[before + 1.0]])}))
+    assert f"{before + 1.0:.4f}" in repr(weight)
     with pytest.raises(TypeError, match="PerReplica"):
         v.assign(distnb.PerReplica([1.0, 2.0]))
     assert v.item() == 5.0

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.chips import CHIPS
 from tests.ranks import run_ranks
 from tests.tasks import Tasks
 
@@ -25,11 +26,16 @@ TIME_LIMIT_S = 150.0
 
 @dataclass(frozen=True)
 class Way:
-    """How a strategy is made, by how many processes; `workers`: each with a TF_CONFIG, as a machine of its own."""
+    """How a strategy is made, by how many processes and with what in their environment.
+
+    Attributes:
+        workers: Each process has a TF_CONFIG, as a machine of its own.
+    """
 
     made: str
     replicas: int = 1
     workers: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 WAYS = {
@@ -40,8 +46,10 @@ WAYS = {
     "mirrored_4": Way("distnb.MirroredStrategy()", 4),
     "central_2": Way("distnb.CentralStorageStrategy()", 2),
     "multi_worker_2": Way("distnb.MultiWorkerMirroredStrategy()", 2, workers=True),
+    "tpu_2": Way("distnb.TPUStrategy()", 2, env=CHIPS),
 }
-ALL = ("default", "one_device", "mirrored_2", "mirrored_3", "central_2", "multi_worker_2")
+# tpu_2 is the stand-in of `tests/stand_in_tpu`, which is written in Python: programs of many steps leave it out.
+ALL = ("default", "one_device", "mirrored_2", "mirrored_3", "central_2", "multi_worker_2", "tpu_2")
 
 # Starting Python and loading torch costs more than a program: those of one strategy share their processes.
 _DRIVER = """
@@ -95,7 +103,9 @@ def launcher(selected: Iterable[tuple[str, str]], folder: Path) -> Callable[[str
         made = WAYS[way]
         text = _DRIVER.format(made=made.made, names=names, folder=str(folder / way), programs=str(PROGRAMS))
         if not made.workers:
-            return [rank.check().result for rank in run_ranks(text, made.replicas, timeout_s=TIME_LIMIT_S)]
+            return [
+                rank.check().result for rank in run_ranks(text, made.replicas, timeout_s=TIME_LIMIT_S, env=made.env)
+            ]
         workers = [f"worker {index}" for index in range(made.replicas)]
         with Tasks(text + "tell(ended=result)\n", workers) as tasks:
             return [task.check().told["ended"] for task in tasks.wait(TIME_LIMIT_S)]

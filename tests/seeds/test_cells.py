@@ -26,23 +26,32 @@ def text_of(program: str) -> str:
     return (PROGRAMS / f"{program}.py").read_text(encoding="utf-8")
 
 
+ON_ENGINES = {
+    "mirrored": "MirroredStrategy",
+    "central_storage": "CentralStorageStrategy",
+    "multi_worker": "MultiWorkerMirroredStrategy",
+}
+
+
 # The way names what the fixture runs for the comparison.
+@pytest.mark.parametrize("word", ["default", "one_device", *ON_ENGINES])
 @pytest.mark.parametrize(("program", "way"), [(path.stem, REFERENCE) for path in sorted(PROGRAMS.glob("*.py"))])
 def test_a_distributed_cell(
-    notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str
+    notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str, word: str
 ) -> None:
     begin(notebook, tmp_path)
-    notebook.run(f"%%distribute mirrored\n{text_of(program)}", timeout_s=150)
+    notebook.run(f"%%distribute {word}\n{text_of(program)}", timeout_s=150)
     same(fetched(notebook), launch(way)[0][program]["result"])
 
 
 # The others enter a scope in a function, or ask who they are: there the notebook is no replica.
+@pytest.mark.parametrize("word", ON_ENGINES)
 @pytest.mark.parametrize(("program", "way"), [(each, REFERENCE) for each in ("average_loss", "digits", "values")])
 def test_an_ordinary_cell(
-    notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str
+    notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str, word: str
 ) -> None:
     begin(notebook, tmp_path)
-    notebook.run(f"import distnb\nstrategy = distnb.MirroredStrategy()\n{text_of(program)}", timeout_s=150)
+    notebook.run(f"import distnb\nstrategy = distnb.{ON_ENGINES[word]}()\n{text_of(program)}", timeout_s=150)
     same(fetched(notebook), launch(way)[0][program]["result"])
 
 

@@ -127,11 +127,16 @@ def test_mistakes_are_errors(tmp_path: Path):
         ({"evaluate": 5}, "evaluate=5"),
         ({"last": 5}, "last=5"),
         ({"timeout_s": 0}, "timeout_s=0"),
+        ({"timeout_s": "1"}, "timeout_s='1'"),
+        ({"pattern": 5}, "pattern=5"),
         ({"poll_s": 0}, "poll_s=0"),
         ({"evaluate": lambda path: torch.ones(2)}, "numbers are needed"),
         ({"evaluate": lambda path: None}, "numbers are needed"),
     ]:
         with pytest.raises(errors.OptionError, match=told):
             distnb.evaluate_checkpoints(tmp_path, **{"evaluate": number, **arguments})  # type: ignore[arg-type]
+    for directory, told in [(5, "directory=5"), (tmp_path / "1", "is a file: give the directory")]:
+        with pytest.raises(errors.OptionError, match=told):
+            distnb.evaluate_checkpoints(directory, number)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="could not convert"):
         distnb.evaluate_checkpoints(tmp_path, lambda path: float("x"))

@@ -125,6 +125,7 @@ def test_how_many_engines_a_machine_gets(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"hosts": ["a"], "secret": "s"}, "secret='s' is nothing for launcher='ssh'"),
         ({"hosts": ["a"], "cluster_resolver": WORKERS}, "cannot be given with cluster_resolver"),
         ({"launcher": "server"}, "by cluster_resolver"),
+        ({"cluster_resolver": {"worker": ["a:1"]}}, "cluster_resolver=.* is none. Give an object"),
         ({"launcher": "local", "cluster_resolver": WORKERS}, "Leave one out"),
         ({"n": 2, "cluster_resolver": WORKERS}, "n=2 counts engines on this machine"),
         ({"launcher": "ssh", "cluster_resolver": SimpleClusterResolver({"ps": ["a:1"]})}, "no chief and no worker"),

@@ -142,6 +142,11 @@ def test_ranks_are_in_task_order_the_chief_first():
         ({"chief": ["a:1", "b:1"], "worker": ["c:1"]}, "has 2 chiefs"),
         ({"worker": ["a:1", "a:1"]}, "several tasks the same address, a:1"),
         ({"worker": ["a", "b:1"]}, "'a' is no address of the form host:port"),
+        (
+            {"worker": ["a:1"], "wrker": ["b:1"]},
+            "the job 'wrker', and the jobs that there can be are chief, worker, ps",
+        ),
+        ({"ps": ["a:1"], "evaluator": ["b:1"]}, "no chief and no worker, so nobody trains"),
     ],
 )
 def test_a_cluster_that_makes_no_sense(cluster: Any, told: str):

@@ -394,11 +394,16 @@ def test_captured_handles(world: DoubleWorld) -> None:
 
 def test_stale_after_stop(world: DoubleWorld) -> None:
     there(world, "x = [rid()]")
-    x = world.notebook.user_ns["x"]
+    names = world.notebook.user_ns
+    x, copied = names["x"], names["x"].copy()  # what was returned has no name, until it gets one
     world.namespace.close()
     with pytest.raises(StaleHandleError, match="`x`"):
         x.values
-    assert "stale" in repr(x)
+    assert repr(x) == "<stale: `x` (list) is gone, since the engines were restarted or stopped>"
+    assert repr(copied).startswith("<stale: this handle (list) is gone")
+    names["mine"] = copied
+    with pytest.raises(StaleHandleError, match="`mine`"):
+        copied.values
     for replica in range(2):
         world.add_engine(replica)
     run_all(world, [distributed("y = x", raises=StaleHandleError)])

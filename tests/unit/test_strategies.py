@@ -52,6 +52,7 @@ def test_options_that_cannot_be_honoured() -> None:
         ({"devices": ["cpu:0"], "num_gpus": 1}, "one of them"),
         ({"devices": []}, "empty"),
         ({"devices": ["nonsense:x"]}, "no device"),
+        ({"devices": 3}, "devices=3: name the devices"),
         ({"num_gpus": 0}, "whole number"),
         ({"cross_device_ops": object()}, "cannot be honoured"),
         ({"gradient_reduction": "max"}, "'sum' or 'mean'"),
@@ -60,7 +61,9 @@ def test_options_that_cannot_be_honoured() -> None:
             distnb.MirroredStrategy(**arguments)  # type: ignore[arg-type]
     for arguments, text in [
         ({"compute_devices": ["cpu:0", "cpu:0"]}, "once"),
-        ({"compute_devices": []}, "empty"),
+        ({"compute_devices": []}, "compute_devices is empty"),
+        ({"compute_devices": 3}, "compute_devices=3: name the devices"),
+        ({"check_mean_loss": "no"}, "True or False"),
         ({"compute_devices": ["cuda:0", "cpu:0"]}, "devices of one kind"),
         ({"compute_devices": ["cuda:0", "cuda:1"], "parameter_device": "cuda:0"}, "variables are on cpu:0"),
         ({"compute_devices": ["cuda:0"], "parameter_device": "cpu:0"}, "variables are on cuda:0"),

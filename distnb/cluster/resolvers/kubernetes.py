@@ -127,8 +127,8 @@ class KubernetesClusterResolver(ClusterResolver):
                     config.load_kube_config()  # type: ignore[no-untyped-call]
             except config.ConfigException as error:
                 raise ClusterError(
-                    f"There is no way to Kubernetes from here: {error}. Run in a pod, or set KUBECONFIG to the file "
-                    "that kubectl uses."
+                    f"There is no way to Kubernetes from here: {str(error).rstrip('.')}. Run in a pod, or set "
+                    "KUBECONFIG to the file that kubectl uses."
                 ) from error
             self._client = client.CoreV1Api()
         return self._client

@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 import distnb
 from distnb.errors import MeanLossError
 
-UNDER = ("default", "one_device", "mirrored_2", "mirrored_3", "mirrored_4", "central_2", "multi_worker_2")
+UNDER = ("default", "one_device", "mirrored_2", "mirrored_3", "mirrored_4", "central_2", "multi_worker_2", "tpu_2")
 GLOBAL_BATCH_SIZE = 64
 
 n = strategy.num_replicas_in_sync
@@ -18,6 +18,10 @@ pair = TensorDataset(x, y)
 [batch] = strategy.distribute_dataset(torch.utils.data.DataLoader(pair, batch_size=GLOBAL_BATCH_SIZE))
 with strategy.scope():
     model = torch.nn.Linear(64, 10, dtype=torch.float64)
+    # The same on every type of device: each draws other random numbers.
+    torch.nn.init.zeros_(model.bias)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(-0.1, 0.1, 640, dtype=torch.float64).reshape(10, 64))
 
 
 def per_example(batch):
@@ -84,4 +88,40 @@ def picture_loss(batch):
 
 pictures, _ = gradient_of(picture_loss)
 assert abs(pictures - (x - 0.5).square().mean().item()) < 1e-9
+
+# Gradients are summed, and the sum is applied once: 99 on one replica, 97 on two, 90 on four.
+with strategy.scope():
+    weight = torch.nn.Parameter(torch.tensor(100.0))
+    unused = torch.nn.Parameter(torch.tensor(1.0))
+    optimizer = torch.optim.SGD([weight, unused], lr=1.0)
+
+
+def update(at_most=None):
+    optimizer.zero_grad()
+    (weight * (distnb.replica_id() + 1)).backward()
+    if at_most is not None:
+        torch.nn.utils.clip_grad_norm_([weight], at_most)
+    optimizer.step()
+
+
+strategy.run(update)
+assert weight.item() == 100 - n * (n + 1) / 2
+assert unused.item() == 1  # without a gradient on any replica it stays
+clipped = weight.item()
+strategy.run(update, args=(2.0,))  # clipping acts on the sum
+assert abs(clipped - weight.item() - min(2, n * (n + 1) / 2)) < 1e-4
+
+
+def differ():
+    """A parameter that only some replicas used."""
+    optimizer.zero_grad()
+    (unused if distnb.replica_id() == 0 else weight).backward()
+    optimizer.step()
+
+
+before = weight.item()
+strategy.run(differ)
+assert unused.item() == 0
+assert abs(before - weight.item() - (n - 1)) < 1e-4
+strategy.assert_in_sync([weight, unused])
 result = {"loss": total, "weighted": weighted, "penalty": penalty, "pictures": pictures}

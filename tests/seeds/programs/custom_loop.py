@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import distnb
 
+UNDER = ("default", "one_device", "mirrored_2", "mirrored_3", "central_2", "multi_worker_2")  # tpu_2: slow
 EPOCHS = 2
 GLOBAL_BATCH_SIZE = 64
 

@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import distnb
 
+UNDER = ("default", "one_device", "mirrored_2", "mirrored_3", "central_2", "multi_worker_2")  # tpu_2: slow
+
 
 def get_datasets():
     images, labels = load_digits(return_X_y=True)

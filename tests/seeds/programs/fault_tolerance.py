@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import distnb
 
+UNDER = ("default", "one_device", "mirrored_2", "mirrored_3", "central_2", "multi_worker_2")  # tpu_2: slow
 images, labels = load_digits(return_X_y=True)
 data = TensorDataset(torch.from_numpy(images[:128]) / 16, torch.from_numpy(labels[:128]))
 

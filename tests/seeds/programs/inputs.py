@@ -58,7 +58,8 @@ steps = [strategy.gather(x, axis=0) for x in strategy.distribute_datasets_from_f
 assert [len(step) for step in steps] == [12, 12]
 assert sorted(torch.cat(steps).tolist()) == list(range(24))
 [context] = contexts
-pipelines = 2 if strategy.kind == "multi_worker" else 1
+machines = strategy.cluster_resolver is not None and bool(strategy.cluster_resolver.cluster_spec())
+pipelines = n if machines else 1
 assert (context.num_input_pipelines, context.num_replicas_in_sync) == (pipelines, n)
 
 

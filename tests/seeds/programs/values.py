@@ -5,7 +5,7 @@ import torch
 
 import distnb
 
-UNDER = ("default", "one_device", "mirrored_2", "mirrored_3", "mirrored_4", "central_2", "multi_worker_2")
+UNDER = ("default", "one_device", "mirrored_2", "mirrored_3", "mirrored_4", "central_2", "multi_worker_2", "tpu_2")
 n = strategy.num_replicas_in_sync
 
 

@@ -74,7 +74,11 @@ def _make_subclass(cls: Any, data: torch.Tensor, requires_grad: bool = False, **
 
 @functools.cache
 def _on_chip(cls: Any) -> Any:
-    return type(cls.__name__, (cls, ChipTensor), {"__new__": ChipTensor.__new__, "__module__": cls.__module__})
+    names = {"__new__": ChipTensor.__new__, "__module__": cls.__module__}
+    becomes = getattr(cls, "cls_to_become", None)  # of a lazy module's parameter, once its shape is known
+    if becomes is not None:
+        names["cls_to_become"] = _on_chip(becomes)
+    return ChipTensor if cls is torch.Tensor else type(cls.__name__, (cls, ChipTensor), names)
 
 
 def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
