@@ -371,3 +371,51 @@ def test_replicas_that_share_no_memory():
                 assert ended[name].error == "CollectiveMismatchError", ended[name]
                 assert ended[name].seconds < 15
         assert ended["sum_after_all"].value == 2
+
+
+def test_a_forming_that_is_broken_off_hinders_no_later_one():
+    """One replica is told to end just before it connects; another while a thread of its waits for that one."""
+    program = """
+    import signal
+    import threading
+    import time
+    import torch
+    import torch.distributed as dist
+    from distnb.collectives import groups
+    from distnb.collectives.forming import Forming
+    from distnb.topology import Device
+    from tests.multiprocess.group_cases import Meeting, team
+
+    class Told(Exception):
+        pass
+
+    def told(*anything):
+        raise Told
+
+    def tell_when_it_waits(before):
+        while not any(thread.name == "distnb-form" for thread in set(threading.enumerate()) - before):
+            time.sleep(0.001)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+
+    meeting, result = Meeting(), []
+    signal.signal(signal.SIGALRM, told)
+    connect = Forming._connect
+    for generation in (1, 3):
+        if meeting.rank == 1:
+            Forming._connect = told
+        else:
+            threading.Thread(target=tell_when_it_waits, args=(set(threading.enumerate()),)).start()
+        try:
+            groups.join(team(generation), meeting.rank, Device("cpu"))
+        except Told:
+            result.append("told")
+        Forming._connect = connect
+        meeting.meet(str(generation))
+        groups.join(team(generation + 1), meeting.rank, Device("cpu"))
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        result.append(total.item())
+        groups.leave()
+    """
+    for rank in run_ranks(program, 2, timeout_s=60):
+        assert rank.check().result == ["told", 2.0, "told", 2.0]
