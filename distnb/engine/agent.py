@@ -28,7 +28,7 @@ from distnb.engine.objects import Objects
 from distnb.engine.outbox import Outbox
 from distnb.engine.output import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.engine.warming import warm_up_when_idle
-from distnb.errors import CollectiveMismatchError
+from distnb.errors import CollectiveMismatchError, ProgramAborted
 from distnb.input import children, iterations
 from distnb.runtime import contexts, randomness, spmd
 from distnb.strategies import live
@@ -49,6 +49,7 @@ __all__ = ["Agent", "install"]
 
 Program = RunCell | CallFunction | Apply
 
+_DRAWING_S = 0.7  # where several replicas fail, each may still tell why; longer than that, nobody waits
 _LINGER_MS = 1  # the next small call often follows at once, and the way through the event loop costs as much as it
 
 
@@ -232,9 +233,15 @@ class Agent:
             # C++ (DistributedDataParallel's) waits know no exceptions of ours.
             error = ended.with_traceback(error.__traceback__)
         self._failure = error
-        if self._guard.aborted:
+        report = None
+        if not self._guard.aborted:
+            try:
+                report = self._guard.call(program, lambda: failure.report(error), _DRAWING_S)
+            except (KeyboardInterrupt, ProgramAborted):
+                pass  # its __str__ was the user's code, too, and was told to end
+        if report is None or self._guard.interrupted:
             return Reply(program, "interrupted" if self._guard.interrupted else "aborted", value=value)
-        return Reply(program, "error", failure.report(error), value=value)
+        return Reply(program, "error", report, value=value)
 
     def _join(self, team: Team, replica: int) -> None:
         spmd.enter(team, replica, self._device, groups.join(team, replica, self._device))

@@ -373,6 +373,11 @@ class Session:
             raise_failure(outcome, team, called=True)
         return {engine: reply.value for engine, reply in outcome.replies.items()}
 
+    @property
+    def stuck(self) -> tuple[int, ...]:
+        """Engines that are busy with a program that was ended."""
+        return tuple(sorted(self._supervisor.stuck))
+
     def interrupt(self) -> bool:
         """End the program that runs, as the notebook's stop button does; from any thread. False if none runs."""
         return self._dispatch.interrupt()

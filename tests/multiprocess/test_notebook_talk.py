@@ -90,6 +90,25 @@ def test_a_replica_cannot_ask_and_says_so(notebook: Notebook, question: str) -> 
     assert question in failed.traceback
 
 
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("sys.exit(3)", ["SystemExit: 3", "replica 0 of 2 (cpu:0) ended by it; replica 1 raised the same"]),
+        ("distnb.replica_id() and exit('sorry')", ["SystemExit: sorry", "replica 1 of 2 (cpu:1) ended by it"]),
+    ],
+)
+def test_a_status_of_failure_is_told_and_a_plain_exit_ends_the_cell(
+    notebook: Notebook, statement: str, told: list[str]
+) -> None:
+    notebook.run("import sys")
+    failed = notebook.try_run(f"%%distribute mirrored\n{statement}\nafterwards = 1")
+    assert failed.error_name == "SystemExit"
+    for text in told:
+        assert text in failed.stderr
+    notebook.run("%%distribute mirrored\nbefore = 2\nexit()\nafterwards = 1")
+    assert notebook.value("before, 'afterwards' in globals()") == (2, False)
+
+
 # -- what replicas write, and their errors ---------------------------------------------------------------------------
 
 CALL = """
