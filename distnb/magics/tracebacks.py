@@ -40,10 +40,13 @@ def _show(
     shell: Any, kind: type[BaseException], error: BaseException, traceback: Any, tb_offset: int | None = None
 ) -> Any:
     own = getattr(error, "_render_traceback_", None)
-    if own is not None:  # IPython asks neither groups nor syntax errors how they want to be shown
+    if own is not None and isinstance(error, SyntaxError | BaseExceptionGroup):  # IPython does not ask these
         text = own()
         shell._showtraceback(kind, error, text)
         return text
+    if own is not None:
+        shell.showtraceback((kind, error, traceback), tb_offset=tb_offset, running_compiled_code=True)
+        return None
     with with_frames(error, _shown):
         shell.showtraceback((kind, error, error.__traceback__), tb_offset=tb_offset, running_compiled_code=True)
     sys.last_traceback = traceback  # %tb shows the whole
