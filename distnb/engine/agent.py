@@ -328,6 +328,7 @@ class Agent:
         sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)
         self._shell.display_pub = ReplicaDisplayPublisher(engine, control, self._shell.display_pub, parent=self._shell)
         self._shell.user_ns["exit"] = self._shell.user_ns["quit"] = _end_cell
+        self._shell.set_hook("show_in_pager", _show_in_cell, 0)
         builtins.input, sys.breakpointhook = _no_input, _no_debugger
 
     def _connect_live(self) -> None:
@@ -340,6 +341,11 @@ class Agent:
 def _end_cell(code: object = None) -> None:
     """Ends this replica's part of the cell, never the engine."""
     raise SystemExit(code)
+
+
+def _show_in_cell(shell: InteractiveShell, data: Any, start: int, screen_lines: int) -> None:
+    """What `name?` tells: the pager belongs to the notebook's front end."""
+    print(data["text/plain"] if isinstance(data, dict) else data)
 
 
 def _no_input(prompt: object = "") -> str:
