@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import builtins
 import gc
+import math
 import multiprocessing
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -35,7 +37,7 @@ from distnb.strategies import live
 from distnb.topology import Device, Team
 from distnb.values.structure import select
 from distnb.wire import codec, passage
-from distnb.wire.bindings import Repeat
+from distnb.wire.bindings import Effects, Repeat
 from distnb.wire.channel import Link, PassageLink, ProgramLink
 from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell, Unread
 from distnb.wire.shorthand import CallReader, calls_in, spelled_out
@@ -269,11 +271,25 @@ class Agent:
                 # They do not hear of the interrupt, and a DataLoader waits five seconds for each in mid-item.
                 children.end(set(multiprocessing.active_children()) - there)
         groups.program_ended(failed is not None)
-        effects = self._namespace.finish(mark) if mark is not None else None
+        effects, interrupt = None, None
+        if mark is not None:
+            effects, interrupt = self._described(program, partial(self._namespace.finish, mark))
+        failed = interrupt or failed
         try:
             return Reply(program, "ok", value=effects) if failed is None else self._failed(program, failed, effects)
         finally:
-            failed = None  # its traceback holds this frame: a cycle would keep all that the cell held
+            failed = interrupt = None  # its traceback holds this frame: a cycle would keep all that the cell held
+
+    def _described(
+        self, program: int, describe: Callable[[], Effects | None]
+    ) -> tuple[Effects | None, KeyboardInterrupt | None]:
+        """What a program did, or the user's interrupt: objects are pickled as they like, for as long as they like."""
+        if self._guard.aborted:
+            return describe(), None  # that was the interrupt, or another replica's failure
+        try:
+            return self._guard.call(program, describe, math.inf), None
+        except KeyboardInterrupt as interrupt:
+            return None, interrupt
 
     def _call(self, message: CallFunction, replica: int) -> Reply:
         def body() -> Any:
@@ -290,7 +306,8 @@ class Agent:
         try:
             return self._run_together(message.program, message.team, replica, body)
         except BaseException as error:  # noqa: BLE001  # what it did until then is told, as of a cell
-            return self._failed(message.program, error, self._namespace.give_up_call())
+            effects, _ = self._described(message.program, self._namespace.give_up_call)
+            return self._failed(message.program, error, effects)
 
     def _apply(self, message: Apply, replica: int) -> Reply:
         def body() -> Any:

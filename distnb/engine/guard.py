@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import importlib
 import linecache
+import math
 import os
 import signal
 import sys
@@ -58,7 +59,7 @@ class _Run:
     Args:
         program: Its number.
         frame: What is above it on the stack is the program's.
-        grace_s: How long it may go on when another replica has failed.
+        grace_s: How long it may go on when another replica has failed. If that is for ever, it does not hear of it.
     """
 
     def __init__(self, program: int, frame: FrameType, grace_s: float = 0.0) -> None:
@@ -203,6 +204,8 @@ class Guard:
                 remains.order(reason, interrupted)
                 return True
         if run is None or run.program != program or run.frame is None:
+            return False
+        if not interrupted and run.grace_s == math.inf:
             return False
         run.order(reason, interrupted)
         return True

@@ -362,6 +362,35 @@ def test_one_that_never_tells_of_itself_does_not_keep_the_others_error(notebook:
     wait_until_idle(notebook)
 
 
+UNPICKLED = """
+class Unpickled:
+    def __reduce__(self):
+        print("ready", flush=True)
+        while True:
+            time.sleep(0.01)
+
+def make():
+    global found, made
+    found, made = 1, Unpickled()
+"""
+
+
+@pytest.mark.parametrize("where", ["cell", "call"])
+def test_what_never_ends_to_be_pickled_is_interrupted_and_is_not_there(notebook: Notebook, where: str) -> None:
+    notebook.run(UNPICKLED)
+    source = "%%distribute mirrored\nfound, made = 1, Unpickled()"
+    source = source if where == "cell" else "distnb.MirroredStrategy().run(make)"
+    message = notebook.start(source)
+    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+    notebook.interrupt()
+    ran = notebook.finish(message, source, timeout_s=LIMIT_S)
+    assert ran.error_name == "KeyboardInterrupt", ran
+    wait_until_idle(notebook)
+    there = notebook.run("%%distribute mirrored\nprint({'found', 'made'} & globals().keys())")
+    assert "set()" in there.stdout
+    assert notebook.value("{'found', 'made'} & globals().keys()") == set()
+
+
 def test_a_loop_that_catches_everything_is_interrupted(notebook: Notebook) -> None:
     source = """%%distribute mirrored
 print("ready", flush=True)
