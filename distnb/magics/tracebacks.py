@@ -13,6 +13,7 @@ import IPython
 
 from distnb.errors import DistnbError
 from distnb.frames import OWN, frames_of, ours, rebuilt, torch_frames, with_frames
+from distnb.session.handles import HANDLES
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -22,6 +23,11 @@ __all__ = ["callers_lines", "install", "remove", "users_part"]
 _KINDS = (BaseException,)  # the user's own, too: they may have come through our house, or be raised from one of ours
 _IPYTHON = os.path.dirname(IPython.__file__) + os.sep
 _MANAGERS = contextlib.__file__  # it stands between us and us
+_HANDLE = (
+    "({} is a handle: the object itself lives on the replicas. Do this where it is: in a %%distribute cell, in the "
+    "body of `with strategy.scope():`, or in a function that strategy.run calls. strategy.local_results(handle)[0] is "
+    "a copy of it.)"
+)
 
 
 def install(shell: InteractiveShell) -> None:
@@ -47,10 +53,19 @@ def _show(
     if own is not None:
         shell.showtraceback((kind, error, traceback), tb_offset=tb_offset, running_compiled_code=True)
         return None
+    _note_handles(error)
     with with_frames(error, _shown):
         shell.showtraceback((kind, error, error.__traceback__), tb_offset=tb_offset, running_compiled_code=True)
     sys.last_traceback = traceback  # %tb shows the whole
     return None
+
+
+def _note_handles(error: BaseException) -> None:
+    """Tell what a library means that was given a handle, and insists on the object itself."""
+    if isinstance(error, TypeError | ValueError) and not isinstance(error, DistnbError):
+        word = next((kind.__name__ for kind in HANDLES if kind.__name__ in str(error)), "")
+        if word and _HANDLE.format(word) not in getattr(error, "__notes__", ()):
+            error.add_note(_HANDLE.format(word))
 
 
 def _shown(error: BaseException) -> Sequence[TracebackType]:

@@ -242,3 +242,6 @@ sums = [strategy.run(lambda batch: float((batch[0] * batch[1]).sum()), args=(bat
     here = f"torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)"
     assert notebook.value(f"type({here}) is type(pickle.loads(pickle.dumps(model))) is torch.nn.Linear") is True
     assert "in_features=2" in notebook.run("%%distribute mirrored\nmodel?").stdout
+    refused = notebook.try_run("torch.optim.SGD(model.parameters(), lr=0.1)")
+    assert "RemoteMirrored is a handle" in refused.traceback
+    assert "strategy.scope()" in refused.traceback
