@@ -307,7 +307,7 @@ class Session:
                 self.namespace.failed(delivery)
                 raise
             if wait:
-                return self._finish_call(outcome, team, delivery)
+                return self._finish_call(outcome, team, delivery, interrupted=outcome.interrupted)
             pending = Pending(lambda: self._finish_call(outcome, team, delivery))
             self._unsettled.append(pending)
             if len(self._unsettled) > _MOST_UNSETTLED:
@@ -315,12 +315,18 @@ class Session:
                     resolve(self._unsettled.pop(0))
             return pending
 
-    def _finish_call(self, outcome: Outcome, team: Team, delivery: Delivery | Repeat) -> Any:
+    def _finish_call(
+        self, outcome: Outcome, team: Team, delivery: Delivery | Repeat, *, interrupted: bool = False
+    ) -> Any:
         with self._dispatch.turn:
+            before = outcome.interrupted
             self._dispatch.wait(outcome)
             if outcome.ok:
                 values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
-                return self.namespace.result(team, values)
+                result = self.namespace.result(team, values)
+                if not interrupted and outcome.interrupted is before:
+                    return result
+                raise_failure(outcome, team, called=True)  # it ended well before it heard of the interrupt
             told = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items() if reply.value}
             self.namespace.failed(delivery, told)
             self._teams.renew(after=team)
@@ -370,7 +376,7 @@ class Session:
             outcome = self._dispatch.run(program, tuple(engines), message)
         if not outcome.ok:
             self._teams.renew(after=team)
-            raise_failure(outcome, team, called=True)
+        raise_failure(outcome, team, called=True)  # nothing if it went well and nobody interrupted
         return {engine: reply.value for engine, reply in outcome.replies.items()}
 
     @property
