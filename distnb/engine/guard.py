@@ -22,14 +22,15 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import SemLock
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 from distnb.errors import ProgramAborted
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "spared"]
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 
 _SIGNAL = signal.SIGRTMIN + 5
 # User code in a `finally` is given time to clean up before it is disturbed again.
@@ -51,6 +52,13 @@ _SPARED_S = {
         SemLock.__exit__,
     )
 } | {vars(importlib._bootstrap)["_find_and_load"].__code__: 30.0}
+
+
+def spared(function: F) -> F:
+    """Let a brief function of ours come to its end: half of its bookkeeping would be worse than none."""
+    if isinstance(function, FunctionType):
+        _SPARED_S[function.__code__] = 1.0
+    return function
 
 
 class _Run:

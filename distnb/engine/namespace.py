@@ -10,6 +10,7 @@ from typing import Any
 
 from distnb.engine import operations
 from distnb.engine.descriptions import Describer
+from distnb.engine.guard import spared
 from distnb.engine.modules import Modules
 from distnb.engine.objects import Objects, Pending, Space
 from distnb.engine.sources import remember_source
@@ -153,6 +154,7 @@ class EngineNamespace:
         kind = Mirrored if rest[0] == "Mirrored" else PerReplica
         return kind({space.replica: component}, space.size)
 
+    @spared
     def _settle(self, space: Space, delivery: Delivery) -> None:
         for confirmation in delivery.confirmed:
             pending = space.pending.pop(confirmation.serial, None)

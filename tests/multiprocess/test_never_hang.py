@@ -407,6 +407,25 @@ while True:
     wait_until_idle(notebook)
 
 
+def test_loops_of_short_calls_are_interrupted_and_what_they_use_is_still_there(notebook: Notebook) -> None:
+    for number in range(5):
+        source = f"""
+def nap{number}():
+    time.sleep(0.001)
+    return {number}
+print("ready", flush=True)
+while True:
+    distnb.MirroredStrategy().run(nap{number})
+"""
+        message = notebook.start(source)
+        notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+        notebook.interrupt()
+        ran = notebook.finish(message, source, timeout_s=LIMIT_S)
+        assert ran.error_name == "KeyboardInterrupt", ran
+        wait_until_idle(notebook)
+        assert notebook.value(f"distnb.MirroredStrategy().run(nap{number})") == number
+
+
 def test_code_that_no_signal_reaches_gives_the_prompt_back(notebook: Notebook) -> None:
     notebook.run("%%distribute mirrored\nseen = torch.ones(2)")
     source = """%%distribute mirrored
