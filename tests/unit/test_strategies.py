@@ -376,7 +376,7 @@ def test_metrics_are_torchmetrics(metrics: Any) -> None:
 
 def test_experimental_names() -> None:
     assert distnb.experimental.ValueContext is distnb.ValueContext
-    with pytest.raises(AttributeError, match="it has"):
+    with pytest.raises(AttributeError, match="It has"):
         _ = distnb.experimental.nonsense
 
 
