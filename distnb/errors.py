@@ -12,7 +12,7 @@
     │   ├── OptionError       (ValueError)     an option that is unknown or cannot be honoured
     │   ├── DistributedValueError (TypeError)  a PerReplica used as if it were one plain value
     │   ├── OutOfSyncError    (AssertionError) replicas hold different bits of what should be equal
-    │   └── UnknownNameError  (AttributeError) distnb, or a strategy, has nothing of that name
+    │   └── UnknownNameError  (AttributeError) distnb, a strategy or a PerReplica has nothing of that name
     ├── CollectiveError       (RuntimeError)   replicas could not communicate
     │   └── CollectiveMismatchError            they called different collectives
     ├── GradientError         (RuntimeError)   gradients that would be wrong
@@ -126,15 +126,17 @@ class UnknownNameError(ProgramError, AttributeError):
         owner: Whose name it would be, in words.
         name: It.
         known: Names that there are.
+        cure: What to write instead, in a sentence.
     """
 
-    def __init__(self, owner: str, name: str, known: Iterable[str] = ()) -> None:
+    def __init__(self, owner: str, name: str, known: Iterable[str] = (), cure: str = "") -> None:
         known = tuple(known)
         # Libraries ask for many a name with an underscore, and tell nobody.
-        super().__init__(f"{owner} has no attribute {name!r}{'' if name.startswith('_') else closest(name, known)}.")
-        self.__made_of = owner, name, known
+        near = "" if name.startswith("_") else closest(name, known)
+        super().__init__(f"{owner} has no attribute {name!r}{near}.{' ' if cure else ''}{cure}")
+        self.__made_of = owner, name, known, cure
 
-    def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, str, tuple[str, ...]]]:
+    def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, str, tuple[str, ...], str]]:
         return type(self), self.__made_of
 
 

@@ -19,6 +19,7 @@ import torchmetrics
 import torchmetrics.classification
 from torchmetrics import MaxMetric, MeanMetric, MinMetric, SumMetric
 
+from distnb.errors import UnknownNameError
 from distnb.runtime.metric_binding import install
 
 __all__ = ["Max", "Mean", "Min", "Sum"]
@@ -66,7 +67,7 @@ def __getattr__(name: str) -> Any:
     for module in (torchmetrics, torchmetrics.classification):
         if not name.startswith("_") and hasattr(module, name):
             return getattr(module, name)
-    raise AttributeError(f"neither distnb.metrics nor torchmetrics has a metric {name!r}")
+    raise UnknownNameError("distnb.metrics", name, __dir__(), "It has its own metrics, and all of torchmetrics.")
 
 
 def __dir__() -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import builtins
 import gc
+import math
 import multiprocessing
 import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,14 +30,14 @@ from distnb.engine.objects import Objects
 from distnb.engine.outbox import Outbox
 from distnb.engine.output import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.engine.warming import warm_up_when_idle
-from distnb.errors import CollectiveMismatchError
+from distnb.errors import CollectiveMismatchError, ProgramAborted
 from distnb.input import children, iterations
 from distnb.runtime import contexts, randomness, spmd
 from distnb.strategies import live
 from distnb.topology import Device, Team
 from distnb.values.structure import select
 from distnb.wire import codec, passage
-from distnb.wire.bindings import Repeat
+from distnb.wire.bindings import Effects, Repeat
 from distnb.wire.channel import Link, PassageLink, ProgramLink
 from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell, Unread
 from distnb.wire.shorthand import CallReader, calls_in, spelled_out
@@ -49,6 +51,7 @@ __all__ = ["Agent", "install"]
 
 Program = RunCell | CallFunction | Apply
 
+_DRAWING_S = 0.7  # where several replicas fail, each may still tell why; longer than that, nobody waits
 _LINGER_MS = 1  # the next small call often follows at once, and the way through the event loop costs as much as it
 
 
@@ -232,9 +235,15 @@ class Agent:
             # C++ (DistributedDataParallel's) waits know no exceptions of ours.
             error = ended.with_traceback(error.__traceback__)
         self._failure = error
-        if self._guard.aborted:
+        report = None
+        if not self._guard.aborted:
+            try:
+                report = self._guard.call(program, lambda: failure.report(error), _DRAWING_S)
+            except (KeyboardInterrupt, ProgramAborted):
+                pass  # its __str__ was the user's code, too, and was told to end
+        if report is None or self._guard.interrupted:
             return Reply(program, "interrupted" if self._guard.interrupted else "aborted", value=value)
-        return Reply(program, "error", failure.report(error), value=value)
+        return Reply(program, "error", report, value=value)
 
     def _join(self, team: Team, replica: int) -> None:
         spmd.enter(team, replica, self._device, groups.join(team, replica, self._device))
@@ -262,11 +271,25 @@ class Agent:
                 # They do not hear of the interrupt, and a DataLoader waits five seconds for each in mid-item.
                 children.end(set(multiprocessing.active_children()) - there)
         groups.program_ended(failed is not None)
-        effects = self._namespace.finish(mark) if mark is not None else None
+        effects, interrupt = None, None
+        if mark is not None:
+            effects, interrupt = self._described(program, partial(self._namespace.finish, mark))
+        failed = interrupt or failed
         try:
             return Reply(program, "ok", value=effects) if failed is None else self._failed(program, failed, effects)
         finally:
-            failed = None  # its traceback holds this frame: a cycle would keep all that the cell held
+            failed = interrupt = None  # its traceback holds this frame: a cycle would keep all that the cell held
+
+    def _described(
+        self, program: int, describe: Callable[[], Effects | None]
+    ) -> tuple[Effects | None, KeyboardInterrupt | None]:
+        """What a program did, or the user's interrupt: objects are pickled as they like, for as long as they like."""
+        if self._guard.aborted:
+            return describe(), None  # that was the interrupt, or another replica's failure
+        try:
+            return self._guard.call(program, describe, math.inf), None
+        except KeyboardInterrupt as interrupt:
+            return None, interrupt
 
     def _call(self, message: CallFunction, replica: int) -> Reply:
         def body() -> Any:
@@ -283,7 +306,8 @@ class Agent:
         try:
             return self._run_together(message.program, message.team, replica, body)
         except BaseException as error:  # noqa: BLE001  # what it did until then is told, as of a cell
-            return self._failed(message.program, error, self._namespace.give_up_call())
+            effects, _ = self._described(message.program, self._namespace.give_up_call)
+            return self._failed(message.program, error, effects)
 
     def _apply(self, message: Apply, replica: int) -> Reply:
         def body() -> Any:
@@ -321,6 +345,7 @@ class Agent:
         sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)
         self._shell.display_pub = ReplicaDisplayPublisher(engine, control, self._shell.display_pub, parent=self._shell)
         self._shell.user_ns["exit"] = self._shell.user_ns["quit"] = _end_cell
+        self._shell.set_hook("show_in_pager", _show_in_cell, 0)
         builtins.input, sys.breakpointhook = _no_input, _no_debugger
 
     def _connect_live(self) -> None:
@@ -333,6 +358,11 @@ class Agent:
 def _end_cell(code: object = None) -> None:
     """Ends this replica's part of the cell, never the engine."""
     raise SystemExit(code)
+
+
+def _show_in_cell(shell: InteractiveShell, data: Any, start: int, screen_lines: int) -> None:
+    """What `name?` tells: the pager belongs to the notebook's front end."""
+    print(data["text/plain"] if isinstance(data, dict) else data)
 
 
 def _no_input(prompt: object = "") -> str:

@@ -245,10 +245,25 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
+class _Brief(reprlib.Repr):
+    """A container's few first members: of a state_dict, the names of tensors and their shapes."""
+
+    def repr1(self, x: Any, level: int) -> str:
+        if isinstance(x, dict) and type(x) is not dict:
+            return f"{type(x).__name__}({self.repr_dict(x, level)})"
+        if (is_tensor(x) or is_array(x)) and x.ndim:
+            return f"<{type(x).__name__} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}>"
+        return super().repr1(x, level)
+
+
+_BRIEF = _Brief()
+_BRIEF.maxother = 80
+
+
 def _short_text(value: Any) -> str:
     try:
         if isinstance(value, list | tuple | dict | set | frozenset | str | bytes):
-            return reprlib.repr(value)
+            return _BRIEF.repr(value)
         text = repr(value)
     except Exception as error:  # noqa: BLE001
         return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"

@@ -47,7 +47,8 @@ class Executor:
             label: How people call the cell in tracebacks ("Cell In[3]"), or "".
 
         Raises:
-            BaseException: Whatever the cell raises, SystemExit excepted: `exit()` only ends the cell.
+            BaseException: Whatever the cell raises. SystemExit only if its status tells of a failure: `exit()` ends the
+                cell, and no more.
         """
         # IPython strips empty lines at the top, but they stand for the notebook cell's first lines: numbers must agree.
         padding = "\n" * (len(source) - len(source.lstrip("\n")))
@@ -60,8 +61,9 @@ class Executor:
                 self._execute(self._compile(tree, filename, "exec"))
             if last is not None:
                 self._show(self._execute(self._compile(ast.Expression(last.value), filename, "eval")))
-        except SystemExit:
-            pass
+        except SystemExit as ended:
+            if ended.code not in (None, 0):
+                raise
 
     def _compile(self, tree: ast.Module | ast.Expression, filename: str, mode: str) -> CodeType:
         # The shell's flags hold the `from __future__` imports of earlier cells.

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import asyncio.base_events
-import os
 import pickle
 import re
-import types
 from collections.abc import Sequence
-from contextlib import ExitStack
 from traceback import format_exception
+from types import TracebackType
 from typing import Any
 
 import cloudpickle
-import torch.distributed
 from IPython.core.ultratb import AutoFormattedTB, SyntaxTB
 
-import distnb
 from distnb.engine import operations
 from distnb.errors import DistnbError
+from distnb.frames import OWN, chain, frames_of, ours, torch_frames, with_frames
 from distnb.wire import bindings
 from distnb.wire.messages import ErrorReport
 
 __all__ = ["report"]
 
-_TORCH_DISTRIBUTED = os.path.dirname(torch.distributed.__file__) + os.sep
-_OWN = os.path.dirname(os.path.abspath(distnb.__file__)) + os.sep
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _ASKED = (operations.__file__, bindings.__file__)
 _SHOWN = 12  # frames at either end of a very long traceback
@@ -61,61 +56,41 @@ def _pickle(error: BaseException) -> bytes | None:
         return None  # an exception may hold anything, and fail in any way; its text and traceback still travel
 
 
-def _users_part(error: BaseException) -> list[types.TracebackType]:
-    """The traceback without frames of distnb.
+def _users_part(error: BaseException) -> list[TracebackType]:
+    """The traceback without frames of distnb, and of torch where the error is ours.
 
-    An error of ours is about the user's line, so torch's way from there to us is left out too. Any other that was
-    raised with no frame but ours on the stack is a defect, whose place must be seen, unless it came from where we do
-    what the notebook asked of the user's object.
+    An error that is not ours, raised with no frame but ours on the stack, is a defect, whose place must be seen, unless
+    it came from where we do what the notebook asked of the user's object.
     """
-    frames = []
-    each = error.__traceback__
-    while each is not None:
-        frames.append(each)
-        each = each.tb_next
-    ours = isinstance(error, DistnbError)
-    hidden = (_OWN, _TORCH_DISTRIBUTED) if ours else (_OWN,)
+    frames = frames_of(error.__traceback__)
+    hidden = (OWN, *torch_frames(error))
     kept = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith(hidden)]
     if len(kept) > 1 and kept[0].tb_frame.f_code.co_filename == asyncio.base_events.__file__:
         del kept[0]  # the loop in which a cell awaits
-    asked = bool(frames) and frames[-1].tb_frame.f_code.co_filename in _ASKED
-    return kept if kept or ours or asked else frames
-
-
-def _rebuilt(frames: Sequence[types.TracebackType]) -> types.TracebackType | None:
-    rebuilt: types.TracebackType | None = None
-    for frame in reversed(frames):
-        rebuilt = types.TracebackType(rebuilt, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return rebuilt
+    last = frames[-1].tb_frame if frames else None
+    asked = last is None or last.f_code.co_filename in _ASKED or not ours(last)
+    return kept if kept or isinstance(error, DistnbError) or asked else frames
 
 
 def _draw(error: BaseException) -> tuple[str, ...]:
     left_out = 0
-    with ExitStack() as stack:
-        for each in _chain(error):
-            frames = _users_part(each)
-            if len(frames) > 2 * _SHOWN:  # IPython needs minutes for the thousand frames of an endless recursion
-                left_out += len(frames) - 2 * _SHOWN
-                frames = [*frames[:_SHOWN], *frames[-_SHOWN:]]
-            stack.callback(each.with_traceback, each.__traceback__)
-            each.with_traceback(_rebuilt(frames))
+
+    def chosen(each: BaseException) -> Sequence[TracebackType]:
+        nonlocal left_out
+        frames = _users_part(each)
+        if len(frames) > 2 * _SHOWN:  # IPython needs minutes for the thousand frames of an endless recursion
+            left_out += len(frames) - 2 * _SHOWN
+            frames = [*frames[:_SHOWN], *frames[-_SHOWN:]]
+        return frames
+
+    with with_frames(error, chosen):
         lines = _drawn(error)
     return (*lines, f"({left_out:,} frames in the middle are left out.)") if left_out else lines
 
 
-def _chain(error: BaseException) -> list[BaseException]:
-    """It, and what is shown with it: its causes, or what was being handled when it was raised."""
-    chain: list[BaseException] = []
-    each: BaseException | None = error
-    while each is not None and all(each is not known for known in chain):
-        chain.append(each)
-        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
-    return chain
-
-
 def _drawn(error: BaseException) -> tuple[str, ...]:
     kind, traceback = type(error), error.__traceback__
-    if any(isinstance(each, BaseExceptionGroup) for each in _chain(error)):  # IPython knows none
+    if any(isinstance(each, BaseExceptionGroup) for each in chain(error)):  # IPython knows none
         return tuple(line.rstrip("\n") for line in format_exception(error))
     drawer: Any = AutoFormattedTB(mode="Context", theme_name="neutral")
     if isinstance(error, SyntaxError):

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import linecache
+import math
 import os
 import signal
 import sys
@@ -20,18 +22,22 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import SemLock
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 from distnb.errors import ProgramAborted
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "spared"]
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 
 _SIGNAL = signal.SIGRTMIN + 5
 # User code in a `finally` is given time to clean up before it is disturbed again.
 _RETRY_S = (0.25, 0.5, 1.0)
+# Once it has been disturbed so often, an `except` of the user's that catches even this does not keep it: a loop that
+# does so each time would never end.
+_PATIENT = 2
 # What must not be left half done, and how long it is waited for. A lock that is taken and not yet known to be, or about
 # to be released, would be held for ever; a child process that is being started could not be ended with the program. All
 # are brief, or wait for one. An import leaves modules behind that others have seen half-made, and that the next import
@@ -48,16 +54,25 @@ _SPARED_S = {
 } | {vars(importlib._bootstrap)["_find_and_load"].__code__: 30.0}
 
 
+def spared(function: F) -> F:
+    """Let a brief function of ours come to its end: half of its bookkeeping would be worse than none."""
+    if isinstance(function, FunctionType):
+        _SPARED_S[function.__code__] = 1.0
+    return function
+
+
 class _Run:
     """One guarded program, an object of its own: a late order meets the old one, and no lock is needed.
 
     Args:
         program: Its number.
         frame: What is above it on the stack is the program's.
+        grace_s: How long it may go on when another replica has failed. If that is for ever, it does not hear of it.
     """
 
-    def __init__(self, program: int, frame: FrameType) -> None:
+    def __init__(self, program: int, frame: FrameType, grace_s: float = 0.0) -> None:
         self.program = program
+        self.grace_s = grace_s
         self.frame: FrameType | None = frame
         self.reason: str | None = None
         self.interrupted = False
@@ -68,12 +83,17 @@ class _Run:
     def order(self, reason: str, interrupted: bool) -> None:
         """It is to end; of several orders the first one counts."""
         if self.reason is None:
+            self.next_press = 0.0 if interrupted else time.monotonic() + self.grace_s
             self.interrupted, self.reason = interrupted, reason
 
     @property
     def ordered(self) -> bool:
         """Whether it is to end, and has not."""
         return self.reason is not None and self.frame is not None
+
+    def error(self) -> BaseException:
+        """What ends it."""
+        return KeyboardInterrupt(self.reason) if self.interrupted else ProgramAborted(self.reason)
 
 
 class Guard:
@@ -95,15 +115,18 @@ class Guard:
         sys.unraisablehook = self._unraisable
         gc.callbacks.append(self._collecting)
 
-    def call(self, program: int, function: Callable[[], T]) -> T:
+    def call(self, program: int, function: Callable[[], T], grace_s: float = 0.0) -> T:
         """Call a function so that `abort(program)` raises in it; in the main thread.
+
+        Args:
+            grace_s: How long it may go on when another replica has failed; not when the user interrupts.
 
         Raises:
             ProgramAborted: Another replica failed.
             KeyboardInterrupt: The user interrupted.
         """
         with self._beginning:
-            run = self._run = _Run(program, sys._getframe())
+            run = self._run = _Run(program, sys._getframe(), grace_s)
         try:
             # Looked up after `_run` is set, as `abort` looks at `_run` after it has left its word: one of the two sees.
             if program in self._early:
@@ -113,6 +136,8 @@ class Guard:
             return function()
         finally:
             run.frame = None
+            if run.presses > _PATIENT and sys.gettrace() == self._insist:
+                sys.settrace(None)
 
     def release(self, function: Callable[[], None]) -> None:
         """Let go of what a program left, once it has been replied to. An order to end a later one ends this, too."""
@@ -188,6 +213,8 @@ class Guard:
                 return True
         if run is None or run.program != program or run.frame is None:
             return False
+        if not interrupted and run.grace_s == math.inf:
+            return False
         run.order(reason, interrupted)
         return True
 
@@ -217,14 +244,33 @@ class Guard:
 
     def _raise_in(self, run: _Run, frame: FrameType | None) -> None:
         own = run is self._remains and frame is not None and (frame is run.frame or frame.f_code is _COLLECTING)
-        spared_s = 0.0
+        spared_s, top = 0.0, frame
         while frame is not None and frame is not run.frame:
             spared_s = max(spared_s, _SPARED_S.get(frame.f_code, 0.0))
             frame = frame.f_back
         if self._forking or own or time.monotonic() < run.pressed + spared_s:
             run.next_press = 0.0
         elif frame is not None:
-            raise KeyboardInterrupt(run.reason) if run.interrupted else ProgramAborted(run.reason)
+            if run is self._run and run.presses > _PATIENT:
+                self._watch_handlers(run, top)
+            raise run.error()
+
+    def _watch_handlers(self, run: _Run, frame: FrameType | None) -> None:
+        """See which `except` of the user's catches what is raised now."""
+        if sys.gettrace() is not None:
+            return  # somebody else sees, who is not to be blinded
+        while frame is not None and frame is not run.frame:
+            if frame.f_globals.get("__name__") == "__main__":  # a cell's; libraries know why they catch, and raise anew
+                frame.f_trace = self._insist
+            frame = frame.f_back
+        sys.settrace(self._insist)
+
+    def _insist(self, frame: FrameType, event: str, argument: object) -> Any:
+        """Raise once more, where the user's `except` begins: outside of its `try`. Python then traces no more."""
+        run = self._run
+        if event == "line" and run is not None and run.ordered and _begins_handler(frame):
+            raise run.error()
+        return None if event == "call" else self._insist
 
     def _fork_begins(self) -> None:
         self._forking = True
@@ -243,6 +289,11 @@ class Guard:
         for run in (self._run, self._remains):
             if run is not None:
                 run.next_press = 0.0
+
+
+def _begins_handler(frame: FrameType) -> bool:
+    """Whether it is at the line of an `except`. Not at a `finally` or the end of a `with`, which are to tidy up."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("except")
 
 
 _COLLECTING = Guard._collecting.__code__

@@ -10,6 +10,7 @@ from typing import Any
 
 from distnb.engine import operations
 from distnb.engine.descriptions import Describer
+from distnb.engine.guard import spared
 from distnb.engine.modules import Modules
 from distnb.engine.objects import Objects, Pending, Space
 from distnb.engine.sources import remember_source
@@ -153,6 +154,7 @@ class EngineNamespace:
         kind = Mirrored if rest[0] == "Mirrored" else PerReplica
         return kind({space.replica: component}, space.size)
 
+    @spared
     def _settle(self, space: Space, delivery: Delivery) -> None:
         for confirmation in delivery.confirmed:
             pending = space.pending.pop(confirmation.serial, None)
@@ -227,7 +229,21 @@ class EngineNamespace:
         Args:
             mark: What `begin` gave.
             result: For a call, describes its result.
+
+        Raises:
+            BaseException: What ended this. Then it is as if the reply were lost: the notebook will ask to undo it.
         """
+        try:
+            return self._finish(mark, result)
+        except BaseException:
+            space = self.objects.space(mark.delivery.space)
+            before = {name: mark.before.get(name, Pending.absent) for name in self._assigned(mark.before)}
+            space.pending[mark.delivery.serial] = Pending({}, before, space.registered)
+            space.registered = set()
+            self.describer.ended()
+            raise
+
+    def _finish(self, mark: Mark, result: Callable[[Space, int], Any] | None) -> Effects:
         space, serial = self.objects.space(mark.delivery.space), mark.delivery.serial
         if self._is_untouched(mark):
             return self._finish_untouched(mark, space, result)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distnb.engine.descriptions import is_mirrored, own_part, summarise
 from distnb.engine.objects import Space
 from distnb.errors import NamespaceError, StaleHandleError
+from distnb.input.dataset import DistributedIterator
 from distnb.strategies.scope import drift_report, read_together, spec_of
 from distnb.values import DistributedValues
 from distnb.wire.bindings import Described, Leaf, Request, follow
@@ -52,7 +53,10 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
     target = follow(_object(space, message.target), request.path)
     if message.operation in ("list", "next"):
         items = list(target) if message.operation == "list" else _next(target)
-        return namespace.finish_with(lambda space, serial: namespace.describer.items(items, space, serial))
+        # A batch is a structure of slices, as where the notebook's own cells read a dataset.
+        batch = isinstance(target, DistributedIterator)
+        describe = namespace.describer.tree if batch else namespace.describer.items
+        return namespace.finish_with(lambda space, serial: describe(items, space, serial))
     result = _OPERATIONS[message.operation](target, args, kwargs)
     if isinstance(result, _Answer):
         return namespace.finish_with(lambda space, serial: result.value)

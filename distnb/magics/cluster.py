@@ -219,7 +219,17 @@ class ClusterMagic:
     def interrupt(self, line: str) -> None:
         """`%distnb interrupt`."""
         self._no_arguments("interrupt", line)
-        print("The program is being ended." if self._session().interrupt() else "No program is running.")
+        session = self._session()
+        if session.interrupt():
+            print("The program is being ended.")
+        elif session.stuck:
+            engines = " ".join(map(str, session.stuck))
+            print(
+                f"Engine {engines}: still busy with a program that was ended, and told again each second. "
+                f"%distnb stacks shows where it is; if it never ends, %distnb restart {engines} starts anew."
+            )
+        else:
+            print("No program is running.")
 
     def variables(self, line: str) -> None:
         """`%distnb variables`."""

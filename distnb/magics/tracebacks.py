@@ -1,32 +1,37 @@
-"""Errors of ours raised in ordinary cells: their traceback ends at the user's line, not in our house."""
+"""Errors in ordinary cells: their tracebacks show the user's lines, and not our house."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import IPython
 
-import distnb
 from distnb.errors import DistnbError
+from distnb.frames import OWN, frames_of, ours, rebuilt, torch_frames, with_frames
+from distnb.session.handles import HANDLES
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 __all__ = ["callers_lines", "install", "remove", "users_part"]
 
-# IPython asks no group how it wants to be shown.
-_KINDS = (DistnbError, SyntaxError, BaseExceptionGroup)
+_KINDS = (BaseException,)  # the user's own, too: they may have come through our house, or be raised from one of ours
 _IPYTHON = os.path.dirname(IPython.__file__) + os.sep
 _MANAGERS = contextlib.__file__  # it stands between us and us
-_OWN = os.path.dirname(os.path.abspath(distnb.__file__)) + os.sep
+_HANDLE = (
+    "({} is a handle: the object itself lives on the replicas. Do this where it is: in a %%distribute cell, in the "
+    "body of `with strategy.scope():`, or in a function that strategy.run calls. strategy.local_results(handle)[0] is "
+    "a copy of it.)"
+)
 
 
 def install(shell: InteractiveShell) -> None:
-    """Show distnb's errors in this shell without distnb's frames. Another extension's handler is left alone."""
+    """Show errors in this shell without distnb's frames. Another extension's handler is left alone."""
     if not shell.custom_exceptions:
         shell.set_custom_exc(_KINDS, _show)
 
@@ -41,17 +46,35 @@ def _show(
     shell: Any, kind: type[BaseException], error: BaseException, traceback: Any, tb_offset: int | None = None
 ) -> Any:
     own = getattr(error, "_render_traceback_", None)
-    if own is None and not isinstance(error, DistnbError):
+    if own is not None and isinstance(error, SyntaxError | BaseExceptionGroup):  # IPython does not ask these
+        text = own()
+        shell._showtraceback(kind, error, text)
+        return text
+    if own is not None:
         shell.showtraceback((kind, error, traceback), tb_offset=tb_offset, running_compiled_code=True)
         return None
-    trimmed = users_part(traceback)
-    text = (
-        own()
-        if own is not None
-        else shell.InteractiveTB.structured_traceback(kind, error, trimmed, tb_offset=tb_offset)
-    )
-    shell._showtraceback(kind, error, text)
-    return text
+    _note_handles(error)
+    with with_frames(error, _shown):
+        shell.showtraceback((kind, error, error.__traceback__), tb_offset=tb_offset, running_compiled_code=True)
+    sys.last_traceback = traceback  # %tb shows the whole
+    return None
+
+
+def _note_handles(error: BaseException) -> None:
+    """Tell what a library means that was given a handle, and insists on the object itself."""
+    if isinstance(error, TypeError | ValueError) and not isinstance(error, DistnbError):
+        word = next((kind.__name__ for kind in HANDLES if kind.__name__ in str(error)), "")
+        if word and _HANDLE.format(word) not in getattr(error, "__notes__", ()):
+            error.add_note(_HANDLE.format(word))
+
+
+def _shown(error: BaseException) -> Sequence[TracebackType]:
+    """The frames of one error. All of them where distnb fails at something that it has no word for: a defect."""
+    frames = frames_of(error.__traceback__)
+    known = isinstance(error, DistnbError) or not isinstance(error, Exception) or hasattr(error, "_render_traceback_")
+    if not known and frames and ours(frames[-1].tb_frame):
+        return frames
+    return frames_of(users_part(error.__traceback__, (OWN, *torch_frames(error))))
 
 
 def callers_lines(shell: InteractiveShell, error: BaseException) -> list[str]:
@@ -59,7 +82,7 @@ def callers_lines(shell: InteractiveShell, error: BaseException) -> list[str]:
 
     The error's traceback ends there from now on, and so does that in which %debug begins.
     """
-    part = users_part(error.__traceback__, (_OWN, _IPYTHON))
+    part = users_part(error.__traceback__, (OWN, _IPYTHON))
     while part is not None and shell.compile.format_code_name(part.tb_frame.f_code.co_filename) is None:
         part = part.tb_next
     if part is None:
@@ -72,18 +95,14 @@ def callers_lines(shell: InteractiveShell, error: BaseException) -> list[str]:
     return [line for line in drawn[2:-1] if line.strip()]
 
 
-def users_part(traceback: TracebackType | None, own: tuple[str, ...] = (_OWN,)) -> TracebackType | None:
+def users_part(traceback: TracebackType | None, own: tuple[str, ...] = (OWN,)) -> TracebackType | None:
     """The traceback without distnb's frames, also those on the way to a function of the user's that it called.
 
-    All of it where every frame is distnb's.
+    All of it where every frame is distnb's, or none.
     """
-    frames = []
-    each = traceback
-    while each is not None:
-        frames.append(each)
-        each = each.tb_next
-    kept = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith((*own, _MANAGERS))] or frames
-    rebuilt: TracebackType | None = None
-    for frame in reversed(kept):
-        rebuilt = TracebackType(rebuilt, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return rebuilt
+    frames = frames_of(traceback)
+    if not any(frame.tb_frame.f_code.co_filename.startswith(own) for frame in frames):
+        return traceback
+    return rebuilt(
+        [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith((*own, _MANAGERS))] or frames
+    )

@@ -2,13 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from distnb.errors import DistributedValueError, OptionError
 from distnb.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
+from distnb.values.distributed import DistributedValues
 
-__all__ = ["BatchNote", "check_call", "check_input_function", "check_input_options", "leading_size"]
+__all__ = [
+    "BatchNote",
+    "check_call",
+    "check_fits",
+    "check_input_function",
+    "check_input_options",
+    "explained",
+    "leading_size",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def explained(cure: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make a method whose arguments do not fit say what it got, and the cure.
+
+    Args:
+        cure: A sentence.
+    """
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            __tracebackhide__ = True
+            try:
+                return method(*args, **kwargs)
+            except TypeError as error:
+                if not _of_the_call(error):
+                    raise
+                raise DistributedValueError(f"{error}; it got ({_listed(args[1:], kwargs)}). {cure}") from None
+
+        return call
+
+    return decorate
+
+
+def check_fits(error: TypeError, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise an error with the cure if a function that `run` called does not take these arguments.
+
+    Args:
+        error: What the call raised.
+        fn, args, kwargs: The call.
+
+    Raises:
+        DistributedValueError: (a TypeError) It does not.
+    """
+    if not _of_the_call(error):
+        return
+    try:
+        inspect.signature(fn).bind(*args, **kwargs)
+    except ValueError:
+        return  # nobody knows what it takes
+    except TypeError:
+        name = getattr(fn, "__name__", type(fn).__name__)
+        raise DistributedValueError(
+            f"strategy.run called {name}({_listed(args, kwargs)}): {error}. args holds what {name} is called with, one "
+            f"by one, so a batch that is a tuple is one of them: strategy.run({name}, args=(batch,))."
+        ) from None
+
+
+def _of_the_call(error: TypeError) -> bool:
+    """Whether the call itself raised it, in our frame, and nothing that was called."""
+    return error.__traceback__ is not None and error.__traceback__.tb_next is None
+
+
+def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    return ", ".join([*map(_kind, args), *(f"{name}={_kind(value)}" for name, value in kwargs.items())])
+
+
+def _kind(value: Any) -> str:
+    """What it is, in a word; short plain values themselves."""
+    if isinstance(value, (str, int, float, type(None))) and len(repr(value)) < 40:
+        return repr(value)
+    return value._word if isinstance(value, DistributedValues) else type(value).__name__
 
 
 def check_call(fn: Any, args: Any, kwargs: Any, options: Any) -> None:
@@ -24,8 +101,7 @@ def check_call(fn: Any, args: Any, kwargs: Any, options: Any) -> None:
         )
     if isinstance(args, (str, bytes)) or not isinstance(args, (tuple, list)):
         raise DistributedValueError(
-            f"strategy.run needs args as a tuple or list and got a {type(args).__name__}. Write args=(x,) for one "
-            "argument."
+            f"strategy.run needs args as a tuple or list and got a {_kind(args)}. Write args=(x,) for one argument."
         )
     if kwargs is not None and type(kwargs) is not dict and not isinstance(kwargs, Mapping):
         raise DistributedValueError(f"strategy.run needs kwargs as a dict and got a {type(kwargs).__name__}.")

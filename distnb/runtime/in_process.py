@@ -9,7 +9,7 @@ from typing import Any
 from distnb.errors import OptionError
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime import contexts, progress
-from distnb.runtime.arguments import BatchNote
+from distnb.runtime.arguments import BatchNote, check_fits
 from distnb.runtime.base import Owner
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.topology import Device, parse_device
@@ -67,16 +67,24 @@ class InProcess:
         """Call the function."""
         __tracebackhide__ = True  # see Strategy.run
         if self._device is None:
-            result = fn(*args, **kwargs)
+            result = self._call(fn, args, kwargs)
             progress.steps += 1
             return result
         note = BatchNote()
         args, kwargs = select((tuple(args), dict(kwargs)), 0, 1, note)
         with self._placed(strategy, ReplicaContext(strategy, 0, 1, None, note.batch_size, note.slice_size)):
-            result = fn(*args, **kwargs)
+            result = self._call(fn, args, kwargs)
         progress.steps += 1
         progress.examples += note.slice_size or 0
         return result
+
+    def _call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        __tracebackhide__ = True  # see Strategy.run
+        try:
+            return fn(*args, **kwargs)
+        except TypeError as error:
+            check_fits(error, fn, args, kwargs)
+            raise
 
     def reduce(self, strategy: Owner, op: ReduceOp, value: Any, axis: Any) -> Any:
         """Reduce along the axes; without any, the value itself."""

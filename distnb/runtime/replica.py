@@ -23,7 +23,7 @@ from distnb.options import (
     ValueContext,
 )
 from distnb.runtime import central_storage, contexts, progress
-from distnb.runtime.arguments import BatchNote
+from distnb.runtime.arguments import BatchNote, check_fits
 from distnb.runtime.base import Owner
 from distnb.runtime.gathering import broadcast_tree, checked_axis, gather_tensor
 from distnb.runtime.in_process import local_components
@@ -171,6 +171,7 @@ class Spmd:
         return result if size == 1 else process.agreement.regroup(process.group, fn, result)
 
     def _call(self, strategy: Owner, replica: ReplicaContext, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        __tracebackhide__ = True  # see Strategy.run
         stack = contexts.entries()
         several = replica.num_replicas_in_sync > 1
         stack.append((strategy, replica))
@@ -181,6 +182,9 @@ class Spmd:
                 return fn(*args, **kwargs)
             with placed_on(self._process.device):
                 return fn(*args, **kwargs)
+        except TypeError as error:
+            check_fits(error, fn, args, kwargs)
+            raise
         finally:
             if several:
                 streams.leave()

@@ -99,6 +99,11 @@ class Dispatch:
         self._outgoing = Outgoing(programs)
         self._readers: defaultdict[int, ReplyReader] = defaultdict(ReplyReader)
 
+    @property
+    def interrupts(self) -> Interrupts:
+        """The user's; to be entered before a program is packed, if it is to be sent for certain."""
+        return self._interrupts
+
     def number(self) -> int:
         """The serial number of the next program."""
         self.latest = next(self._numbers)

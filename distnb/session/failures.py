@@ -20,7 +20,7 @@ before_raising: list[Callable[[], None]] = []
 callers_lines: list[Callable[[BaseException], list[str]]] = []
 """Draw where the notebook's own code called what failed, for an error that is about to be shown."""
 
-_BUSY = "still busy: it did not end in time (%distnb status tells when it has, %distnb stacks where it is)"
+_BUSY = "still busy: it did not end in time (%distnb status tells when it has, %distnb stacks where it is{cure})"
 _MISMATCH = f"{CollectiveMismatchError.__module__}.{CollectiveMismatchError.__qualname__}"
 
 
@@ -90,6 +90,8 @@ def _report(reply: Reply) -> ErrorReport:
 def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
     """What became of the other replicas, in one line."""
     parts: dict[str, list[int]] = {}
+    stuck = [engine for engine in outcome.engines if engine not in outcome.died and engine not in outcome.replies]
+    cure = f", %distnb restart {' '.join(map(str, sorted(stuck)))} starts anew"
     for engine in outcome.engines:
         if engine == failed:
             continue
@@ -98,7 +100,7 @@ def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
         if engine in outcome.died:
             parts.setdefault(f"died ({outcome.died[engine]})", []).append(rank)
         elif reply is None:
-            parts.setdefault(_BUSY, []).append(rank)
+            parts.setdefault(_BUSY.format(cure=cure), []).append(rank)
         elif reply.error is not None and failed is not None and _same(reply, outcome.replies[failed]):
             parts.setdefault("raised the same", []).append(rank)
         elif reply.error is not None:
@@ -135,9 +137,12 @@ def _ranges(ranks: list[int]) -> str:
 
 def _raise(report: ErrorReport, team: Team, engine: int, others: str, called: bool) -> None:
     error, *notes = _revive(report)
-    notes = [f"({note})" for note in (*notes, others) if note]
     rank = team.rank_of(engine)
-    title = f"Replica {rank} of {team.size} ({team.devices[rank]}) raised:"
+    replica = f"eplica {rank} of {team.size} ({team.devices[rank]})"
+    title = f"R{replica} raised:"
+    if isinstance(error, SystemExit):  # of which IPython shows no more than this
+        others = f"r{replica} ended by it" + (f"; {others}" if others else "")
+    notes = [f"({note})" for note in (*notes, others) if note]
     rendered = [title, *report.rendered, *notes]
 
     def render(self: BaseException) -> list[str]:

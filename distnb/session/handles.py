@@ -12,7 +12,7 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from distnb.errors import DistributedValueError, StructureError
 from distnb.session.computing import FORWARDED, compute
@@ -138,6 +138,8 @@ class _Remote(DistributedValues):
             return self
         if isinstance(self, Mirrored):
             return iter(state_of_handle(self).operations.listed(self))
+        if _is_dataset(self):
+            return cast("Iterator[Any]", _apply(self, iter))
         self._refuse("cannot be iterated")
 
     def __next__(self) -> Any:
@@ -159,6 +161,9 @@ class RemotePerReplica(_Remote, PerReplica):
     """A handle of objects that differ, or may differ, from replica to replica."""
 
     __slots__ = ()
+
+    def __len__(self) -> int:
+        return int(_apply(self, len)) if _is_dataset(self) else self._refuse("has no length")
 
     def numpy(self) -> PerReplica:
         """Each replica's array, fetched."""
@@ -213,7 +218,11 @@ class RemoteMirrored(_Remote, Mirrored):
         if type(value) is dict:
             # A type of its own cannot pass for another's; torch.load(weights_only=True) takes this one from everybody.
             return OrderedDict, (), None, None, iter(value.items())
-        return (type(value), (), None, iter(value)) if type(value) is list else value.__reduce_ex__(protocol)
+        if type(value) is list:
+            return type(value), (), None, iter(value)
+        reduced = value.__reduce_ex__(protocol)
+        # pickle knows this function, and compares its class with the handle's; the one of protocol 1 does the same.
+        return value.__reduce_ex__(1) if getattr(reduced[0], "__name__", "") == "__newobj__" else reduced
 
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -274,6 +283,11 @@ for _kind in HANDLES:
 def _apply(handle: DistributedValues, function: Callable[..., Any], *others: Any, keeps: bool = False) -> Any:
     """Call a function with the object on every replica; `keeps`: the object may hold the others from then on."""
     return state_of_handle(handle).operations.run(handle, "apply", (function, handle, *others), keeps=keeps)
+
+
+def _is_dataset(handle: DistributedValues) -> bool:
+    """Whether it is a distributed dataset that a cell made: each replica's own, and read by all together."""
+    return state_of_handle(handle).type_name == "distnb.input.dataset.DistributedDataset"
 
 
 def _is_iterator(handle: DistributedValues) -> bool:

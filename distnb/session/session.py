@@ -259,16 +259,21 @@ class Session:
             self.settle()  # what earlier calls did belongs to the namespace that the cell gets
             team = self.team(spec)
             self._dispatch.require_ready(team.engines)
-            delivery = self.namespace.outgoing(source, team)
-            self.namespace.operations.changes += 1
             program = self._dispatch.number()
-            message = RunCell(program, team, spec, source, filename, label, in_scope, delivery)
-            outcome = self._perform(program, team, message)
+            with self._dispatch.interrupts as interrupts:
+                interrupts.packing()
+                delivery = self.namespace.outgoing(source, team)
+                self.namespace.operations.changes += 1
+                interrupts.packed()
+                message = RunCell(program, team, spec, source, filename, label, in_scope, delivery)
+                outcome = self._perform(program, team, message)
             effects = {
                 team.rank_of(engine): reply.value
                 for engine, reply in outcome.replies.items()
                 if reply.value is not None
             }
+            if len(effects) < len(outcome.replies):
+                effects = {}  # a replica was ended before it had opened the delivery: all of it is sent again
             self.namespace.incoming(source, team, effects)
         raise_failure(outcome, team)
 
@@ -298,30 +303,44 @@ class Session:
         with self._dispatch.turn:
             team = self.team(spec)
             program = self._dispatch.number()
-            delivery = self.namespace.outgoing_call(args, kwargs, team)
-            self.namespace.operations.changes += 1
-            message = CallFunction(program, team, spec, method, delivery)
-            try:
-                outcome = (self._dispatch.run if wait else self._dispatch.post)(program, team.engines, message)
-            except BaseException:
-                self.namespace.failed(delivery)
-                raise
+            with self._dispatch.interrupts as interrupts:
+                interrupts.packing()
+                delivery = self.namespace.outgoing_call(args, kwargs, team)
+                self.namespace.operations.changes += 1
+                interrupts.packed()
+                message = CallFunction(program, team, spec, method, delivery)
+                try:
+                    outcome = (self._dispatch.run if wait else self._dispatch.post)(program, team.engines, message)
+                except BaseException:
+                    self.namespace.failed(delivery)
+                    raise
             if wait:
-                return self._finish_call(outcome, team, delivery)
+                return self._finish_call(outcome, team, delivery, interrupted=outcome.interrupted)
+            stopped = interrupts.count
             pending = Pending(lambda: self._finish_call(outcome, team, delivery))
             self._unsettled.append(pending)
+            if stopped:
+                raise KeyboardInterrupt
             if len(self._unsettled) > _MOST_UNSETTLED:
                 while len(self._unsettled) > _FEW_UNSETTLED:
                     resolve(self._unsettled.pop(0))
             return pending
 
-    def _finish_call(self, outcome: Outcome, team: Team, delivery: Delivery | Repeat) -> Any:
+    def _finish_call(
+        self, outcome: Outcome, team: Team, delivery: Delivery | Repeat, *, interrupted: bool = False
+    ) -> Any:
         with self._dispatch.turn:
+            before = outcome.interrupted
             self._dispatch.wait(outcome)
             if outcome.ok:
                 values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
-                return self.namespace.result(team, values)
+                result = self.namespace.result(team, values)
+                if not interrupted and outcome.interrupted is before:
+                    return result
+                raise_failure(outcome, team, called=True)  # it ended well before it heard of the interrupt
             told = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items() if reply.value}
+            if len(told) < len(outcome.replies):
+                told = {}  # a replica was ended before it had opened the delivery: all of it is sent again
             self.namespace.failed(delivery, told)
             self._teams.renew(after=team)
         raise_failure(outcome, team, called=True)
@@ -370,8 +389,13 @@ class Session:
             outcome = self._dispatch.run(program, tuple(engines), message)
         if not outcome.ok:
             self._teams.renew(after=team)
-            raise_failure(outcome, team, called=True)
+        raise_failure(outcome, team, called=True)  # nothing if it went well and nobody interrupted
         return {engine: reply.value for engine, reply in outcome.replies.items()}
+
+    @property
+    def stuck(self) -> tuple[int, ...]:
+        """Engines that are busy with a program that was ended."""
+        return tuple(sorted(self._supervisor.stuck))
 
     def interrupt(self) -> bool:
         """End the program that runs, as the notebook's stop button does; from any thread. False if none runs."""

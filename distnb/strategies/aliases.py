@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from distnb.errors import UnknownNameError
+
 __all__ = ["METHODS", "experimental"]
 
 METHODS = {
@@ -42,7 +44,9 @@ class _Experimental(SimpleNamespace):
 
         if name in _EXPERIMENTAL:
             return getattr(distnb, _EXPERIMENTAL[name])
-        raise AttributeError(f"distnb.experimental has no {name!r}; it has {', '.join(sorted(_EXPERIMENTAL))}")
+        raise UnknownNameError(
+            "distnb.experimental", name, _EXPERIMENTAL, f"It has {', '.join(sorted(_EXPERIMENTAL))}."
+        )
 
     def __dir__(self) -> list[str]:
         return sorted(_EXPERIMENTAL)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 from distnb.errors import OptionError, UnknownNameError
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
 from distnb.runtime import choice, contexts, variable_homes  # noqa: F401  (finds homes from its import on)
-from distnb.runtime.arguments import check_call, check_input_function, check_input_options
+from distnb.runtime.arguments import check_call, check_input_function, check_input_options, explained
 from distnb.runtime.base import Runtime
 from distnb.strategies.aliases import METHODS
 from distnb.variables.homes import several_strategies
@@ -197,6 +197,10 @@ class Strategy:
         contexts.require_cross_replica(self, "run")
         return self.runtime.run(self, fn, args, kwargs if kwargs is not None else {}, options)
 
+    @explained(
+        "Write strategy.reduce('sum', value, axis=None), or 'mean': axis=None combines the replicas' components "
+        "element by element, axis=0 also the examples that each of them holds."
+    )
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
         """Combine what the replicas hold into one value.
 
@@ -220,6 +224,7 @@ class Strategy:
         contexts.require_cross_replica(self, "reduce")
         return self.runtime.reduce(self, op, value, tuple(axis) if isinstance(axis, list) else axis)
 
+    @explained("Write strategy.gather(value, axis=0): the axis along which the components are put together.")
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate what the replicas hold, in replica order.
 

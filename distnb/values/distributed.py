@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
-from distnb.errors import DistributedValueError, StructureError
+from distnb.errors import DistributedValueError, StructureError, UnknownNameError
 
 __all__ = ["DistributedValues", "Mirrored", "PerReplica"]
+
+_CURE = (
+    "Compute with it in a function that strategy.run calls, where it is the replica's own component: "
+    "strategy.run(step, args=(value,)). strategy.reduce(op, value, axis) or strategy.gather(value, axis) make one "
+    "value of all components, and strategy.local_results(value) gives those that are here."
+)
 
 
 class DistributedValues:
@@ -125,19 +131,13 @@ class DistributedValues:
 
     def _refuse(self, wish: str) -> NoReturn:
         raise DistributedValueError(
-            f"A {self._word} {wish}: it stands for one component on each of {self._num_replicas} replica(s). "
-            "Combine them with strategy.reduce(op, value, axis) or strategy.gather(value, axis), look at those that "
-            "are here with strategy.local_results(value), or compute with it in a function that strategy.run calls "
-            "with the value in args."
+            f"A {self._word} {wish}: it stands for one component on each of {self._num_replicas} replica(s). {_CURE}"
         )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(
-            f"A {self._word} has no attribute {name!r}; its components may have: "
-            f"strategy.local_results(value)[0].{name}. strategy.reduce and strategy.gather make one value of all."
-        )
+        raise UnknownNameError(f"A {self._word}", name, cure=_CURE)
 
     def __array__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         self._refuse("cannot become an array")
@@ -145,12 +145,7 @@ class DistributedValues:
     @classmethod
     def __torch_function__(cls, function: Any, _types: Any, _args: Any = (), _kwargs: Any = None) -> NoReturn:
         name = getattr(function, "__name__", "a torch function")
-        raise DistributedValueError(
-            f"{name} got a {cls._word} where one tensor is needed. In a function that strategy.run calls, with the "
-            "value in args, it is the replica's own tensor; elsewhere strategy.reduce(op, value, axis) or "
-            "strategy.gather(value, axis) make one tensor of it, and strategy.local_results(value) gives those that "
-            "are here."
-        )
+        raise DistributedValueError(f"{name} got a {cls._word} where one tensor is needed. {_CURE}")
 
 
 def _refusing(wish: str) -> Callable[..., NoReturn]:

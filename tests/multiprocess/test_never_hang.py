@@ -126,6 +126,11 @@ def failed(notebook: Notebook, source: str, error: str, limit_s: float = LIMIT_S
     return ran
 
 
+def wait_until_idle(notebook: Notebook) -> None:
+    """On a slow machine replicas may end a little later than they are waited for."""
+    processes.wait_until(lambda: "busy" not in notebook.run("%distnb status").text, timeout_s=LIMIT_S)
+
+
 def line_of(source: str, text: str) -> int:
     return next(number for number, line in enumerate(source.splitlines(), 1) if text in line)
 
@@ -326,6 +331,101 @@ def new_workers(before: set[int]) -> list[str]:
     return [line for line in new if "distnb.engine" in line]
 
 
+UNSPEAKABLE = """
+class Unspeakable(Exception):
+    def __str__(self):
+        print("ready", flush=True)
+        while True:
+            time.sleep(0.01)
+
+def fail():
+    raise Unspeakable
+"""
+
+
+@pytest.mark.parametrize("where", ["cell", "call"])
+def test_an_error_that_never_tells_of_itself_is_interrupted(notebook: Notebook, where: str) -> None:
+    notebook.run(UNSPEAKABLE)
+    source = "%%distribute mirrored\nfail()" if where == "cell" else "distnb.MirroredStrategy().run(fail)"
+    message = notebook.start(source)
+    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+    notebook.interrupt()
+    ran = notebook.finish(message, source, timeout_s=LIMIT_S)
+    assert ran.error_name == "KeyboardInterrupt", ran
+    wait_until_idle(notebook)
+
+
+def test_one_that_never_tells_of_itself_does_not_keep_the_others_error(notebook: Notebook) -> None:
+    notebook.run(UNSPEAKABLE)
+    source = "%%distribute mirrored\nif distnb.replica_id() == 1:\n    raise ValueError('this')\nfail()"
+    assert "this" in failed(notebook, source, "ValueError").error_text
+    wait_until_idle(notebook)
+
+
+UNPICKLED = """
+class Unpickled:
+    def __reduce__(self):
+        print("ready", flush=True)
+        while True:
+            time.sleep(0.01)
+
+def make():
+    global found, made
+    found, made = 1, Unpickled()
+"""
+
+
+@pytest.mark.parametrize("where", ["cell", "call"])
+def test_what_never_ends_to_be_pickled_is_interrupted_and_is_not_there(notebook: Notebook, where: str) -> None:
+    notebook.run(UNPICKLED)
+    source = "%%distribute mirrored\nfound, made = 1, Unpickled()"
+    source = source if where == "cell" else "distnb.MirroredStrategy().run(make)"
+    message = notebook.start(source)
+    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+    notebook.interrupt()
+    ran = notebook.finish(message, source, timeout_s=LIMIT_S)
+    assert ran.error_name == "KeyboardInterrupt", ran
+    wait_until_idle(notebook)
+    there = notebook.run("%%distribute mirrored\nprint({'found', 'made'} & globals().keys())")
+    assert "set()" in there.stdout
+    assert notebook.value("{'found', 'made'} & globals().keys()") == set()
+
+
+def test_a_loop_that_catches_everything_is_interrupted(notebook: Notebook) -> None:
+    source = """%%distribute mirrored
+print("ready", flush=True)
+while True:
+    try:
+        time.sleep(0.01)
+    except:
+        pass
+"""
+    message = notebook.start(source)
+    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+    notebook.interrupt()
+    assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+    wait_until_idle(notebook)
+
+
+def test_loops_of_short_calls_are_interrupted_and_what_they_use_is_still_there(notebook: Notebook) -> None:
+    for number in range(5):
+        source = f"""
+def nap{number}():
+    time.sleep(0.001)
+    return {number}
+print("ready", flush=True)
+while True:
+    distnb.MirroredStrategy().run(nap{number})
+"""
+        message = notebook.start(source)
+        notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+        notebook.interrupt()
+        ran = notebook.finish(message, source, timeout_s=LIMIT_S)
+        assert ran.error_name == "KeyboardInterrupt", ran
+        wait_until_idle(notebook)
+        assert notebook.value(f"distnb.MirroredStrategy().run(nap{number})") == number
+
+
 def test_code_that_no_signal_reaches_gives_the_prompt_back(notebook: Notebook) -> None:
     notebook.run("%%distribute mirrored\nseen = torch.ones(2)")
     source = """%%distribute mirrored
@@ -339,7 +439,9 @@ dist.all_reduce(torch.ones(1))
     notebook.interrupt()
     ran = notebook.finish(message, source, timeout_s=LIMIT_S)
     assert ran.error_name == "KeyboardInterrupt", ran
+    assert "%distnb restart 1 starts anew" in ran.error_text
     assert "busy" in notebook.run("%distnb status").text
+    assert "Engine 1: still busy" in notebook.run("%distnb interrupt").text
     assert "does not answer" in notebook.run("%distnb stacks").text  # `sum` never lets go of Python's lock
     failed(notebook, "%%distribute mirrored\npass", "ReplicaStuck")
     assert "[1., 1.]" in (shown := notebook.run("print(seen)").stdout)

@@ -90,6 +90,25 @@ def test_a_replica_cannot_ask_and_says_so(notebook: Notebook, question: str) -> 
     assert question in failed.traceback
 
 
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("sys.exit(3)", ["SystemExit: 3", "replica 0 of 2 (cpu:0) ended by it; replica 1 raised the same"]),
+        ("distnb.replica_id() and exit('sorry')", ["SystemExit: sorry", "replica 1 of 2 (cpu:1) ended by it"]),
+    ],
+)
+def test_a_status_of_failure_is_told_and_a_plain_exit_ends_the_cell(
+    notebook: Notebook, statement: str, told: list[str]
+) -> None:
+    notebook.run("import sys")
+    failed = notebook.try_run(f"%%distribute mirrored\n{statement}")
+    assert failed.error_name == "SystemExit"
+    for text in told:
+        assert text in failed.traceback
+    notebook.run("%%distribute mirrored\nbefore = 2\nexit()\nnever = 1")
+    assert notebook.value("(before, 'never' in globals())") == (2, False)
+
+
 # -- what replicas write, and their errors ---------------------------------------------------------------------------
 
 CALL = """
@@ -203,3 +222,26 @@ def test_a_stopped_and_started_cluster_writes_into_the_right_cells(notebook: Not
     for text in ("one", "two", "three"):
         wrote = notebook.run(f"%%distribute mirrored\nprint({text!r})").stdout
         assert lines_of_each(wrote) == [[text], [text]]
+
+
+def test_what_a_cell_made_is_read_saved_and_looked_at_in_ordinary_cells(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.run("import pickle, torch\npairs = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))")
+    notebook.run(
+        "%%distribute mirrored\n"
+        "batches = strategy.distribute_dataset(pairs, batch_size=4)\n"
+        "with strategy.scope():\n    model = torch.nn.Linear(2, 1)"
+    )
+    source = """
+strategy = distnb.MirroredStrategy()
+sums = [strategy.run(lambda batch: float((batch[0] * batch[1]).sum()), args=(batch,)) for batch in batches]
+"""
+    notebook.run(source)
+    assert notebook.value("len(batches)") == 3
+    assert notebook.value("[each.values for each in sums]") == [(1.0, 13.0), (41.0, 85.0), (64.0, 81.0)]
+    notebook.run(f"torch.save(model, {str(tmp_path / 'model.pt')!r})")
+    here = f"torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)"
+    assert notebook.value(f"type({here}) is type(pickle.loads(pickle.dumps(model))) is torch.nn.Linear") is True
+    assert "in_features=2" in notebook.run("%%distribute mirrored\nmodel?").stdout
+    refused = notebook.try_run("torch.optim.SGD(model.parameters(), lr=0.1)")
+    assert "RemoteMirrored is a handle" in refused.traceback
+    assert "strategy.scope()" in refused.traceback

@@ -41,6 +41,22 @@ def test_an_exception_is_raised_as_itself() -> None:
     assert error.__notes__ == ["(replica 1 finished)"]
 
 
+def test_who_ended_by_sys_exit_is_told_where_ipython_shows_no_more_than_the_status() -> None:
+    error = raised_for(ErrorReport(pickle.dumps(SystemExit(3)), "SystemExit", "3", ("where",), ("where",)))
+    assert type(error) is SystemExit
+    assert error.code == 3
+    assert error.__notes__ == ["(replica 0 of 2 (cpu:0) ended by it; replica 1 finished)"]
+
+
+def test_a_replica_that_does_not_end_is_told_of_with_the_cure() -> None:
+    outcome = Outcome(1, (0, 1))
+    outcome.interrupted = True
+    outcome.take(0, Reply(1, "interrupted"))
+    outcome.lose(1, None)
+    with pytest.raises(KeyboardInterrupt, match=r"replica 1 still busy.*%distnb restart 1 starts anew"):
+        raise_failure(outcome, TEAM)
+
+
 def test_where_an_ordinary_cell_called_stands_above() -> None:
     outcome = Outcome(1, (0,))
     report = ErrorReport(pickle.dumps(KeyError("k")), "KeyError", "'k'", ("where",), ("there",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import multiprocessing
 import os
 import signal
@@ -92,6 +93,53 @@ def test_one_that_is_swallowed_is_sent_again(guard: Guard, pressing: Callable[..
     with pytest.raises(ProgramAborted):
         guard.call(4, stubborn)
     assert len(swallowed) == 2
+
+
+STUBBORN = """
+import time
+tidied = []
+
+def stubborn(begun):
+    begun.set()
+    while True:
+        try:
+            try:
+                time.sleep(0.01)
+            finally:
+                tidied.append(1)
+        except:
+            continue
+"""
+
+
+@pytest.mark.timeout(30)
+def test_a_loop_that_catches_whatever_ends_it_is_ended(guard: Guard, pressing: Callable[..., None]) -> None:
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    linecache.cache["stubborn"] = (len(STUBBORN), None, STUBBORN.splitlines(keepends=True), "stubborn")
+    exec(compile(STUBBORN, "stubborn", "exec"), cell)
+    tracing = sys.gettrace()
+    pressing(1)
+    with pytest.raises(ProgramAborted):
+        guard.call(1, lambda: cell["stubborn"](BEGUN))
+    assert len(cell["tidied"]) >= 3, "it caught it at first"
+    assert sys.gettrace() is tracing
+    assert guard.call(2, lambda: "next") == "next"
+
+
+@pytest.mark.timeout(30)
+def test_a_grace_is_given_to_other_replicas_failures_and_not_to_the_user(guard: Guard) -> None:
+    def order(interrupted: bool) -> Callable[[], str]:
+        def body() -> str:
+            guard.abort(guard._run.program, "because", interrupted)  # type: ignore[union-attr]
+            guard.press()
+            time.sleep(0.01)
+            return "done"
+
+        return body
+
+    assert guard.call(1, order(interrupted=False), 60.0) == "done"
+    with pytest.raises(KeyboardInterrupt):
+        guard.call(2, order(interrupted=True), 60.0)
 
 
 def test_an_order_for_another_program_does_nothing(guard: Guard) -> None:

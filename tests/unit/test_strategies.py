@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 import threading
 from typing import Any
@@ -134,6 +135,38 @@ def test_run_returns_the_bare_value(strategy: Any) -> None:
         strategy.run(print, tensor)
     with pytest.raises(KeyError):
         strategy.run({}.__getitem__, args=("missing",))
+
+
+def test_calls_that_do_not_fit_say_what_was_given_and_the_cure(strategy: Any) -> None:
+    def step(batch: Any) -> Any:
+        return batch
+
+    batch = (torch.ones(2), 3)
+    told = (
+        r"called step\(Tensor, 3\): .*takes 1 positional argument but 2 were given.*strategy.run\(step, args=\(batch,"
+    )
+    with pytest.raises(errors.DistributedValueError, match=told):
+        strategy.run(step, batch)
+    with pytest.raises(TypeError, match=r"called step\(\): .*missing 1 required.*'batch'"):
+        strategy.run(step)
+    with pytest.raises(TypeError, match="got a PerReplica"):
+        strategy.run(step, PerReplica([1]))
+    with pytest.raises(TypeError, match=r"missing .* 'axis'; it got \('sum', PerReplica\)\. .*axis=None"):
+        strategy.reduce("sum", PerReplica([1]))
+    with pytest.raises(TypeError, match=r"'value' and 'axis'; it got \(PerReplica\)"):
+        strategy.reduce(PerReplica([1]))
+    with pytest.raises(TypeError, match=r"'axis'; it got \(Tensor\)\. Write strategy.gather"):
+        strategy.gather(torch.ones(2))
+    with pytest.raises(ValueError, match="a PerReplica is no ReduceOp"):
+        strategy.reduce(PerReplica([1]), "sum", None)
+    with pytest.raises(TypeError, match=r"^mine$"):
+        strategy.run(raise_type_error)
+    with pytest.raises(TypeError, match=r"^unsupported operand"):
+        strategy.run(operator.add, args=(1, "a"))
+
+
+def raise_type_error() -> None:
+    raise TypeError("mine")
 
 
 def test_default_runs_the_function_and_nothing_else() -> None:
@@ -343,7 +376,7 @@ def test_metrics_are_torchmetrics(metrics: Any) -> None:
 
 def test_experimental_names() -> None:
     assert distnb.experimental.ValueContext is distnb.ValueContext
-    with pytest.raises(AttributeError, match="it has"):
+    with pytest.raises(AttributeError, match="It has"):
         _ = distnb.experimental.nonsense
 
 

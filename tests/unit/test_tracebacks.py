@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import pickle
 import re
 import sys
+from collections.abc import Iterator
 
 import pytest
+import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 import distnb
@@ -32,21 +35,93 @@ def test_the_traceback_ends_at_the_users_line() -> None:
     assert trimmed.tb_frame.f_code.co_filename == __file__
 
 
-def test_it_is_shown_so_in_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def shell() -> Iterator[InteractiveShell]:
     shell = InteractiveShell()
     tracebacks.install(shell)
-    try:
-        result = shell.run_cell("from distnb.topology import parse_device\nparse_device('cuda:x')")
-        assert type(result.error_in_exec).__name__ == "OptionError"
-    finally:
-        tracebacks.remove(shell)
-        shell.history_manager.end_session()
-        shell.history_manager.close()
-        atexit.unregister(shell.atexit_operations)  # it would clear itself again, slowly
-    shown = capsys.readouterr().out
-    assert "is no device" in shown
-    assert "topology.py" not in shown
+    yield shell
+    tracebacks.remove(shell)
     assert shell.custom_exceptions == ()
+    shell.history_manager.end_session()
+    shell.history_manager.close()
+    atexit.unregister(shell.atexit_operations)  # it would clear itself again, slowly
+
+
+def shown(shell: InteractiveShell, capsys: pytest.CaptureFixture[str], source: str) -> str:
+    """The traceback of a cell that fails."""
+    capsys.readouterr()
+    assert shell.run_cell(source).error_in_exec is not None
+    return _COLOURS.sub("", capsys.readouterr().out)
+
+
+def test_it_is_shown_so_in_a_shell(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(shell, capsys, "from distnb.topology import parse_device\nparse_device('cuda:x')")
+    assert "is no device" in text
+    assert "topology.py" not in text
+    assert shell.run_cell("%tb").success
+    assert "topology.py" in capsys.readouterr().out, "whoever asks for it sees it whole"
+
+
+def test_so_are_the_causes_of_an_error_of_the_users(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = """
+from distnb.topology import parse_device
+try:
+    parse_device('cuda:x')
+except ValueError as error:
+    raise RuntimeError('mine') from error
+"""
+    text = shown(shell, capsys, source)
+    assert "is no device" in text
+    assert "----> 3     parse_device('cuda:x')" in text
+    assert "----> 5     raise RuntimeError('mine') from error" in text
+    assert "topology.py" not in text
+
+
+@pytest.mark.parametrize("strategy", ["distnb.OneDeviceStrategy('cpu')", "distnb.get_strategy()"])
+def test_a_datasets_error_shows_the_loop_and_the_dataset(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str], strategy: str
+) -> None:
+    source = f"""
+import distnb, torch
+class Five(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return 1 / (index - 5)
+for _ in {strategy}.distribute_dataset(Five(), batch_size=4):
+    pass
+"""
+    text = shown(shell, capsys, source)
+    assert "return 1 / (index - 5)" in text
+    assert "----> 7 for _ in" in text
+    assert os.path.join("distnb", "input") not in text
+    assert "ZeroDivisionError" in text
+
+
+def test_torch_is_left_out_of_an_error_of_ours(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+    source = """
+import distnb, torch
+torch.nn.Linear(2, 2)(distnb.PerReplica([torch.ones(2)] * 2))
+"""
+    text = shown(shell, capsys, source)
+    assert "----> 2 torch.nn.Linear" in text
+    assert "module.py" not in text
+    assert "strategy.run(step, args=(value,))" in text
+    assert torch.__file__ not in text
+
+
+def test_a_defect_of_ours_is_shown_whole_and_a_builtins_error_is_none(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "errors.py" in shown(shell, capsys, "from distnb.errors import closest\nclosest(5, [])")
+    text = shown(shell, capsys, "import distnb\ndistnb.OneDeviceStrategy('cpu').run(len, args=(5,))")
+    assert "in_process.py" not in text
+    assert "has no len()" in text
+    plain = shown(shell, capsys, "import json\njson.loads('{')")
+    assert "json" in plain
+    assert "decoder.py" in plain
 
 
 def test_a_function_that_distnb_calls_is_shown_and_not_what_calls_it() -> None:

@@ -1,0 +1,71 @@
+"""Frames of tracebacks, of which a user is to see his own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType, TracebackType
+
+from distnb.errors import DistnbError
+
+__all__ = ["OWN", "chain", "frames_of", "ours", "rebuilt", "torch_frames", "with_frames"]
+
+OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+"""What the files of distnb's own frames begin with."""
+
+
+def torch_frames(error: BaseException) -> tuple[str, ...]:
+    """What the files of torch's frames begin with, if they are to be left out, as of an error of ours.
+
+    That one is about the line in which the user called torch, and torch's way from there to us tells nothing.
+    """
+    file = getattr(sys.modules.get("torch"), "__file__", None)
+    return (os.path.dirname(file) + os.sep,) if file and isinstance(error, DistnbError) else ()
+
+
+def ours(frame: FrameType) -> bool:
+    """Whether what a frame raised is ours: it is distnb's, and not one that does no more than call the user's function.
+
+    Such a one is hidden from debuggers, too; the function may be a builtin, and have no frame.
+    """
+    return frame.f_code.co_filename.startswith(OWN) and "__tracebackhide__" not in frame.f_locals
+
+
+def frames_of(traceback: TracebackType | None) -> list[TracebackType]:
+    """A traceback's frames, the outermost first."""
+    frames = []
+    while traceback is not None:
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    return frames
+
+
+def rebuilt(frames: Sequence[TracebackType]) -> TracebackType | None:
+    """A traceback of these frames alone."""
+    whole: TracebackType | None = None
+    for frame in reversed(frames):
+        whole = TracebackType(whole, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return whole
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """It, and what is shown with it: its causes, or what was being handled when it was raised."""
+    found: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and all(each is not known for known in found):
+        found.append(each)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return found
+
+
+@contextmanager
+def with_frames(error: BaseException, chosen: Callable[[BaseException], Sequence[TracebackType]]) -> Iterator[None]:
+    """For the while, give an error, and all that is shown with it, tracebacks of chosen frames."""
+    with ExitStack() as stack:
+        for each in chain(error):
+            frames = chosen(each)
+            stack.callback(each.with_traceback, each.__traceback__)
+            each.with_traceback(rebuilt(frames))
+        yield
