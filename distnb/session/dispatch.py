@@ -72,6 +72,11 @@ class Outcome:
         """Whether every replica ended well."""
         return not (self._failed or self.died or self.stuck)
 
+    @property
+    def left_group_whole(self) -> bool:
+        """Whether the replicas can go on in the same process group: an interrupt ends it, be the program through."""
+        return self.ok and not self.interrupted
+
 
 class Dispatch:
     """Owns the way of programs. One distributed program at a time: others wait their turn.

@@ -281,7 +281,7 @@ class Session:
         """Send one message to a whole team, wait for its end, and tell those who listen."""
         self._supervisor.publish(Status(program, "started", team, tuple(map(str, team.devices))))
         outcome = self._dispatch.run(program, team.engines, message, quiet=False)
-        if not outcome.ok:
+        if not outcome.left_group_whole:
             self._teams.renew(after=team)
         self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
         self._supervisor.publish(
@@ -332,6 +332,8 @@ class Session:
         with self._dispatch.turn:
             before = outcome.interrupted
             self._dispatch.wait(outcome)
+            if not outcome.left_group_whole:
+                self._teams.renew(after=team)
             if outcome.ok:
                 values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
                 result = self.namespace.result(team, values)
@@ -342,7 +344,6 @@ class Session:
             if len(told) < len(outcome.replies):
                 told = {}  # a replica was ended before it had opened the delivery: all of it is sent again
             self.namespace.failed(delivery, told)
-            self._teams.renew(after=team)
         raise_failure(outcome, team, called=True)
         return None
 
@@ -387,7 +388,7 @@ class Session:
             team = self._teams.made_of(engines, self._require_cluster())
             message = Apply(program, operation, target, team, payload)
             outcome = self._dispatch.run(program, tuple(engines), message)
-        if not outcome.ok:
+        if not outcome.left_group_whole:
             self._teams.renew(after=team)
         raise_failure(outcome, team, called=True)  # nothing if it went well and nobody interrupted
         return {engine: reply.value for engine, reply in outcome.replies.items()}

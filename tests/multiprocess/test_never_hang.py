@@ -426,6 +426,34 @@ while True:
         assert notebook.value(f"distnb.MirroredStrategy().run(nap{number})") == number
 
 
+def test_after_a_stop_that_was_caught_the_replicas_still_talk(notebook: Notebook, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    notebook.run(f"""%%distribute mirrored
+class Slow:
+    def __repr__(self):
+        if os.path.exists({str(go)!r}):
+            print("ready", flush=True)
+            try:
+                time.sleep(600)
+            except KeyboardInterrupt:
+                pass
+        return f"slow {{self.number}}"
+
+slow = Slow()
+slow.number = distnb.replica_id()
+""")
+    notebook.run("%%distribute mirrored\npass")  # it may have changed what is shown
+    go.touch()
+    message = notebook.start("repr(slow)")
+    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+    notebook.interrupt()
+    assert notebook.finish(message, "repr(slow)", timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+    go.unlink()
+    wait_until_idle(notebook)
+    notebook.run("%%distribute mirrored\ntotal = torch.ones(1)\ndist.all_reduce(total)")
+    assert notebook.value("float(total) == distnb.MirroredStrategy().num_replicas_in_sync")
+
+
 def test_code_that_no_signal_reaches_gives_the_prompt_back(notebook: Notebook) -> None:
     notebook.run("%%distribute mirrored\nseen = torch.ones(2)")
     source = """%%distribute mirrored
