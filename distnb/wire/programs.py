@@ -91,17 +91,19 @@ class Programs:
         frames = encode(message)
         packets: Sequence[Packet] = ()
         unreached = []
-        for engine in engines:
-            passage = self._passages.get(engine)
-            if passage is None:
-                reached = send_frames_to(self._far, engine, frames)
-            else:
-                packets = packets or pack(frames)
-                reached = passage.send(packets)
-            if not reached:
-                unreached.append(engine)
-        if packets:
-            os.eventfd_write(self._bell, 1)
+        try:
+            for engine in engines:
+                passage = self._passages.get(engine)
+                if passage is None:
+                    reached = send_frames_to(self._far, engine, frames)
+                else:
+                    packets = packets or pack(frames)
+                    reached = passage.send(packets)
+                if not reached:
+                    unreached.append(engine)
+        finally:  # whoever was sent something must wake up, whatever became of the others
+            if packets:
+                os.eventfd_write(self._bell, 1)
         return unreached
 
     def wait(self, timeout_s: float | None = None) -> list[int]:
