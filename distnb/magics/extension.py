@@ -133,13 +133,19 @@ class Extension:
 
         return variables(self._shell.user_ns, {row.engine: row.device for row in session.status()}, since_program)
 
-    def _settle(self, result: ExecutionResult) -> None:
-        """Wait for calls that were sent with `wait=False`; what one of them raised is this cell's error, too."""
+    def _settle(self, result: ExecutionResult, *, stop: bool) -> None:
+        """Wait for calls that were sent with `wait=False`; what one of them raised is this cell's error, too.
+
+        Args:
+            stop: The user has asked for their end.
+        """
         session = sessions.current()
         if session is None:
             return
         try:
             with presented():
+                if stop:
+                    session.interrupt()
                 session.settle()
         except BaseException as error:  # noqa: BLE001  (whatever a replica raised, and the user's interrupt)
             if getattr(result, "success", True) or not isinstance(
@@ -160,14 +166,14 @@ class Extension:
     def _after(self, result: ExecutionResult | Any) -> None:
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
-            # A press of stop in here is for a cell that has ended, unless its calls are still waited for.
             with self._held:
                 self._local.leave()
                 self._name.restore()
-            self._settle(result)
+            interrupted = isinstance(getattr(result, "error_in_exec", None), KeyboardInterrupt)
+            self._settle(result, stop=interrupted or self._held.count > 0)
             with self._held:
                 self.front.end_cell(failed=getattr(result, "success", True) is False)
-            self._held.count = 0
+            self._held.count = 0  # the cell has ended
 
 
 def _request_of(strategy: Owner) -> Request | None:

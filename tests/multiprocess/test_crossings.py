@@ -154,7 +154,7 @@ strategy.run(step)
         ran = notebook.try_run(cell.replace("SWAP", f"{one}\n        {other}"))
         assert ran.error_name == "CollectiveMismatchError", ran
         assert other in ran.error_text or one in ran.error_text
-        assert "line 6" in ran.error_text or "line 5" in ran.error_text
+        assert any(f"line {number}" in ran.error_text for number in (5, 6, 8, 9))  # whichever replica is shown
         ran = notebook.run(cell.replace("SWAP", f"{one}\n        {one}")).check()
         assert ran.stderr.count("UserWarning") == 1
         assert f"`{one}` on replica 0" in ran.stderr

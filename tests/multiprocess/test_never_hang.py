@@ -325,6 +325,18 @@ def test_the_user_interrupts_calls_that_nobody_has_waited_for_yet(notebook: Note
     assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
 
 
+def test_an_interrupt_between_calls_that_nobody_has_waited_for_ends_them(notebook: Notebook) -> None:
+    source = (
+        "def naps():\n    print('ready', flush=True)\n    time.sleep(600)\n"
+        "distnb.MirroredStrategy().run(naps, options=distnb.RunOptions(wait=False))\n"
+        "time.sleep(600)"
+    )
+    message = notebook.start(source)
+    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+    notebook.interrupt()
+    assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+
+
 def new_workers(before: set[int]) -> list[str]:
     """What engines have forked since."""
     new = [processes.describe(p) for pid, p in processes.children_of_this_run().items() if pid not in before]
@@ -429,7 +441,7 @@ while True:
 def test_after_a_stop_that_was_caught_the_replicas_still_talk(notebook: Notebook, tmp_path: Path) -> None:
     go = tmp_path / "go"
     notebook.run(f"""%%distribute mirrored
-class Slow:
+class Catching:
     def __repr__(self):
         if os.path.exists({str(go)!r}):
             print("ready", flush=True)
@@ -437,17 +449,17 @@ class Slow:
                 time.sleep(600)
             except KeyboardInterrupt:
                 pass
-        return f"slow {{self.number}}"
+        return f"number {{self.number}}"
 
-slow = Slow()
-slow.number = distnb.replica_id()
+catching = Catching()
+catching.number = distnb.replica_id()
 """)
     notebook.run("%%distribute mirrored\npass")  # it may have changed what is shown
     go.touch()
-    message = notebook.start("repr(slow)")
+    message = notebook.start("repr(catching)")
     notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
     notebook.interrupt()
-    assert notebook.finish(message, "repr(slow)", timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+    assert notebook.finish(message, "repr(catching)", timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
     go.unlink()
     wait_until_idle(notebook)
     notebook.run("%%distribute mirrored\ntotal = torch.ones(1)\ndist.all_reduce(total)")
