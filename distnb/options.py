@@ -38,7 +38,7 @@ class _Named(enum.Enum):
             return name
         if isinstance(name, str) and name.upper() in cls.__members__:
             return cls[name.upper()]
-        given = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
+        given = repr(name) if name is None or isinstance(name, str | int | float) else f"a {type(name).__name__}"
         raise OptionError(
             f"{given} is no {cls.__name__}. There are {', '.join(repr(each.name) for each in cls)}, as strings or as "
             f"members of distnb.{cls.__name__}."
