@@ -87,6 +87,7 @@ class Dispatch:
 
     Attributes:
         turn: Hold it while a program is made, sent and waited for.
+        interrupts: The user's. To be entered before a program is packed, if it is to be sent for certain.
     """
 
     def __init__(self, programs: Programs, supervisor: Supervisor) -> None:
@@ -96,18 +97,13 @@ class Dispatch:
         self.latest = 0
         self.turn = threading.RLock()
         self._pending: dict[int, Outcome] = {}
-        self._interrupts = Interrupts()
+        self.interrupts = Interrupts()
         programs.watch(supervisor.lost_fd)
-        programs.watch(self._interrupts.fd)
+        programs.watch(self.interrupts.fd)
         self._dead: dict[int, str] = {}
         self._greeted: dict[int, int] = {}  # the process that has said hello as this engine
         self._outgoing = Outgoing(programs)
         self._readers: defaultdict[int, ReplyReader] = defaultdict(ReplyReader)
-
-    @property
-    def interrupts(self) -> Interrupts:
-        """The user's; to be entered before a program is packed, if it is to be sent for certain."""
-        return self._interrupts
 
     def number(self) -> int:
         """The serial number of the next program."""
@@ -120,7 +116,7 @@ class Dispatch:
         Raises:
             EngineDied, ReplicaStuck: An engine cannot take it; nothing was sent to any.
         """
-        with self._interrupts:  # from before it is sent: nobody would end a program that nobody waits for
+        with self.interrupts:  # from before it is sent: nobody would end a program that nobody waits for
             outcome = self._begin(program, engines, quiet)
             self._outgoing.send(engines, message)
             self._collect(outcome)
@@ -130,16 +126,15 @@ class Dispatch:
     def post(self, program: int, engines: tuple[int, ...], message: CallFunction) -> Outcome:
         """Send a call that nobody waits for yet: with others that follow soon, if one is under way already.
 
+        Within `interrupts`: a message that some engines got, and others did not, would keep those waiting.
+
         Raises:
             EngineDied, ReplicaStuck: An engine cannot take it; it was not sent to any.
         """
         under_way = bool(self._pending)
         outcome = self._begin(program, engines, quiet=True)
         if not (under_way and self._outgoing.keep(engines, message)):
-            with self._interrupts:  # a message that some engines got, and others did not, would keep those waiting
-                self._outgoing.send(engines, message)
-            if self._interrupts.count:
-                raise KeyboardInterrupt
+            self._outgoing.send(engines, message)
         return outcome
 
     def _begin(self, program: int, engines: tuple[int, ...], quiet: bool) -> Outcome:
@@ -151,7 +146,7 @@ class Dispatch:
     def wait(self, outcome: Outcome) -> Outcome:
         """Wait for the end of a call that was posted, as `run` does."""
         if not outcome.complete:
-            with self._interrupts:
+            with self.interrupts:
                 self._outgoing.flush()
                 self._collect(outcome)
         self._pending.pop(outcome.program, None)
@@ -159,7 +154,7 @@ class Dispatch:
 
     def _collect(self, outcome: Outcome) -> None:
         while True:
-            if self._interrupts.count:
+            if self.interrupts.count:
                 self.interrupt()
             if outcome.complete:
                 return
@@ -201,14 +196,14 @@ class Dispatch:
     def close(self) -> None:
         """Free what is not the switchboard's."""
         self._outgoing.close()
-        self._interrupts.close()
+        self.interrupts.close()
 
     def _read(self, timeout_s: float | None = None) -> None:
         ready = self._programs.wait(timeout_s)
         if self._supervisor.lost_fd in ready:
             self._lose()
-        if self._interrupts.fd in ready:
-            self._interrupts.drain()
+        if self.interrupts.fd in ready:
+            self.interrupts.drain()
         self._take_replies(ready)
 
     def _take_replies(self, ready: list[int]) -> None:

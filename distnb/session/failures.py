@@ -138,10 +138,10 @@ def _ranges(ranks: list[int]) -> str:
 def _raise(report: ErrorReport, team: Team, engine: int, others: str, called: bool) -> None:
     error, *notes = _revive(report)
     rank = team.rank_of(engine)
-    replica = f"eplica {rank} of {team.size} ({team.devices[rank]})"
-    title = f"R{replica} raised:"
+    who = f"{rank} of {team.size} ({team.devices[rank]})"
+    title = f"Replica {who} raised:"
     if isinstance(error, SystemExit):  # of which IPython shows no more than this
-        others = f"r{replica} ended by it" + (f"; {others}" if others else "")
+        others = f"replica {who} ended by it" + (f"; {others}" if others else "")
     notes = [f"({note})" for note in (*notes, others) if note]
     rendered = [title, *report.rendered, *notes]
 

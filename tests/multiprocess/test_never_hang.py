@@ -313,16 +313,23 @@ def test_the_user_interrupts(notebook: Notebook, tmp_path: Path, what: str, by: 
     processes.wait_until(lambda: not new_workers(before), LIMIT_S, "DataLoader workers are still there")
 
 
+def stop_when_ready(notebook: Notebook, source: str) -> Ran:
+    """Run a cell, and press stop when it has written "ready": it ends as interrupted."""
+    message = notebook.start(source)
+    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
+    notebook.interrupt()
+    ran = notebook.finish(message, source, timeout_s=LIMIT_S)
+    assert ran.error_name == "KeyboardInterrupt", ran
+    return ran
+
+
 def test_the_user_interrupts_calls_that_nobody_has_waited_for_yet(notebook: Notebook) -> None:
     source = (
         "def naps():\n    print('ready', flush=True)\n    time.sleep(600)\n"
         "for _ in range(40):\n"
         "    distnb.MirroredStrategy().run(naps, options=distnb.RunOptions(wait=False))"
     )
-    message = notebook.start(source)
-    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
-    notebook.interrupt()
-    assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+    stop_when_ready(notebook, source)
 
 
 def test_an_interrupt_between_calls_that_nobody_has_waited_for_ends_them(notebook: Notebook) -> None:
@@ -331,10 +338,7 @@ def test_an_interrupt_between_calls_that_nobody_has_waited_for_ends_them(noteboo
         "distnb.MirroredStrategy().run(naps, options=distnb.RunOptions(wait=False))\n"
         "time.sleep(600)"
     )
-    message = notebook.start(source)
-    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
-    notebook.interrupt()
-    assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+    stop_when_ready(notebook, source)
 
 
 def new_workers(before: set[int]) -> list[str]:
@@ -359,11 +363,7 @@ def fail():
 def test_an_error_that_never_tells_of_itself_is_interrupted(notebook: Notebook, where: str) -> None:
     notebook.run(UNSPEAKABLE)
     source = "%%distribute mirrored\nfail()" if where == "cell" else "distnb.MirroredStrategy().run(fail)"
-    message = notebook.start(source)
-    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
-    notebook.interrupt()
-    ran = notebook.finish(message, source, timeout_s=LIMIT_S)
-    assert ran.error_name == "KeyboardInterrupt", ran
+    stop_when_ready(notebook, source)
     wait_until_idle(notebook)
 
 
@@ -392,11 +392,7 @@ def test_what_never_ends_to_be_pickled_is_interrupted_and_is_not_there(notebook:
     notebook.run(UNPICKLED)
     source = "%%distribute mirrored\nfound, made = 1, Unpickled()"
     source = source if where == "cell" else "distnb.MirroredStrategy().run(make)"
-    message = notebook.start(source)
-    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
-    notebook.interrupt()
-    ran = notebook.finish(message, source, timeout_s=LIMIT_S)
-    assert ran.error_name == "KeyboardInterrupt", ran
+    stop_when_ready(notebook, source)
     wait_until_idle(notebook)
     there = notebook.run("%%distribute mirrored\nprint({'found', 'made'} & globals().keys())")
     assert "set()" in there.stdout
@@ -412,10 +408,7 @@ while True:
     except:
         pass
 """
-    message = notebook.start(source)
-    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
-    notebook.interrupt()
-    assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+    stop_when_ready(notebook, source)
     wait_until_idle(notebook)
 
 
@@ -429,11 +422,7 @@ print("ready", flush=True)
 while True:
     distnb.MirroredStrategy().run(nap{number})
 """
-        message = notebook.start(source)
-        notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
-        notebook.interrupt()
-        ran = notebook.finish(message, source, timeout_s=LIMIT_S)
-        assert ran.error_name == "KeyboardInterrupt", ran
+        stop_when_ready(notebook, source)
         wait_until_idle(notebook)
         assert notebook.value(f"distnb.MirroredStrategy().run(nap{number})") == number
 
@@ -456,10 +445,7 @@ catching.number = distnb.replica_id()
 """)
     notebook.run("%%distribute mirrored\npass")  # it may have changed what is shown
     go.touch()
-    message = notebook.start("repr(catching)")
-    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
-    notebook.interrupt()
-    assert notebook.finish(message, "repr(catching)", timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+    stop_when_ready(notebook, "repr(catching)")
     go.unlink()
     wait_until_idle(notebook)
     notebook.run("%%distribute mirrored\ntotal = torch.ones(1)\ndist.all_reduce(total)")
@@ -474,11 +460,7 @@ if distnb.replica_id() == 1:
     sum(range(10**12))
 dist.all_reduce(torch.ones(1))
 """
-    message = notebook.start(source)
-    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
-    notebook.interrupt()
-    ran = notebook.finish(message, source, timeout_s=LIMIT_S)
-    assert ran.error_name == "KeyboardInterrupt", ran
+    ran = stop_when_ready(notebook, source)
     assert "%distnb restart 1 starts anew" in ran.error_text
     assert "busy" in notebook.run("%distnb status").text
     assert "Engine 1: still busy" in notebook.run("%distnb interrupt").text
@@ -497,10 +479,7 @@ print("ready", flush=True)
 if distnb.replica_id() == 1:  # no signal is looked at until the file is there
     all(map(operator.not_, map(os.access, itertools.repeat({str(go_on)!r}), itertools.repeat(os.F_OK))))
 """
-    message = notebook.start(source)
-    notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
-    notebook.interrupt()
-    assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+    stop_when_ready(notebook, source)
     # The replica goes on at the first look of the one who waits for it, and not before.
     notebook.run(
         f"""import types
