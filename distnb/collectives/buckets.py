@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -17,9 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from distnb.collectives.cross_device.packs import Packs
 from distnb.collectives.families import Family
 from distnb.collectives.packing import Pack, PackPool, Slot
+from distnb.collectives.weighting import Weighting
 from distnb.errors import GradientError
 
-__all__ = ["Bucket", "Plan", "ReducingGroup", "Started", "Sums", "Weighting", "bucket_nbytes", "is_large"]
+__all__ = ["Bucket", "Plan", "ReducingGroup", "Started", "Sums", "bucket_nbytes", "is_large"]
 
 
 # A family of at least this size is cut into buckets that start during the pass; smaller ones wait for its end.
@@ -68,22 +69,6 @@ class ReducingGroup(Sums, Protocol):
 
     def all_gather_object(self, value: object) -> list[object]:
         """Every replica's object."""
-
-
-class Weighting(NamedTuple):
-    """What this replica's gradients count in the aggregate.
-
-    Attributes:
-        scale: Multiplies the gradients that the pass made; 0 for an empty slice, whatever they hold.
-        local_scale: Multiplies parts that were gathered under no_sync.
-        weight: The weight that rides with the bucket.
-        divide_by_weight: Divide by the sum of the weights afterwards.
-    """
-
-    scale: float = 1.0
-    local_scale: float = 1.0
-    weight: float = 1.0
-    divide_by_weight: bool = False
 
 
 class Bucket:

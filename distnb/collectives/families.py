@@ -56,6 +56,7 @@ class Family:
 
     Attributes:
         identity: (generation, number): nearly always the same on every replica.
+        key: What this replica's adopter calls it; a module by a weak reference.
         number: Replica 0's number for it: the same on every replica once they have agreed.
         params: During a backward pass, the parameters; else empty.
         aside: During a pass: the gradients that were there before it, by place.
@@ -66,8 +67,11 @@ class Family:
         layout_version: Grows when the places, dtypes or shapes that take part change.
     """
 
-    def __init__(self, identity: tuple[int, int], description: str, on_extinct: Callable[[Family], None]) -> None:
+    def __init__(
+        self, identity: tuple[int, int], key: object, description: str, on_extinct: Callable[[Family], None]
+    ) -> None:
         self.identity = identity
+        self.key = key
         self.number = identity[1]
         self.description = description
         self.references: list[weakref.ref[torch.nn.Parameter]] = []

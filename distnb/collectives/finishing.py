@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from distnb.collectives.aggregated import aggregated
-from distnb.collectives.buckets import Plan, ReducingGroup, Sums, Weighting
+from distnb.collectives.buckets import Plan, ReducingGroup, Sums
 from distnb.collectives.families import Family, LocalPart
 from distnb.collectives.second_order import reduce_with_graph
 from distnb.collectives.sparse_gradients import reduce_sparse
+from distnb.collectives.weighting import Weighting, sum_of_weights
 
-__all__ = ["finish", "finish_with_graph", "keep_local", "sum_of_weights"]
+__all__ = ["finish", "finish_with_graph", "keep_local"]
 
 
 def finish(plan: Plan, group: ReducingGroup, weighting: Weighting) -> None:
@@ -108,13 +109,6 @@ def keep_local(families: Sequence[Family], weighting: Weighting) -> None:
             written = part.grad()
             part.version = written._version if written is not None else 0
         family.release()
-
-
-def sum_of_weights(group: ReducingGroup, weight: float, device: torch.device) -> float:
-    """The sum of all replicas' weights, exactly; 1 where all are zero."""
-    total = torch.tensor([weight], dtype=torch.float64, device=device)
-    group.all_reduce(total)
-    return max(float(total), 1.0)
 
 
 class _Batch:

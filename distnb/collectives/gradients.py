@@ -18,14 +18,15 @@ import torch
 from distnb.collectives.aggregated import aggregated, mark_aggregated
 from distnb.collectives.agreement import agree
 from distnb.collectives.backward import calling_frame, describe_frame, listen, nesting_seen, stop_listening
-from distnb.collectives.buckets import Bucket, Plan, ReducingGroup, Sums, Weighting, bucket_nbytes, is_large
+from distnb.collectives.buckets import Bucket, Plan, ReducingGroup, Sums, bucket_nbytes, is_large
 from distnb.collectives.cross_device.packs import Packs
 from distnb.collectives.families import Family
-from distnb.collectives.finishing import finish, finish_with_graph, keep_local, sum_of_weights
+from distnb.collectives.finishing import finish, finish_with_graph, keep_local
 from distnb.collectives.healing import Buffers, HealingGroup, heal
 from distnb.collectives.mean_loss import Finding, MeanLossCheck
 from distnb.collectives.mirrored import forget_mirrors, is_mirrored, note_mirror
 from distnb.collectives.optimizer_guard import guard_optimizers
+from distnb.collectives.weighting import Weighting, exact, weighting_of
 from distnb.collectives.wrapping import refuse_wrapping
 from distnb.errors import OptionError
 
@@ -76,6 +77,8 @@ class GradientSync:
         check_mean_loss: With "sum", raise MeanLossError where a loss is a mean.
         packs: How gradients are packed, those of each device and dtype; None to choose.
         sums: Gives what adds up gradients, after the backward pass; None for the group, which may do so during it.
+        after_pass: Called at the end of each pass that aggregated, with the families that it reached (as `adopt` was
+            given them), the same on every replica.
     """
 
     def __init__(
@@ -86,12 +89,14 @@ class GradientSync:
         check_mean_loss: bool = True,
         packs: Packs | None = None,
         sums: Callable[[], Sums] | None = None,
+        after_pass: Callable[[Sequence[object]], None] | None = None,
     ) -> None:
         if reduction not in ("sum", "mean"):
             raise OptionError(f"gradient_reduction={reduction!r}: write 'sum' or 'mean'.")
         self.reduction = reduction
         self._group: Callable[[], ReducingGroup] = group
         self._sums = sums
+        self._after_pass = after_pass
         self._packs = packs or Packs()
         self._mean_loss = MeanLossCheck() if check_mean_loss and reduction == "sum" else None
         self._families: list[Family] = []
@@ -207,13 +212,15 @@ class GradientSync:
             if family in self._overlapped and family.about_to_change():
                 self._drop_entries([family])
         sums = group if self._sums is None else self._sums()
-        self._pass = _Pass(group, sums, not self._unsynced, create_graph, finding, self._weighting(group.size))
+        weighting = weighting_of(self.reduction, self._slice, group.size)
+        self._pass = _Pass(group, sums, not self._unsynced, create_graph, finding, weighting)
 
     def end(self) -> None:
         """The pass is over: its gradients are aggregated, and added to what was there before."""
         if self._pass is None:
             return
         touched: list[Family] = []
+        reduced: tuple[Family, ...] = ()
         fresh: dict[Family, list[torch.Tensor | None]] = {}
         for family in self._families:
             gradients = family.fresh()
@@ -224,13 +231,15 @@ class GradientSync:
             if self._pass.finding is not None:
                 raise self._pass.finding.error(self._pass.group.size)
             if self._pass.synced:
-                self._reduce(self._pass, tuple(touched), fresh)
+                reduced = self._reduce(self._pass, tuple(touched), fresh)
             else:
                 keep_local(touched, self._pass.weighting)
         for family in self._families:
             if family not in fresh:
                 family.restore()
         self._pass = None
+        if reduced and self._after_pass is not None:
+            self._after_pass([family.key for family in reduced])
 
     def failed(self) -> None:
         """The pass failed: gradients are what they were before it."""
@@ -243,7 +252,9 @@ class GradientSync:
 
     # The pass, step by step ----------------------------------------------------------------------------------
 
-    def _reduce(self, this: _Pass, touched: tuple[Family, ...], fresh: dict[Family, list[torch.Tensor | None]]) -> None:
+    def _reduce(
+        self, this: _Pass, touched: tuple[Family, ...], fresh: dict[Family, list[torch.Tensor | None]]
+    ) -> tuple[Family, ...]:
         for family in touched:
             if not self._launched(family) and family.layout_is_stale(fresh[family]):
                 family.layout_version += 1
@@ -253,7 +264,7 @@ class GradientSync:
         weighting = this.weighting
         rounded = this.sums is not this.group or any(plan.low_precision for plan in entry.plans)
         if weighting.divide_by_weight and rounded:
-            weighting = _exact_weighting(this.group, weighting, entry)
+            weighting = exact(weighting, this.group, entry.plans[0].slots[0].device)
         if this.create_graph:
             for plan in entry.plans:
                 finish_with_graph(plan, this.group, this.sums, weighting)
@@ -269,6 +280,7 @@ class GradientSync:
         for family in entry.families:
             family.serial = aggregated.serial
             family.release()
+        return entry.families
 
     def _entry(self, touched: tuple[Family, ...]) -> _Entry | None:
         entry = self._entries.get(touched)
@@ -316,16 +328,6 @@ class GradientSync:
         plan.take_away(bucket)
         return True
 
-    def _weighting(self, replicas: int) -> Weighting:
-        if self.reduction == "sum":
-            return _SUM
-        if self._slice is None:
-            return Weighting(1 / replicas, 1 / replicas)
-        size, total = self._slice
-        if total is None:
-            return Weighting(size, size, size, divide_by_weight=True)
-        return Weighting(size / max(total, 1), 1 / replicas)
-
     # Bookkeeping ---------------------------------------------------------------------------------------------
 
     def _launched(self, family: Family) -> bool:
@@ -353,7 +355,7 @@ class GradientSync:
                 if (owner := sync()) is not None:
                     owner._drop_family(family)
 
-            family = Family((generation, self._made), f"{kind} {self._made}", gone)
+            family = Family((generation, self._made), key, f"{kind} {self._made}", gone)
             self._families.append(family)
             self._by_key[key] = weakref.ref(family)
         return family
@@ -384,14 +386,5 @@ class GradientSync:
             family.checked = False
 
 
-_SUM = Weighting()
-
-
 def _some(gradients: list[torch.Tensor | None]) -> bool:
     return any(gradient is not None for gradient in gradients)
-
-
-def _exact_weighting(group: ReducingGroup, weighting: Weighting, entry: _Entry) -> Weighting:
-    """Sum the weights apart from the gradients, whose own dtype would round them."""
-    share = weighting.weight / sum_of_weights(group, weighting.weight, entry.plans[0].slots[0].device)
-    return Weighting(share, share)

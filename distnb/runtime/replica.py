@@ -77,6 +77,7 @@ class Spmd:
             check_mean_loss=strategy.spec.option("check_mean_loss", True),
             packs=self._packs,
             sums=None if self._aggregation().exact else self._aggregation,
+            after_pass=lambda reached: self._adoption.running_statistics.average(reached),
         )
         self._shared: SharedVariables | None = None
         self._optimizers: SharedOptimizers | None = None

@@ -19,6 +19,7 @@ from distnb.collectives.mirrored import find_mirror
 from distnb.errors import ContextError, StructureError
 from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts, metric_binding
+from distnb.runtime.running_statistics import RunningStatistics
 from distnb.runtime.scope_buffers import ScopeBuffers
 from distnb.variables.sync_on_read import SyncOnReadVariable
 from distnb.variables.variable import Variable, component_of
@@ -63,6 +64,7 @@ class Adoption:
         self._group = group
         self._families: weakref.WeakKeyDictionary[torch.nn.Module, FamilyKey] = weakref.WeakKeyDictionary()
         self.scope_buffers = ScopeBuffers(group)
+        self.running_statistics = RunningStatistics(group)
         self._made_variables = 0
 
     @property
@@ -102,6 +104,7 @@ class Adoption:
         for root in roots:
             key = self._families.setdefault(root, FamilyKey(type(root).__name__))
             self.scope_buffers.take(root)
+            self.running_statistics.take(key, root)
             new += [(f"{type(root).__name__}.{name}", tensor) for name, tensor in self._new_of(root, key)]
             lazy += [part for part in root.modules() if any(map(is_lazy, part.parameters(recurse=False)))]
         key = FamilyKey("parameters")

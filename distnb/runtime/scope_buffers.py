@@ -1,9 +1,9 @@
 """Buffers of modules made in a scope: each replica updates its own; what is saved outside replicas is the aggregate.
 
-A batch-norm layer's running statistics differ between replicas, as each sees its own slices. They are brought together
-when they are read, never while training: floating-point buffers by their mean, whole numbers and booleans by their
-maximum (counters of batches are equal anyway). Torch does not say which buffers a forward pass has changed, so all of
-them are compared, on all replicas together.
+What a forward pass writes into a buffer differs between replicas, as each sees its own slices. Buffers are brought
+together when they are saved, never while training (but see `running_statistics`): floating-point ones by their mean,
+whole numbers and booleans by their maximum (counters of batches are equal anyway). Torch does not say which buffers a
+forward pass has changed, so all of them are compared, on all replicas together.
 """
 
 from __future__ import annotations

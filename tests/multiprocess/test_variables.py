@@ -216,7 +216,7 @@ def test_buffers_drift_and_synchronised_batch_norm() -> None:
             torch.manual_seed(0)
             return Sequential(Linear(3, 4), BatchNorm1d(4), Linear(4, 1))
 
-        # Running statistics are the replicas' own until they are saved.
+        # Buffers are the replicas' own until they are saved: no backward pass follows.
         with strategy.scope():
             plain = Sequential(BatchNorm1d(1, momentum=1.0))
             plain.register_buffer("mask", torch.tensor([0.1, float("-inf")]))
@@ -277,6 +277,88 @@ def test_buffers_drift_and_synchronised_batch_norm() -> None:
         assert one["drift"].startswith("OutOfSyncError: The replicas are out of sync: 1 of 6 differ."), one["drift"]
         assert "Sequential['0.weight']: replicas 1, 2: 1 of 12 elements, the first at [1, 2]: " in one["drift"]
         assert "(at most 0.5 apart)" in one["drift"]
+
+
+def test_running_statistics_are_averaged_by_the_backward_pass() -> None:
+    """Whoever reads them after a step finds the mean: everywhere, on one replica alone, and in evaluation."""
+    found = ranks(
+        """
+        from torch.nn import BatchNorm1d, Linear, Module
+
+        def build():
+            torch.manual_seed(0)
+            return torch.nn.Sequential(Linear(3, 4), BatchNorm1d(4), Linear(4, 4), BatchNorm1d(4).half().float())
+
+        with strategy.scope():
+            model = build()
+            model.register_buffer("mask", torch.tensor([0.1]))
+            frozen = torch.nn.Sequential(Linear(3, 4), BatchNorm1d(4))
+            twice = torch.nn.Sequential(Linear(3, 4), BatchNorm1d(4))
+        frozen[1].eval()
+        slices = torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(1)) + 4
+        mine = slices[me]
+
+        def step():
+            (model(mine).square().sum() + frozen(mine).square().sum()).backward()
+            return model[1].running_mean.clone(), float(model.mask)
+        for _ in range(2):
+            inside, mask = (strategy.local_results(each)[0] for each in strategy.run(step))
+        # The same on one process: a copy of the model for each slice, and the mean of what they saw.
+        copies = [build() for _ in slices]
+        for copied, part in zip(copies * 2, [*slices, *slices]):
+            copied(part)
+        for name, value in model.named_buffers():
+            if "running" in name:
+                expected = torch.stack([dict(copied.named_buffers())[name] for copied in copies]).mean(0)
+                assert torch.allclose(value, expected, rtol=1e-5), name
+        result["means"] = model[1].running_mean.tolist()
+        assert torch.equal(inside, model[1].running_mean)
+        assert torch.equal(model.state_dict()["1.running_mean"], model[1].running_mean)
+        assert mask == float(torch.tensor(0.1)) and int(model[1].num_batches_tracked) == 2
+        assert torch.equal(frozen[1].running_mean, torch.zeros(4))
+        if me == 0:
+            result["alone"] = float(model.eval()(slices[1]).detach().sum())  # evaluates on one replica alone
+        model.eval()
+        result["evaluated"] = float(model(slices[1]).detach().sum())
+        model.train()
+
+        # Gradients that are gathered, a graph that is used twice, two forward passes for one backward pass.
+        def gathering():
+            with strategy.no_sync():
+                twice(mine).sum().backward()
+            return twice[1].running_mean.tolist()
+        def again():
+            first, second = twice(mine).square().sum(), twice(mine + 1).square().sum()
+            first.backward(retain_graph=True)
+            first.backward()
+            second.backward()
+        result["own"] = strategy.local_results(strategy.run(lambda: repr(gathering())))
+        strategy.run(again)
+        result["together"] = twice[1].running_mean.tolist()
+        strategy.assert_in_sync(list(twice.buffers()))
+        """,
+        n=3,
+    )
+    assert found[0]["alone"] == found[0]["evaluated"]
+    for one in found:
+        for what in ("means", "evaluated", "together"):
+            assert one[what] == found[0][what]
+    assert found[1]["own"] != found[0]["own"]
+
+
+def test_batch_norms_that_train_on_one_replica_only_are_named() -> None:
+    first, second = ranks(
+        """
+        with strategy.scope():
+            model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2))
+        if me == 1:
+            model.eval()
+        result["told"] = error(lambda: strategy.run(lambda: model(torch.ones(2, 1)).sum().backward()))
+        """,
+        2,
+    )
+    for told in (first["told"], second["told"]):
+        assert "replica 0 called BatchNorm's running statistics(float32[2], float32[2])" in told
 
 
 def test_the_program_of_the_readme() -> None:
