@@ -4,8 +4,9 @@ An interrupt or an error ends the replicas at the same collective, but not at th
 optimizer already and another not. The first use of a strategy in a new generation of the group therefore compares
 parameters, gradients and optimizer states, and where they differ takes over what replica 0 holds.
 
-Buffers may differ by right: what forward passes wrote into them is of each replica's own examples. That a step was done in part is seen by
-those that count (`num_batches_tracked`), or by what was found before; then the models' buffers are taken over as well.
+Buffers may differ by right: what forward passes wrote into them is of each replica's own examples. That a step was done
+in part is seen by those that count (`num_batches_tracked`), or by what was found before; then the models' buffers are
+taken over as well.
 """
 
 from __future__ import annotations

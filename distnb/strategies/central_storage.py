@@ -20,8 +20,8 @@ class CentralStorageStrategy(Strategy):
     Programs are those of MirroredStrategy, and so are their results. Gradients are aggregated over the replicas in the
     backward pass. An optimizer's step is taken together: torch's own optimizers divide the variables among the
     replicas, each of which updates its part; any other optimizer is run by replica 0. What an optimizer keeps for a
-    variable lives once too. Gradients, activations and buffers of modules (BatchNorm statistics, which are brought
-    together when they are read) are each replica's own.
+    variable lives once too. Gradients, activations and buffers of modules are each
+    replica's own.
 
     A variable that a program changes in place (`load_state_dict`, `torch.nn.init`, `p.data.mul_(0.5)`) takes memory on
     each replica that changed it, until the next optimizer step or the end of the next scope: then what all replicas
