@@ -23,6 +23,7 @@ from distnb.options import (
     ValueContext,
 )
 from distnb.runtime import central_storage, contexts, progress
+from distnb.runtime.adoption import Adoption
 from distnb.runtime.arguments import BatchNote, check_fits
 from distnb.runtime.base import Owner
 from distnb.runtime.gathering import broadcast_tree, checked_axis, gather_tensor
@@ -32,7 +33,7 @@ from distnb.runtime.placement import placed_on
 from distnb.runtime.randomness import streams
 from distnb.runtime.reduction import plain_value_error, reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
-from distnb.runtime.scope import Adoption, ScopeWatch
+from distnb.runtime.scope_watch import ScopeWatch
 from distnb.runtime.shared_optimizers import SharedOptimizers
 from distnb.runtime.shared_variables import SharedVariables
 from distnb.runtime.sync_check import assert_in_sync

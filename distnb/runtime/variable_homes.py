@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from distnb.collectives.cross_device.aggregation import Aggregation
-    from distnb.runtime.scope import Adoption
+    from distnb.runtime.adoption import Adoption
     from distnb.variables.variable import Variable
 
 __all__ = ["ReplicaHome"]
