@@ -1,6 +1,6 @@
 """Training steps per second: distnb against torchrun + DistributedDataParallel, 2 replicas on the CPU over Gloo.
 
-    python -m benchmarks.training [--sets 3] [--rounds 5] [--steps 40] [--models mlp,deep,convnet] [--no-cell]
+    python -m benchmarks.training [--sets 3] [--rounds 5] [--steps 40] [--models mlp,deep,convnet,normed] [--no-cell]
 
 Three contenders take turns, each with two processes of its own: DistributedDataParallel with the environment that
 torchrun sets; a script with `MirroredStrategy`, likewise; and a `%%distribute mirrored` cell. All run one thread per

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 __all__ = ["BATCH", "MODELS", "make_batch", "make_model", "steps_with_ddp", "steps_with_distnb"]
 
-BATCH = {"mlp": 128, "deep": 64, "convnet": 32, "wide": 8}
+BATCH = {"mlp": 128, "deep": 64, "convnet": 32, "normed": 32, "wide": 8}
 """The global batch size per model."""
-MODELS = ("mlp", "deep", "convnet")
+MODELS = ("mlp", "deep", "convnet", "normed")
 """Those of `benchmarks.training`."""
 
 
@@ -24,6 +24,7 @@ def make_model(name: str) -> nn.Module:
     - `mlp`: 784-256-256-10.
     - `deep`: narrow, 242 parameter tensors, where every µs per tensor shows.
     - `convnet`: three convolutions on 32 × 32 images and a classifier.
+    - `normed`: eight narrow convolutions, each with a batch normalisation (DDP broadcasts its statistics).
     - `wide`: 34 MB of parameters, for what they take of memory.
     """
     torch.manual_seed(0)
@@ -39,6 +40,12 @@ def make_model(name: str) -> nn.Module:
             nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
             nn.Flatten(), nn.Linear(128 * 4 * 4, 256), nn.ReLU(), nn.Linear(256, 10),
         )  # fmt: skip
+    if name == "normed":
+        blocks = [
+            nn.Sequential(nn.Conv2d(inputs, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+            for inputs in (3, *[16] * 7)
+        ]
+        return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
     if name == "wide":
         return nn.Sequential(nn.Linear(4096, 2048), nn.ReLU(), nn.Linear(2048, 10))
     raise ValueError(f"{name!r} is none of {tuple(BATCH)}")
@@ -46,7 +53,7 @@ def make_model(name: str) -> nn.Module:
 
 def make_batch(name: str, rank: int, replicas: int) -> tuple[Tensor, Tensor]:
     """This replica's slice of one global batch: `[batch / replicas, …]` and `[batch / replicas]`."""
-    shape = {"mlp": (784,), "deep": (32,), "convnet": (3, 32, 32), "wide": (4096,)}[name]
+    shape = {"mlp": (784,), "deep": (32,), "convnet": (3, 32, 32), "normed": (3, 32, 32), "wide": (4096,)}[name]
     count = BATCH[name] // replicas
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(count, *shape, generator=generator), torch.randint(10, (count,), generator=generator)
