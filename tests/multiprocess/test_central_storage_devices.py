@@ -169,9 +169,7 @@ def test_a_script_on_accelerators() -> None:
         assert result["where"] == (["cpu"], 6, 6)
         assert "modified by an inplace operation" in result["outdated"]
         assert (result["halved"], result["initialised"], result["assigned"]) == (True, True, True)
-        means = [torch.tensor(each["buffers"][1]) for each in found]
-        assert not torch.equal(*means)
-        assert torch.allclose(torch.tensor(result["buffers"][0]), sum(means) / 2)
+        assert result["buffers"][0] == result["buffers"][1] == found[0]["buffers"][1], "averaged by the backward pass"
         assert "torch.optim.Adam" in result["own"]
         assert "capturable=True" in result["capturable"]
         assert "OutOfSyncError" in result["drifted"]
