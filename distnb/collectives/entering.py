@@ -16,12 +16,13 @@ from distnb.collectives.ledger import Ledger
 from distnb.collectives.process_group import GroupCore
 from distnb.collectives.shared_sum import SharedWork
 from distnb.collectives.staging import Staging
-from distnb.collectives.work import CollectiveWork, DeviceWork, MessageWork, positive_seconds
-from distnb.errors import CollectiveMismatchError
+from distnb.collectives.work import Beginning, CollectiveWork, DeviceWork, MessageWork, positive_seconds
+from distnb.errors import CollectiveMismatchError, ProgramAborted
 
 __all__ = ["OWN", "Entering"]
 
 _PAUSE_S = 0.002
+_ORDERS_TO_END = (KeyboardInterrupt, ProgramAborted)
 OWN = "group."
 """How the operations of distnb itself are called. A time limit that a program gives holds for torch's."""
 
@@ -114,9 +115,13 @@ class Entering(GroupCore):
             self.raise_failure()
         with self._issuing:
             number = self._post(ledger, record)
+            if device == "cpu":
+                self._open[number] = Beginning()
             try:
                 inner = call(*tensors, *rest)
             except BaseException as error:
+                if not isinstance(error, _ORDERS_TO_END):
+                    self._open.pop(number, None)
                 ledger.retract(number, error)
                 raise
         limit_s = positive_seconds(timeout)

@@ -88,18 +88,13 @@ class Transport:
         self.backends, self.plain = {}, None  # type: ignore[assignment]
 
     def release(self, idle: Callable[[], bool]) -> None:
-        """Give the backends back without ever blocking the caller.
+        """Give the backends back, on a thread: their destructors may take their time.
 
         Args:
             idle: Tells whether no operation is under way any more. A Gloo operation that was aborted can stay under
                 way for ever, and the destructor would wait for it: such a backend is leaked, with its threads.
         """
         keep = [self.plain, *self.backends.values()]
-        if idle() and self.of_device is None:  # NCCL's destructor may take its time
-            self.connections.close()
-            self.backends, self.plain = {}, None  # type: ignore[assignment]
-            del keep
-            return
 
         def drain() -> None:
             nonlocal keep

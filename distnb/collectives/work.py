@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from distnb.collectives.process_group import GroupCore
     from distnb.collectives.staging import Staging
 
-__all__ = ["CollectiveWork", "DeviceWork", "MessageWork", "positive_seconds"]
+__all__ = ["Beginning", "CollectiveWork", "DeviceWork", "MessageWork", "positive_seconds"]
 
 _SLICE = timedelta(milliseconds=100)
 # A wait of Gloo's that times out leaves the work as it is: it can be waited for again, or left alone.
@@ -37,6 +37,17 @@ def positive_seconds(timeout: timedelta | None) -> float | None:
         return None
     seconds = timeout.total_seconds()
     return seconds if seconds > 0 else None
+
+
+class Beginning:
+    """Stands for an operation of Gloo's that begins, until its work is at hand.
+
+    An order to end can come between the two: then it stands there for ever, and nobody takes the backend for idle.
+    """
+
+    def is_completed(self) -> bool:
+        """Nobody knows."""
+        return False
 
 
 class _GuardedWork(dist.Work):

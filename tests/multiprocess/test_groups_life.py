@@ -419,3 +419,38 @@ def test_a_forming_that_is_broken_off_hinders_no_later_one():
     """
     for rank in run_ranks(program, 2, timeout_s=60):
         assert rank.check().result == ["told", 2.0, "told", 2.0]
+
+
+def test_an_order_to_end_just_when_an_operation_has_begun_hinders_nothing():
+    """Nobody holds its work then, and Gloo may be busy with it: who waits for that, waits for ever."""
+    program = """
+    group = groups.join(team(0), rank, cpu)
+    sum_of(1)
+    backends, busy, over = group.process_group.transport.backends, threading.Event(), threading.Event()
+    gloo, store = backends["cpu"], dist.distributed_c10d._get_default_store()
+
+    class Interrupted:
+        def __getattr__(self, name):
+            return getattr(gloo, name)
+        def allreduce(self, *args):
+            if rank == 1:
+                store.wait(["begun"])
+            future = gloo.allreduce(*args).get_future()
+            if rank == 0:
+                future.then(lambda future: busy.set() or over.wait(60))  # on Gloo's thread, once replica 1 has come
+                store.set("begun", "yes")
+                busy.wait()
+            raise KeyboardInterrupt
+
+    backends["cpu"] = Interrupted()
+    try:
+        dist.all_reduce(torch.ones(300_000))
+    except KeyboardInterrupt:
+        groups.abort("the user stops")
+    del gloo, group
+    backends = None
+    groups.join(team(1), rank, cpu)
+    result = sum_of(1), over.is_set()
+    over.set()
+    """
+    assert results(program, 2, timeout_s=60) == [(2.0, False)] * 2
