@@ -105,7 +105,7 @@ def check_secrets(notebook: Notebook, at_least: int) -> None:
         notebook: It calls its cluster `cluster`.
         at_least: So many processes have to be there.
     """
-    secrets = notebook.value("(cluster._keys.client_secret, cluster._keys.server_secret)")
+    secrets = notebook.value("[getattr(cluster._engines._keys, name) for name in ('client_secret', 'server_secret')]")
     looked_at = 0
     for pid in processes.children_of_this_run():
         for name in ("cmdline", "environ"):

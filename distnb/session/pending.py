@@ -9,7 +9,10 @@ from typing import Any
 from distnb.session.operators import special_methods
 from distnb.values.structure import map_structure
 
-__all__ = ["Pending", "resolve", "was_told"]
+__all__ = ["Pending", "Unsettled", "resolve", "was_told"]
+
+# Calls under way; more would only fill queues. Many are waited for at once: that sends what waits to leave together.
+_MOST_UNSETTLED, _FEW_UNSETTLED = 1000, 900
 
 
 class Pending:
@@ -91,3 +94,38 @@ def was_told(value: Pending) -> bool:
     except AttributeError:
         return False
     return True
+
+
+class Unsettled:
+    """The calls that nobody has waited for yet, in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self._calls: list[Pending] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def add(self, call: Pending) -> None:
+        """A call was sent."""
+        self._calls.append(call)
+
+    def keep_few(self) -> None:
+        """Wait for the oldest of them, where they have become too many.
+
+        Raises:
+            BaseException: What one of them raised.
+        """
+        if len(self._calls) > _MOST_UNSETTLED:
+            while len(self._calls) > _FEW_UNSETTLED:
+                resolve(self._calls.pop(0))
+
+    def settle(self) -> None:
+        """Wait for all of them.
+
+        Raises:
+            BaseException: What the first that failed raised, unless a use of its result has raised it before.
+        """
+        calls, self._calls = self._calls, []
+        for call in calls:
+            if not was_told(call):
+                resolve(call)

@@ -18,7 +18,7 @@ import torch
 from distnb.cluster.connection import Connection
 from distnb.errors import EngineDied
 from distnb.options import StrategySpec
-from distnb.session import session as session_module
+from distnb.session import engines as engines_of_session
 from distnb.session.pending import resolve
 from distnb.session.session import Session
 from tests.worlds import ClusterWorld, Process, distributed, run_all
@@ -46,7 +46,7 @@ def running(replicas: int, *, apart: bool = False) -> Iterator[ClusterWorld]:
         return Connection(**{**given, "harbour_name": "" if apart else given["harbour_name"]})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_module, "Connection", connection)
+        patch.setattr(engines_of_session, "Connection", connection)
         session = Session.start(replicas, ",".join(f"cpu:{i}" for i in range(replicas)), user_ns=notebook.user_ns)
     try:
         yield ClusterWorld(session, notebook)
