@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from distnb.session.session import Session
     from distnb.topology import Device
 
-__all__ = ["current", "ensure", "start", "stop"]
+__all__ = ["current", "machines", "on_change", "require", "start", "stop"]
 
 _current: Session | None = None
 on_change: list[Callable[[Session | None], None]] = []
@@ -27,7 +27,7 @@ _lock = threading.RLock()
 
 def current() -> Session | None:
     """The running session, or None."""
-    return _current
+    return _current if _current is not None and _current.alive else None
 
 
 def require() -> Session:
@@ -36,9 +36,10 @@ def require() -> Session:
     Raises:
         NoClusterError: There is none.
     """
-    if _current is None:
+    session = current()
+    if session is None:
         raise NoClusterError("No cluster is running. Start one with %distnb start -n 2, or distnb.start(2).")
-    return _current
+    return session
 
 
 def start(
@@ -105,12 +106,14 @@ def start(
     from distnb.session.session import Session
 
     with _lock:
-        if _current is not None:
-            devices_there = ", ".join(row.device for row in _current.status())
+        running = current()
+        if running is not None:
+            devices_there = ", ".join(row.device for row in running.status())
             raise StartError(
                 f"A cluster is running already ({devices_there}). Use it, "
                 "or end it first: %distnb stop, or distnb.stop()."
             )
+        stop()  # one that was ended by its own method: who follows the session hears of it
         session = Session.start(
             n,
             devices,
@@ -141,21 +144,10 @@ def stop() -> None:
                 tell(None)
 
 
-def ensure(announce: Callable[[str], None] = print) -> Session:
-    """The running session; if there is none, the default cluster is started and `announce` told so."""
-    with _lock:
-        if _current is not None:
-            return _current
-        announce(
-            "No cluster is running: starting the default one (one engine per GPU, else two on the CPU). "
-            "%distnb start -n N chooses."
-        )
-        return start()
-
-
 def machines() -> tuple[str, ...]:
     """The other machines of the running cluster, as they were named at its start; empty where there are none."""
-    return _current.machines() if _current is not None else ()
+    session = current()
+    return session.machines() if session is not None else ()
 
 
 def _user_namespace() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 import distnb
 from distnb import session as sessions
-from distnb.errors import EngineDied
+from distnb.errors import EngineDied, NoClusterError, OptionError
 from distnb.session.session import Session
 from tests.processes import OF_MODULE, wait_until
 
@@ -29,7 +29,7 @@ def session() -> Iterator[Session]:
 @pytest.fixture(autouse=True)
 def _engines_are_the_module_s(session: Session) -> Iterator[None]:
     yield
-    OF_MODULE.update(row.pid for row in session.status())
+    OF_MODULE.update(row.pid for row in (session.status() if session.alive else ()))
 
 
 def replicas() -> list[int]:
@@ -77,3 +77,19 @@ def test_one_whose_replacement_is_interrupted(session: Session) -> None:
     assert replicas() == [0]
     assert session.restart(missing=True) == (1,)
     assert replicas() == [0, 1]
+
+
+def test_a_cluster_that_is_stopped_by_its_own_method(session: Session) -> None:
+    heard: list[Session | None] = []
+    sessions.on_change.append(heard.append)
+    try:
+        session.stop()
+        session.stop()  # again: nothing happens
+        assert sessions.current() is None
+        with pytest.raises(NoClusterError, match="No cluster is running"):
+            sessions.require()
+        with pytest.raises(OptionError, match="-1"):  # and not that a cluster is running already
+            distnb.start(-1)
+        assert heard == [None]
+    finally:
+        sessions.on_change.remove(heard.append)
