@@ -1,6 +1,6 @@
 """Where one global batch is cut, and how a batch of any structure is cut there.
 
-The rule is one whatever the dataset (SEMANTICS 3.1): contiguous slices whose sizes differ by at most one, larger ones
+The rule is one whatever the dataset: contiguous slices whose sizes differ by at most one, larger ones
 first, replica 0 first.
 """
 

@@ -1,4 +1,4 @@
-"""SEMANTICS section 1 on real replicas: run, reduce, gather, contexts, collectives, values."""
+"""The meaning of a strategy's calls on real replicas: run, reduce, gather, contexts, collectives, values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DESIGN rule 6: n replicas give one replica's numbers, in every runtime, uneven last batch included.
+"""The same numbers: n replicas give one replica's numbers, in every runtime, uneven last batch included.
 
 The reference is plain PyTorch in this process, without distnb. What is compared: the loss of every step, and after
 three epochs every weight, by the largest difference of a tensor relative to its largest entry.

@@ -1,4 +1,4 @@
-"""SEMANTICS of variables on real replicas: the table, contexts, gradients, buffers, drift, synchronised batch norm."""
+"""Variables on real replicas: the table, contexts, gradients, buffers, drift, synchronised batch norm."""
 
 from __future__ import annotations
 
