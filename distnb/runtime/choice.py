@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from distnb.errors import NoClusterError, OptionError
 from distnb.options import StrategySpec
-from distnb.runtime import central_storage
+from distnb.runtime import central_storage, this_process
 from distnb.runtime.base import Owner, Runtime
 from distnb.runtime.in_process import InProcess
 
@@ -78,12 +78,11 @@ def runtime_for(strategy: Owner) -> Runtime:
         if device not in _in_process:
             _in_process[device] = InProcess(device)
         return _in_process[device]
-    spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it
-    process = spmd.current() if spmd is not None else None
+    process = this_process.replica()
     if process is not None:
         if spec.kind in _CHECKED_KINDS or spec.devices or spec.num_replicas or spec.options or spec.device_type:
             _check_team(strategy, process.team.devices, process.uses_nccl, process.workers)
-        return process.runtime_of(strategy)  # type: ignore[no-any-return]
+        return process.runtime_of(strategy)
     if _remote is not None:
         return _remote(strategy)
     if spec.kind == _MULTI_WORKER:

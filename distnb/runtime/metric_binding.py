@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from distnb.errors import ContextError
-from distnb.runtime import contexts
+from distnb.runtime import contexts, this_process
 from distnb.values.structure import has_distributed, select
 
 __all__ = ["aggregates_here", "bind", "bind_all", "install"]
@@ -67,7 +67,7 @@ def _forward(alias: str, name: str) -> Callable[..., Any]:
 
 
 def _in_scope() -> bool:
-    process, innermost = _process(), contexts.innermost()
+    process, innermost = this_process.replica(), contexts.innermost()
     return process is not None and innermost is not None and innermost[1] is None and process.runs(innermost[0])
 
 
@@ -83,7 +83,7 @@ def bind(metric: Any) -> None:
 
     @functools.wraps(plain)
     def update(*args: Any, **kwargs: Any) -> Any:
-        process = _process()
+        process = this_process.replica()
         if process is not None and process.size > 1 and not _in_replica():
             if not has_distributed((args, kwargs)):
                 raise ContextError(
@@ -100,25 +100,19 @@ def bind(metric: Any) -> None:
 
 def aggregates_here() -> bool:
     """Whether reading a metric here combines the replicas' states: outside replicas, when there are several."""
-    process = _process()
+    process = this_process.replica()
     return process is not None and process.size > 1 and not _in_replica()
 
 
 def gather_state(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
     """Every replica's tensor of a metric's state; they may differ in every size, and be missing."""
-    process = _process()
+    process = this_process.replica()
     assert process is not None
     device = state.device
     states: list[torch.Tensor] = process.group.all_gather_object(state.detach().cpu())
     # torchmetrics puts an empty float vector where a replica saw nothing: next to labels it would make them floats.
     filled = [one for one in states if one.shape != (0,)]
     return [one.to(device) for one in filled or states[:1]]
-
-
-def _process() -> Any:
-    from distnb.runtime import spmd
-
-    return spmd.current()
 
 
 def _in_replica() -> bool:

@@ -14,7 +14,7 @@ from distnb.accelerators import use
 from distnb.collectives import groups
 from distnb.collectives.eager import always_eager
 from distnb.collectives.groups import Group
-from distnb.runtime import contexts, randomness, sync_batch_norm
+from distnb.runtime import contexts, randomness, sync_batch_norm, this_process
 from distnb.runtime.agreement import Agreement
 from distnb.runtime.base import Owner
 from distnb.runtime.randomness import streams
@@ -23,7 +23,7 @@ from distnb.runtime.scope_buffers import ScopeBuffers
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.topology import Device, Team
 
-__all__ = ["SpmdProcess", "current", "enter", "join_from_env", "leave", "results_left_to_caller"]
+__all__ = ["SpmdProcess", "adopt_restored", "enter", "join_from_env", "results_left_to_caller"]
 
 
 class SpmdProcess:
@@ -44,7 +44,7 @@ class SpmdProcess:
         self.group = group
         self.machines = _numbered(team.hosts)
         self.agreement = Agreement()
-        self._runtimes: dict[Any, Spmd] = {}
+        self._runtimes: dict[Owner, Spmd] = {}
 
     @property
     def size(self) -> int:
@@ -79,7 +79,7 @@ class SpmdProcess:
         """Whether this is a strategy whose replicas are those of the team (and not one that computes here alone)."""
         return strategy in self._runtimes
 
-    def strategy_of(self, parameter: torch.Tensor) -> Any:
+    def strategy_of(self, parameter: torch.Tensor) -> Owner | None:
         """The strategy in whose scope a parameter was made; None if there is none."""
         return next((strategy for strategy, each in self._runtimes.items() if each.adoption.owns(parameter)), None)
 
@@ -89,14 +89,8 @@ class SpmdProcess:
         return next((buffers for buffers in each if buffers.owns(value)), None)
 
 
-_current: SpmdProcess | None = None
 # A new engine gets its objects before it joins a group, and gradients are kept in sync within one.
 _restored: dict[Any, list[Any]] = {}
-
-
-def current() -> SpmdProcess | None:
-    """What this process is; None when it is no replica of several."""
-    return _current
 
 
 def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
@@ -108,11 +102,11 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
         device: This one's device, which becomes the process's current one.
         group: The team's process group.
     """
-    global _current
-    if _current is None:
-        _current = SpmdProcess(team, rank, device, group)
-        sync_batch_norm.install(lambda: None if _current is None else _current.group)
-    process = _current
+    process = this_process.replica()
+    if process is None:
+        process = SpmdProcess(team, rank, device, group)
+        this_process.become(process)
+        sync_batch_norm.install()
     if process.team is not team:
         process.team, process.machines = team, _numbered(team.hosts)
     process.rank, process.device, process.group = rank, device, group
@@ -137,18 +131,13 @@ def adopt_restored(strategy: Owner, value: Any) -> None:
     _restored.setdefault(strategy, []).append(value)
 
 
-def leave() -> None:
-    """Be no replica any more: the process is an ordinary one again."""
-    global _current
-    _current = None
-
-
 def results_left_to_caller() -> AbstractContextManager[None]:
     """A context in which `run` compares no results between the replicas: the notebook, which gets them all, does.
 
     Plain Python values stay as this replica returned them, everything else becomes a PerReplica.
     """
-    return nullcontext() if _current is None else _current.agreement.left_to_caller()
+    process = this_process.replica()
+    return nullcontext() if process is None else process.agreement.left_to_caller()
 
 
 def _numbered(names: Sequence[str]) -> tuple[int, ...]:
@@ -163,8 +152,9 @@ def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None)
     Args:
         sockets_only, timeout_s: See `groups.join_from_env`.
     """
-    if _current is not None:
-        return _current
+    process = this_process.replica()
+    if process is not None:
+        return process
     group = groups.join_from_env(sockets_only=sockets_only, timeout_s=timeout_s)
     # The team of a script needs no store: torch.distributed has found its own.
     team = Team(tuple(range(group.size)), (group.device,) * group.size, group.generation, "", 0)

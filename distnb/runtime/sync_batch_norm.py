@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distnb.collectives.cross_device.aggregation import Aggregation
 from distnb.options import ReduceOp
-from distnb.runtime import differentiable
+from distnb.runtime import differentiable, this_process
 
 if TYPE_CHECKING:
     from distnb.collectives.groups import Group
@@ -18,12 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["install"]
 
 
-def install(group: Callable[[], Group | None]) -> None:
+def install() -> None:
     """From now on layers in training normalise CPU tensors by what all replicas hold. Idempotent.
 
-    Args:
-        group: The replicas; None in a process that is none. Layers with a process group of their own, and other
-            devices, are left to torch.
+    Layers with a process group of their own, and other devices, are left to torch.
     """
     plain = torch.nn.SyncBatchNorm.forward
     if getattr(plain, "_distnb", False):
@@ -31,8 +28,10 @@ def install(group: Callable[[], Group | None]) -> None:
 
     @functools.wraps(plain)
     def forward(layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
-        here = group() if layer.training and layer.process_group is None and input.device.type == "cpu" else None
-        return plain(layer, input) if here is None else _forward(layer, input, here)
+        process = this_process.replica()
+        if process is None or not layer.training or layer.process_group is not None or input.device.type != "cpu":
+            return plain(layer, input)
+        return _forward(layer, input, process.group)
 
     forward._distnb = True  # type: ignore[attr-defined]
     torch.nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign,assignment]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
 from distnb.options import ReduceOp
-from distnb.runtime import choice, contexts
+from distnb.runtime import choice, contexts, this_process
 from distnb.runtime.contexts import mixing
 from distnb.variables.homes import Home, register_homes
 
@@ -140,12 +139,10 @@ class ReplicaHome:
 def _home_of(strategy: Any) -> Home:
     if choice.is_in_process(strategy.spec):
         return _Alone(strategy, is_copy=False)
-    spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it
-    process = spmd.current() if spmd is not None else None
+    process = this_process.replica()
     if process is None:
         return _Alone(strategy, is_copy=True)
-    home: Home = process.home_of(strategy)
-    return home
+    return process.home_of(strategy)
 
 
 register_homes(_home_of)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from distnb.errors import ContextError
-from distnb.runtime import choice, contexts
+from distnb.runtime import choice, contexts, this_process
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.strategies.base import Strategy
 from distnb.strategies.default import DefaultStrategy
@@ -72,10 +71,9 @@ def replica_id() -> int:
     innermost = contexts.innermost()
     if innermost is not None and innermost[1] is not None:
         return innermost[1].replica_id_in_sync_group
-    spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it
-    process = spmd.current() if spmd is not None else None
+    process = this_process.replica()
     if process is not None:
-        return process.rank  # type: ignore[no-any-return]
+        return process.rank
     return int(os.environ["RANK"]) if choice.started_by_launcher() else 0
 
 

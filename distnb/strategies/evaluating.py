@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distnb.errors import ClusterError, ContextError, OptionError
+from distnb.runtime import this_process
 
 __all__ = ["evaluate_checkpoints"]
 
@@ -146,8 +146,7 @@ def _check(evaluate: Any, pattern: Any, last: Any, timeout_s: Any, poll_s: Any) 
         raise OptionError(f"timeout_s={timeout_s!r}: give a positive number of seconds, or None to wait for ever.")
     if not _positive(poll_s):
         raise OptionError(f"poll_s={poll_s!r}: give a positive number of seconds.")
-    spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it
-    process = spmd.current() if spmd is not None else None
+    process = this_process.replica()
     if process is not None and process.size > 1:
         raise ContextError(
             f"evaluate_checkpoints was called on replica {process.rank} of {process.size}. An evaluator is a process "

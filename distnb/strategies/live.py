@@ -16,6 +16,7 @@ from numbers import Real
 from typing import Any, TextIO
 
 from distnb.errors import OptionError
+from distnb.runtime import this_process
 from distnb.values import DistributedValues
 
 __all__ = ["Point", "Sink", "TextProgress", "is_ready", "live"]
@@ -183,8 +184,7 @@ _progress = TextProgress()
 
 def _terminal(point: Point) -> None:
     """In a script only one process writes: replica 0."""
-    spmd = sys.modules.get("distnb.runtime.spmd")  # replicas have loaded it, unless no strategy was used yet
-    process = spmd.current() if spmd is not None else None
+    process = this_process.replica()  # none in a script that has used no strategy yet
     rank = process.rank if process is not None else int(os.environ.get("RANK", "0"))
     if rank == 0:
         _progress(point)

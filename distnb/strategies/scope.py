@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from distnb.options import StrategySpec, VariableAggregation
+from distnb.runtime import this_process
 
 __all__ = ["adopt_restored", "drift_report", "is_apart", "is_mirrored", "is_read_together", "read_together", "spec_of"]
 
@@ -36,7 +37,7 @@ def is_read_together(value: Any) -> bool:
     Args:
         value: A sync-on-read variable that has an aggregation; a buffer of a module made in a scope.
     """
-    torch, process = sys.modules.get("torch"), _process()
+    torch, process = sys.modules.get("torch"), this_process.replica()
     if torch is None or process is None or not isinstance(value, torch.Tensor):
         return False
     from distnb.variables.sync_on_read import SyncOnReadVariable
@@ -57,7 +58,7 @@ def is_apart(value: Any) -> bool:
         variables is not None
         and isinstance(value, variables.SyncOnReadVariable)
         and value.aggregation is VariableAggregation.NONE
-        and _process() is not None
+        and this_process.replica() is not None
     )
 
 
@@ -65,29 +66,33 @@ def drift_report(value: Any) -> str:
     """Whether the replicas hold the same bits of an object, in words. All of them call this with theirs."""
     from distnb.runtime.sync_check import drift_report as report
 
-    return report(_process().group, value)
+    process = this_process.replica()
+    assert process is not None, "only a replica is asked"
+    return report(process.group, value)
 
 
 def read_together(value: Any) -> Any:
     """What an object is outside replicas. All of them call this with theirs; most objects are what they are."""
-    if not is_read_together(value):
+    process = this_process.replica()
+    if process is None or not is_read_together(value):
         return value
     from distnb.variables.sync_on_read import SyncOnReadVariable
 
     if isinstance(value, SyncOnReadVariable):
         return value.read_value()
-    return _process().buffers_of(value).read([value], "buffer.read")[0]
+    buffers = process.buffers_of(value)
+    return value if buffers is None else buffers.read([value], "buffer.read")[0]
 
 
 def spec_of(value: Any) -> StrategySpec | None:
     """The strategy in whose scope a module, optimizer or parameter was made; None if there is none."""
-    process = _process()
+    process = this_process.replica()
     if process is None or not is_mirrored(value):
         return None
     for parameter in _parameters(value):
         strategy = process.strategy_of(parameter)
         if strategy is not None:
-            return strategy.spec  # type: ignore[no-any-return]
+            return strategy.spec
     return None
 
 
@@ -108,11 +113,6 @@ def adopt_restored(value: Any, spec: StrategySpec | None) -> None:
         from distnb.strategies.base import resolve
 
         adopt(resolve(spec), value)
-
-
-def _process() -> Any:
-    spmd = sys.modules.get("distnb.runtime.spmd")
-    return spmd.current() if spmd is not None else None
 
 
 def _parameters(value: Any) -> list[Any]:
