@@ -98,7 +98,6 @@ class Agent:
             free_collectives=groups.abort,
             sample=telemetry.sample,
             send_late=self._replies.send_late,
-            on_shutdown=lambda: os._exit(0),
             pipes=pipes,
         )
         self._serving = self._listening = False

@@ -32,7 +32,6 @@ from distnb.wire.messages import (
     Live,
     Output,
     ProgramEnded,
-    Shutdown,
     Stacks,
     TelemetrySample,
 )
@@ -55,7 +54,6 @@ class Control:
         free_collectives: Frees every collective that is blocked in this process (thread-safe).
         sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample.
         send_late: Called often; sends replies that wait for others, and have waited for long enough.
-        on_shutdown: Called on the notebook's order to end the process.
         pipes: File descriptors to read from, each with the name of its stream.
     """
 
@@ -68,7 +66,6 @@ class Control:
         free_collectives: Callable[[str], None],
         sample: Sampler,
         send_late: Callable[[], None],
-        on_shutdown: Callable[[], None],
         pipes: dict[int, Callable[[bytes], None]] | None = None,
     ) -> None:
         self._engine = engine
@@ -77,7 +74,6 @@ class Control:
         self._free_collectives = free_collectives
         self._sample = sample
         self._send_late = send_late
-        self._on_shutdown = on_shutdown
         self._pipes = pipes or {}
         self._events: deque[Any] = deque()
         self._points: deque[tuple[tuple[int, int], float, int, dict[str, Any]]] = deque()
@@ -176,8 +172,6 @@ class Control:
                 self._measure()
             self._next_points = 0.0
             self.emit(Flushed(self._engine, order.number))
-        elif isinstance(order, Shutdown):
-            self._on_shutdown()
 
     def _measure(self) -> None:
         self._next_sample = time.monotonic() + _TELEMETRY_S

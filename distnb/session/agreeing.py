@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from distnb.session.handles import RemoteMethod
 from distnb.session.spaces import MISSING
 from distnb.wire.bindings import NO_SCALAR, Described, Effects, Leaf, Returned
 from distnb.wire.immutables import same
 
-__all__ = ["agreed_scalar", "are_equal", "leaves_of", "method_of"]
+__all__ = ["agreed_scalar", "are_equal", "leaves_of"]
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
@@ -41,8 +40,3 @@ def are_equal(facts: Mapping[int, Described]) -> bool:
     if all(one.mirrored for one in described):
         return True
     return described[0].digest is not None and len({one.digest for one in described}) == 1
-
-
-def method_of(handle: Any, path: tuple[tuple[str, Any], ...], described: Mapping[int, Described]) -> RemoteMethod:
-    """A method of an engine object, ready to be called."""
-    return RemoteMethod(handle, path, next(iter(described.values())))

@@ -18,7 +18,7 @@ MOST_POINTS = 600
 Point = tuple[float, float, float, float]
 """Step, value, and the least and greatest value of the steps that the point stands for."""
 
-State = Literal["starting", "running", "stopping", "ended", "stopped", "interrupted", "failed", "died"]
+State = Literal["starting", "running", "ended", "stopped", "interrupted", "failed", "died"]
 """A replica is "stopped" when another one failed, and "interrupted" when the user ended the program."""
 
 _ENDS: dict[str, State] = {"ok": "ended", "error": "failed", "aborted": "stopped", "interrupted": "interrupted"}
@@ -249,8 +249,6 @@ class LiveModel:
             for replica, engine in enumerate(event.team.engines):
                 row = self._begin_program(replica, engine, event.program)
                 row.state, row.device = "running", str(event.team.devices[replica])
-        elif event.state == "stopping":
-            self.state, self.text = "stopping", event.text
         else:
             self.state = self._failure() if event.text else "ended"
             self.text = event.text

@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distnb.errors import DistributedValueError, ReplicaStuck
-from distnb.session.agreeing import method_of
-from distnb.session.handles import HANDLES, RemoteState, state_of_handle
+from distnb.session.handles import HANDLES, RemoteMethod, RemoteState, state_of_handle
 from distnb.session.luggage import objects_in
 from distnb.session.pending import resolve
 from distnb.session.spaces import NotebookSpace
@@ -96,12 +95,11 @@ class Operations:
             raise AttributeError(_no_object(state))
         effects = self._effects(handle, "get", (), {}, path)
         first = next(iter(effects.values()))
-        described = {replica: one.result.described for replica, one in effects.items() if isinstance(one.result, Leaf)}
         if isinstance(first.result, Leaf) and first.result.described.value == "method":
             self._namespace.take_in_call(
                 state.space, {replica: replace(one, result=None) for replica, one in effects.items()}, with_result=False
             )
-            return method_of(handle, path, described)
+            return RemoteMethod(handle, path, first.result.described)
         return _derived(handle, self._namespace.take_in_call(state.space, effects))
 
     def listed(self, handle: DistributedValues) -> list[Any]:

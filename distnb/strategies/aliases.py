@@ -26,18 +26,15 @@ _EXPERIMENTAL = {
         "CentralStorageStrategy",
         "CommunicationOptions",
         "MultiWorkerMirroredStrategy",
-        "ParameterServerStrategy",
         "TPUStrategy",
         "ValueContext",
-        "coordinator",
-        "partitioners",
     )
 } | {"CollectiveCommunication": "CommunicationImplementation", "CollectiveHints": "CommunicationOptions"}
 """Names in `distnb.experimental`, and in `distnb`."""
 
 
 class _Experimental(SimpleNamespace):
-    """`distnb.experimental`: the seeds' names for what has left the experimental stage."""
+    """`distnb.experimental`: tf.distribute's names for what has left its experimental stage."""
 
     def __getattr__(self, name: str) -> Any:
         import distnb

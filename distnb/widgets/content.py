@@ -12,7 +12,7 @@ from distnb.widgets.picture import as_image, picture, short_number
 __all__ = ["Table", "head_text", "plain_summary", "replica_table", "static_html"]
 
 
-_COLORS = {"failed": "#ef4444", "died": "#ef4444", "stopping": "#ca8a04", "interrupted": "#ca8a04"}
+_COLORS = {"failed": "#ef4444", "died": "#ef4444", "interrupted": "#ca8a04"}
 """Of the dot beside a cell's status, where not all is well."""
 
 

@@ -105,7 +105,7 @@ class Store {
   }
   // The kernel ended, or was restarted: nothing will come any more.
   orphan() {
-    if (!["starting", "running", "stopping"].includes(this.head.state)) return;
+    if (!["starting", "running"].includes(this.head.state)) return;
     this.head = { ...this.head, state: "died", text: this.head.text.replace(this.head.state, "the kernel ended") };
     this.redraw();
   }

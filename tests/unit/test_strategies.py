@@ -15,9 +15,9 @@ import torch
 import distnb
 from distnb import errors
 from distnb.options import StrategySpec
-from distnb.runtime import choice
+from distnb.runtime import choice, progress
 from distnb.runtime.central_storage import check_places
-from distnb.strategies import progress, resolve
+from distnb.strategies import resolve
 from distnb.values import PerReplica
 
 DEFAULT = distnb.get_strategy()
