@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from ipyparallel.cluster.launcher import LocalControllerLauncher, LocalEngineLauncher, LocalProcessLauncher
 
+from distnb.cluster.processes import Reaped
 from distnb.cluster.surroundings import import_environment
 from distnb.cluster.watcher import Watcher
 
@@ -23,10 +23,6 @@ __all__ = [
 
 # -P: a file of the user's, such as random.py beside the notebook, must not stand in for a module that we import.
 _PYTHON = (sys.executable, "-P", "-m")
-
-
-Reaped = Callable[[int, int | None], None]
-"""Called with (pid, exit status or None) when a process has ended."""
 
 
 class Watched(LocalProcessLauncher):  # type: ignore[misc]

@@ -12,12 +12,12 @@ from distnb.cluster.orphans import end_group, end_process
 from distnb.cluster.watcher import Watcher
 from distnb.errors import ClusterError
 
-__all__ = ["Processes", "describe_status"]
+__all__ = ["Processes", "Reaped", "describe_status"]
 
 _ASK_S = 2.0  # what a process gets to end by itself, then the same after SIGTERM
 _KILL_S = 5.0
 
-Reaped = Callable[[int, "int | None"], None]
+Reaped = Callable[[int, int | None], None]
 """Called with (pid, exit status or None) by the watcher."""
 
 Ended = Callable[[int, str, bool], None]

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from distnb.engine.objects import Space
+from distnb.strategies.scope import is_apart, is_mirrored, is_read_together
 from distnb.values import DistributedValues, structure
 from distnb.wire.bindings import Described, Leaf, Summary
 from distnb.wire.digests import is_array, is_tensor
@@ -23,7 +24,7 @@ from distnb.wire.memory import Span, meet, span_of
 from distnb.wire.messages import ObjectId
 from distnb.wire.twins import is_value_twin
 
-__all__ = ["Describer", "is_mirrored", "own_part", "summarise"]
+__all__ = ["Describer", "own_part", "summarise"]
 
 _SHORT_ELEMENTS = 64
 _SHORT_CHARACTERS = 400
@@ -88,10 +89,10 @@ class Describer:
         self, value: Any, space: Space, identity: ObjectId, kind: Any = "object", *, brief: bool = False
     ) -> Described:
         """Describe an object that stays on the engine, behind a handle."""
-        mirrored, together = is_mirrored(value), _asked_of_scope("is_read_together", value)
+        mirrored, together = is_mirrored(value), is_read_together(value)
         wrapped = isinstance(value, DistributedValues)
         # The content of a distributed value is not asked for: looking at it would wait for the device.
-        compared = not (mirrored or wrapped or _asked_of_scope("is_apart", value))
+        compared = not (mirrored or wrapped or is_apart(value))
         found: Fingerprint | None = None
         with contextlib.suppress(Exception):  # many objects cannot be pickled: then nothing is known of them
             found = fingerprint(value, self._side, space.twins, contents=compared, neighbours=True, keep_memo=True)
@@ -165,17 +166,6 @@ class Describer:
 
 def _may_be_code(value: Any) -> bool:
     return isinstance(value, type | types.FunctionType)
-
-
-def is_mirrored(value: Any) -> bool:
-    """Whether an object was made in a scope, so that its replicas are kept equal."""
-    return _asked_of_scope("is_mirrored", value)
-
-
-def _asked_of_scope(question: str, value: Any) -> bool:
-    scope = sys.modules.get("distnb.strategies.scope")
-    test = getattr(scope, question, None)
-    return bool(test is not None and test(value))
 
 
 def summarise(value: Any, *, brief: bool = False) -> Summary:

@@ -198,8 +198,7 @@ class EngineNamespace:
                 self._remember(space, identity)
         if self._environment is None:
             self._environment = self._capture_environment()
-        mark = Mark(dict(self.user_ns), delivery, self._environment)
-        return mark
+        return Mark(dict(self.user_ns), delivery, self._environment)
 
     def _capture_environment(self, before: Environment | None = None) -> Environment:
         """The environment as it is now.

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from distnb.engine.descriptions import is_mirrored, own_part, summarise
+from distnb.engine.descriptions import own_part, summarise
 from distnb.engine.objects import Space
 from distnb.errors import NamespaceError, StaleHandleError
 from distnb.input.dataset import DistributedIterator
-from distnb.strategies.scope import drift_report, read_together, spec_of
+from distnb.strategies.scope import drift_report, is_mirrored, read_together, spec_of
 from distnb.values import DistributedValues
 from distnb.wire.bindings import Described, Leaf, Request, follow
 from distnb.wire.codec import Parcel

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from distnb.engine.descriptions import Describer, is_mirrored
+from distnb.engine.descriptions import Describer
 from distnb.engine.objects import Space
+from distnb.strategies.scope import is_mirrored
 from distnb.values import DistributedValues
 from distnb.wire.bindings import Described
 from distnb.wire.codec import Parcel
@@ -90,9 +92,9 @@ class _Stays(dict[type, Callable[[Any], Any] | None]):
             kind, torch.nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler
         ):
             return self._register
-        if kind.__module__.split(".")[0] == "distnb" and is_node_type(kind):
+        if kind.__module__.split(".")[0] == "distnb" and _may_be_node(kind):
             return self._register
-        if self._strict and not issubclass(kind, _ALWAYS_BY_VALUE) and is_node_type(kind):
+        if self._strict and not issubclass(kind, _ALWAYS_BY_VALUE) and _may_be_node(kind):
             return lambda obj: self._register(obj) if is_node(obj) else None
         return None
 
@@ -107,10 +109,8 @@ class _Stays(dict[type, Callable[[Any], Any] | None]):
         return self._register(obj) if stays else None
 
 
-def is_node_type(kind: type) -> bool:
+def _may_be_node(kind: type) -> bool:
     """Whether instances of a type may be nodes: classes and enumerations are none."""
-    import enum
-
     return not issubclass(kind, enum.Enum | type)
 
 

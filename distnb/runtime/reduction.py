@@ -47,7 +47,8 @@ def tensor_of(value: Any, method: str, device: torch.device | None = None, *, sp
         except (TypeError, ValueError, RuntimeError):
             pass
     raise DistributedValueError(
-        f"{method} takes tensors, arrays and numbers, alone or in nested structures, and got {_shown(value)}. "
+        f"{method} takes tensors, arrays and numbers, alone or in nested structures, and got a "
+        f"{type(value).__name__}: {_shown(value)}. "
         "strategy.local_results(value) gives components of any type."
     )
 
@@ -58,15 +59,14 @@ def _plain_type(value: Any) -> type:
 
 def _shown(value: Any) -> str:
     text = repr(value)
-    return f"a {type(value).__name__}: {text if len(text) <= 80 else text[:77] + '...'}"
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def plain_value_error(op: ReduceOp, value: Any, num_replicas: int) -> DistributedValueError:
     """The error for a plain value where components are reduced."""
-    text = repr(value)
     return DistributedValueError(
         f"reduce {op.name} over {num_replicas} replicas got a plain value, the same on all of them: "
-        f"{text if len(text) <= 80 else text[:77] + '...'}. It sums what strategy.run returned per replica. If a "
+        f"{_shown(value)}. It sums what strategy.run returned per replica. If a "
         "function returns a Python number, replicas that return the same one give a plain value: return a "
         "tensor, and it stays per replica. If it is the sum you mean, multiply by strategy.num_replicas_in_sync."
     )

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from distnb.errors import StructureError
 from distnb.session import records
 from distnb.session.agreeing import are_equal, leaves_of
 from distnb.session.handles import HANDLES, RemoteState, change_kind, make_handle, state_of_handle
@@ -118,13 +117,8 @@ class Arrival:
         if isinstance(first, Leaf) and all(isinstance(tree, Leaf) for tree in trees.values()):
             return self._combine("", {replica: tree.described for replica, tree in trees.items()}, "r")
         specs = {replica: structure.structure_of(tree) for replica, tree in trees.items()}
-        unlike = {replica: spec for replica, spec in specs.items() if spec != next(iter(specs.values()))}
-        if unlike:
-            shown = "\n".join(f"  replica {replica}: {spec}" for replica, spec in specs.items())
-            raise StructureError(
-                f"The replicas returned different structures:\n{shown}\n"
-                "Return the same containers with the same keys on every replica."
-            )
+        if len(set(specs.values())) > 1:
+            raise structure.unlike_structures(specs)
         leaves = {replica: structure.flatten(tree)[0] for replica, tree in trees.items()}
         shape = structure.flatten(first)[1]
         rows = enumerate(zip(*leaves.values(), strict=True))
@@ -187,8 +181,9 @@ class Arrival:
         }
 
     def _is_same_code(self, name: str) -> bool:
-        described = [effects.names.get(name) for effects in self._effects.values()]
-        return all(one is not None and one.kind == "code" and one.digest == described[0].digest for one in described)  # type: ignore[union-attr]
+        told = [effects.names.get(name) for effects in self._effects.values()]
+        digests = [one.digest for one in told if one is not None and one.kind == "code"]
+        return len(digests) == len(told) and len(set(digests)) == 1
 
     def _find(self, pid: Any) -> Any:
         found = self._twin(pid)

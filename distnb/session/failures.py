@@ -9,6 +9,7 @@ from typing import Any
 
 from distnb.errors import CollectiveMismatchError, EngineDied, ProgramError, RemoteError
 from distnb.session.dispatch import Outcome
+from distnb.session.ranges import ranges
 from distnb.topology import Team
 from distnb.wire.messages import ErrorReport, Reply
 
@@ -110,7 +111,8 @@ def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
         else:
             parts.setdefault("ended with it" if failed is not None else "ended", []).append(rank)
     return "; ".join(
-        f"{'replica' if len(ranks) == 1 else 'replicas'} {_ranges(ranks)} {what}" for what, ranks in parts.items()
+        f"{'replica' if len(ranks) == 1 else 'replicas'} {', '.join(ranges(ranks))} {what}"
+        for what, ranks in parts.items()
     )
 
 
@@ -121,18 +123,6 @@ def _same(reply: Reply, other: Reply) -> bool:
 def _shortened(text: str, most: int = 120) -> str:
     line = text.strip().split("\n", 1)[0]
     return line if len(line) <= most else line[: most - 1] + "…"
-
-
-def _ranges(ranks: list[int]) -> str:
-    """0, 1, 2, 5 as "0-2, 5"."""
-    ranks = sorted(ranks)
-    groups: list[list[int]] = []
-    for rank in ranks:
-        if groups and rank == groups[-1][-1] + 1:
-            groups[-1].append(rank)
-        else:
-            groups.append([rank])
-    return ", ".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)
 
 
 def _raise(report: ErrorReport, team: Team, engine: int, others: str, called: bool) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from distnb.session.ranges import ranges
+
 __all__ = ["Bundle", "align", "combine", "is_figure", "mark", "plain_text"]
 
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/svg+xml")
@@ -45,13 +47,7 @@ class Bundle:
 
 def mark(replicas: Iterable[int]) -> str:
     """How a set of replicas is written: `[0-3]`, `[0,2]`, `[1]`."""
-    spans: list[list[int]] = []
-    for replica in sorted(replicas):
-        if spans and replica == spans[-1][1] + 1:
-            spans[-1][1] = replica
-        else:
-            spans.append([replica, replica])
-    return "[" + ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans) + "]"
+    return f"[{','.join(ranges(replicas))}]"
 
 
 def is_figure(data: Mapping[str, Any]) -> bool:

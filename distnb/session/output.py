@@ -24,9 +24,10 @@ __all__ = ["HOLD_S", "OutputMerger"]
 HOLD_S = 0.15
 """A line waits at most this long for its doubles."""
 
+_STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 _AREA_S = 0.1  # the unfinished lines are drawn anew at most ten times a second
+_CHANGE_S = 0.2  # and a display that was changed at most five times
 _PARTIAL_S = 0.4  # a line without an end is shown after so long
-_CHANGE_S = 0.2  # and a display five times
 _LONGEST_LINE = 20_000
 _OPEN_FIGURES = 20  # so many of the latest figures may still be paired anew
 _TAIL = 20  # of the lines left out, so many last ones are shown when the cell ends
@@ -109,11 +110,11 @@ class OutputMerger:
 
     def ended(self, replica: int, now: float) -> None:
         """A replica will write no more: nobody waits for it, and its unfinished lines are finished."""
-        for stream in ("stdout", "stderr"):
-            key: tuple[int, Stream] = (replica, "stdout" if stream == "stdout" else "stderr")
+        for stream in _STREAMS:
+            key = (replica, stream)
             self._unskip(key, now)
             if key in self._screens:
-                self._add_lines(replica, key[1], self._screens[key].finish(), now)
+                self._add_lines(*key, self._screens[key].finish(), now)
         self._weave.active.discard(replica)
 
     def _feed_text(self, replica: int, stream: Stream, text: str, now: float) -> None:
