@@ -18,7 +18,7 @@ from distnb.collectives.families import Family
 from distnb.collectives.packing import Slot
 from distnb.errors import GradientError
 
-__all__ = ["agree"]
+__all__ = ["agree", "checksum"]
 
 Identity = tuple[int, int]
 # (place, shape, stride, dtype, type of device)

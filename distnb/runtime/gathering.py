@@ -15,7 +15,15 @@ from distnb.values.structure import flatten, unflatten
 if TYPE_CHECKING:
     from distnb.collectives.groups import Group
 
-__all__ = ["broadcast_bytes", "broadcast_like", "broadcast_tree", "checked_axis", "gather_tensor", "gathered_parts"]
+__all__ = [
+    "broadcast_bytes",
+    "broadcast_like",
+    "broadcast_tree",
+    "checked_axis",
+    "gather_tensor",
+    "gathered_parts",
+    "require_dense",
+]
 
 _MAX_RANK = 16
 _DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)

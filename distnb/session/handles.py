@@ -22,7 +22,16 @@ from distnb.session.summaries import as_html, as_text
 from distnb.values import DistributedValues, Mirrored, PerReplica, structure
 from distnb.wire.bindings import Described, follow
 
-__all__ = ["HANDLES", "RemoteMirrored", "RemotePerReplica", "RemoteState", "make_handle", "state_of_handle"]
+__all__ = [
+    "HANDLES",
+    "RemoteMethod",
+    "RemoteMirrored",
+    "RemotePerReplica",
+    "RemoteState",
+    "change_kind",
+    "make_handle",
+    "state_of_handle",
+]
 
 _OWN = frozenset({"_components", "_num_replicas", "_global_batch_size"})
 _PROTOCOLS = ("_repr_", "_ipython_")

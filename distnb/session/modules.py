@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from distnb.wire.bindings import Reloads
 
-__all__ = ["ModuleWatch", "State", "state_of", "versions"]
+__all__ = ["ModuleWatch", "State", "reloaded", "state_of", "versions"]
 
 versions: list[Callable[[str], object]] = []
 """Tell which version of its file %autoreload has brought into a module, by its name; None where it knows of none."""

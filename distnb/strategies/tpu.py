@@ -12,7 +12,7 @@ from distnb.runtime import choice
 from distnb.strategies.base import Strategy, kept_options
 from distnb.topology import Device, device_names, parse_device
 
-__all__ = ["TPUStrategy"]
+__all__ = ["TPUStrategy", "check_available"]
 
 
 class TPUStrategy(Strategy):

@@ -33,6 +33,7 @@ __all__ = [
     "select",
     "structure_of",
     "unflatten",
+    "unlike_structures",
 ]
 
 _Kind = Literal["leaf", "value", "dict", "list", "tuple", "named", "data"]

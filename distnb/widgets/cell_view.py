@@ -12,7 +12,7 @@ from distnb.widgets.base import LiveView
 from distnb.widgets.publisher import Publisher
 from distnb.wire.messages import Died, Display, Live, Output, ProgramEnded, Status, TelemetrySample
 
-__all__ = ["CellView"]
+__all__ = ["VIEW_EVENTS", "CellView"]
 
 APPEAR_S = 0.5
 """A cell that ends sooner, and draws nothing, shows no live view."""
