@@ -18,6 +18,7 @@ from distnb.errors import EngineDied
 from distnb.session.pending import resolve
 from distnb.wire.messages import Output
 from distnb.wire.programs import Programs
+from tests.multiprocess.sessions import started
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.timeout(170)
@@ -27,11 +28,8 @@ NO_WAIT = distnb.RunOptions(wait=False)
 
 @pytest.fixture(scope="module")
 def strategy() -> Iterator[Any]:
-    distnb.start(2)
-    try:
-        yield distnb.MirroredStrategy()
-    finally:
-        distnb.stop()
+    with started() as session:
+        yield session.user_ns["strategy"]
 
 
 def make_counter() -> Any:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import textwrap
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +10,8 @@ import pytest
 import torch
 
 import distnb
-import distnb.session
+from distnb.session.session import Session
+from tests.multiprocess.sessions import lose, run_cell, started
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(170)
@@ -49,8 +47,8 @@ def taken():
     return [sum(each) for each in zip(*(tensor.tolist() for tensor in group().all_gather(torch.tensor(memory()))))]
 
 def group():
-    from distnb.runtime import spmd
-    return spmd.current().group
+    from distnb.runtime import this_process
+    return this_process.replica().group
 
 def step(model, optimizer):
     optimizer.zero_grad()
@@ -309,23 +307,12 @@ def test_changes_that_are_none_of_an_optimizers() -> None:
 
 
 @pytest.fixture
-def session() -> Iterator[Any]:
-    distnb.start(2)
-    session = distnb.session.current()
-    before = dict(session.user_ns)
-    session.user_ns.update(strategy=distnb.CentralStorageStrategy(), torch=torch, distnb=distnb)
-    yield session
-    distnb.stop()
-    for name in set(session.user_ns) - set(before):
-        del session.user_ns[name]
-
-
-def run(session: Any, source: str, name: str) -> None:
-    session.run_cell(source, session.user_ns["strategy"].spec, filename=name)
+def session() -> Iterator[Session]:
+    with started(strategy=distnb.CentralStorageStrategy) as session:
+        yield session
 
 
 _CELL = """
-from distnb.runtime import spmd
 with strategy.scope():
     model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -360,32 +347,32 @@ strategy.run(fail)
 """
 
 
-def test_failures_and_a_replaced_engine(session: Any) -> None:
+def test_failures_and_a_replaced_engine(session: Session) -> None:
     names = session.user_ns
-    run(session, _CELL, "cell-1")
+    run_cell(session, _CELL, "cell-1")
     assert names["common"] == 6 + 6 * 3
     # The handles in the notebook are those of any strategy.
     weight = names["model"].state_dict()["0.weight"]
     before = torch.as_tensor(weight.numpy())
     with pytest.raises(ValueError, match="before the step"):
-        run(session, "strategy.run(step, args=(True,))", "cell-2")
-    run(session, "strategy.run(lambda: None)\nstrategy.assert_in_sync([model, optimizer])\n", "cell-3")
+        run_cell(session, "strategy.run(step, args=(True,))", "cell-2")
+    run_cell(session, "strategy.run(lambda: None)\nstrategy.assert_in_sync([model, optimizer])\n", "cell-3")
     after = torch.as_tensor(names["model"].state_dict()["0.weight"].numpy())
     assert torch.equal(before, after), "the step that one replica did not reach was not applied"
-    run(session, "strategy.run(step)\ncommon = owned()\nstrategy.assert_in_sync([model, optimizer])", "cell-4")
+    run_cell(session, "strategy.run(step)\ncommon = owned()\nstrategy.assert_in_sync([model, optimizer])", "cell-4")
     assert names["common"] == 6 + 6 * 3
 
     one = "def one():\n    model(torch.rand(3, 2)).sum().backward()\n    if distnb.is_chief():\n        optimizer.step()\n"
     with pytest.raises(distnb.errors.CollectiveMismatchError) as caught:
-        run(session, one + "strategy.run(one)", "cell-a")
+        run_cell(session, one + "strategy.run(one)", "cell-a")
     told = str(caught.value).lower()
     assert "replica 0 called adam.step()" in told
     assert "taken by all replicas together" in told
 
     # A step that fails half-way leaves the replicas equal all the same, and is told of.
     with pytest.raises(ValueError, match="half-way"):
-        run(session, _HALF_WAY, "cell-5")
-    run(
+        run_cell(session, _HALF_WAY, "cell-5")
+    run_cell(
         session,
         "import warnings\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
@@ -397,12 +384,9 @@ def test_failures_and_a_replaced_engine(session: Any) -> None:
     )
     assert "ended within HalfWay.step()" in str(names["told"].values[0])
 
-    os.kill(session.status()[1].pid, signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while session.status()[1].state == "idle" and time.monotonic() < deadline:
-        time.sleep(0.05)
+    lose(session, 1)
     assert session.restart(missing=True) == (1,)
-    run(
+    run_cell(
         session,
         "strategy.assert_in_sync([model, optimizer])\n"
         "counts = repr([int(state['step']) for state in optimizer.state.values()])\n"

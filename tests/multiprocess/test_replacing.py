@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,16 +12,16 @@ import distnb
 from distnb import session as sessions
 from distnb.errors import EngineDied, NoClusterError, OptionError
 from distnb.session.session import Session
-from tests.processes import OF_MODULE, wait_until
+from tests.multiprocess.sessions import lose, started
+from tests.processes import OF_MODULE
 
 pytestmark = pytest.mark.timeout(170)
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    distnb.start(2)
-    yield sessions.require()
-    distnb.stop()
+    with started() as session:
+        yield session
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +43,7 @@ def test_one_that_dies_as_it_is_replaced(session: Session, monkeypatch: pytest.M
         told(engine)
 
     monkeypatch.setattr(session.namespace, "engine_died", tell)
-    os.kill(session.status()[1].pid, signal.SIGKILL)
-    wait_until(lambda: session.status()[1].state != "idle", 20)
+    lose(session, 1)
     session.restart([1])
     assert [row.state for row in session.status()] == ["idle", "idle"]
     assert replicas() == [0, 1]

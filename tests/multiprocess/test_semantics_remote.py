@@ -10,17 +10,15 @@ import torch
 
 import distnb
 from distnb.values import PerReplica
+from tests.multiprocess.sessions import started
 
 pytestmark = pytest.mark.timeout(170)
 
 
 @pytest.fixture(scope="module")
 def strategy() -> Iterator[Any]:
-    distnb.start(2)
-    try:
-        yield distnb.MirroredStrategy()
-    finally:
-        distnb.stop()
+    with started() as session:
+        yield session.user_ns["strategy"]
 
 
 def test_run_reduce_and_gather(strategy: Any) -> None:

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import torch
 
-import distnb
-import distnb.session
+from distnb.session.session import Session
+from tests.multiprocess.sessions import lose, run_cell, started
 
 pytestmark = pytest.mark.timeout(170)
 
 
 @pytest.fixture
-def session() -> Iterator[Any]:
-    distnb.start(2)
-    session = distnb.session.current()
-    before = dict(session.user_ns)
-    session.user_ns.update(strategy=distnb.MirroredStrategy(), torch=torch, distnb=distnb)
-    yield session
-    distnb.stop()
-    for name in set(session.user_ns) - set(before):
-        del session.user_ns[name]
-
-
-def run(session: Any, source: str, name: str) -> None:
-    session.run_cell(source, session.user_ns["strategy"].spec, filename=name)
+def session() -> Iterator[Session]:
+    with started() as session:
+        yield session
 
 
 MODEL = """
@@ -50,17 +35,14 @@ own = strategy.run(lambda: repr(model[1].running_mean.tolist()))
 """
 
 
-def test_a_replaced_engine_keeps_training(session: Any) -> None:
+def test_a_replaced_engine_keeps_training(session: Session) -> None:
     names = session.user_ns
-    run(session, MODEL, "cell-1")
+    run_cell(session, MODEL, "cell-1")
     first, second = names["own"].values
     assert first != second, "each replica's BatchNorm has seen its own examples"
-    os.kill(session.status()[1].pid, signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while session.status()[1].state == "idle" and time.monotonic() < deadline:
-        time.sleep(0.05)
+    lose(session, 1)
     assert session.restart(missing=True) == (1,)
-    run(
+    run_cell(
         session,
         "strategy.assert_in_sync([model, optimizer])\n"
         "now = repr(model[1].running_mean.tolist())\n"
@@ -76,14 +58,14 @@ def test_a_replaced_engine_keeps_training(session: Any) -> None:
     assert names["mean"] == 0.25  # the new replica took over what replica 0 had seen: 0, 0 and 0, 1
 
 
-def test_buffers_are_made_equal_after_a_step_that_was_done_in_part(session: Any) -> None:
+def test_buffers_are_made_equal_after_a_step_that_was_done_in_part(session: Session) -> None:
     names = session.user_ns
-    run(session, MODEL, "cell-1")
-    run(session, "strategy.run(lambda: None)\nkept = repr(model[1].running_mean.tolist())\n", "cell-2")
+    run_cell(session, MODEL, "cell-1")
+    run_cell(session, "strategy.run(lambda: None)\nkept = repr(model[1].running_mean.tolist())\n", "cell-2")
     assert names["kept"].values == names["own"].values, "buffers that differ by right are left alone"
     with pytest.raises(ZeroDivisionError):
-        run(session, "if distnb.replica_id() == 0:\n    model(torch.ones(3, 2))\nelse:\n    1 / 0\n", "cell-3")
-    run(
+        run_cell(session, "if distnb.replica_id() == 0:\n    model(torch.ones(3, 2))\nelse:\n    1 / 0\n", "cell-3")
+    run_cell(
         session,
         "strategy.run(lambda: None)\nstrategy.assert_in_sync(model)\nn = int(model[1].num_batches_tracked)",
         "cell-4",

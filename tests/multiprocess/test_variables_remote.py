@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import distnb
-import distnb.session
 from distnb.session.checking import drift_reports
+from tests.multiprocess.sessions import run_cell, started
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -26,18 +26,9 @@ with strategy.scope():
 
 @pytest.fixture(scope="module")
 def names() -> Iterator[dict[str, Any]]:
-    distnb.start(2)
-    session = distnb.session.current()
-    assert session is not None
-    before = dict(session.user_ns)
-    session.user_ns.update(distnb=distnb, torch=torch, strategy=distnb.MirroredStrategy())
-    try:
-        session.run_cell(_MAKING, session.user_ns["strategy"].spec, filename="cell-1")
+    with started() as session:
+        run_cell(session, _MAKING, "cell-1")
         yield session.user_ns
-    finally:
-        distnb.stop()
-        for name in set(session.user_ns) - set(before):
-            del session.user_ns[name]
 
 
 def test_a_handle_is_assigned_to_and_read(names: dict[str, Any]) -> None:
