@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from distnb.accelerators import device_of_rank
 from distnb.collectives import exits, membership, rendezvous, world
-from distnb.collectives.group import Group, Pending
+from distnb.collectives.group import Group
 from distnb.collectives.membership import Member
 from distnb.collectives.rendezvous import StoreClient
 from distnb.collectives.sockets import give_up_on_silence
@@ -29,7 +29,6 @@ from distnb.topology import Device, Team, parse_device
 
 __all__ = [
     "Group",
-    "Pending",
     "abort",
     "current",
     "failure",

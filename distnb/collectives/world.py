@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from distnb.collectives.identity import GroupIdentity
 from distnb.errors import CollectiveError
 
-__all__ = ["World", "current", "install", "leave"]
+__all__ = ["World", "foreign_default", "install", "leave"]
 
 _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state")
 _register = torch._C._distributed_c10d._register_process_group
@@ -114,11 +114,6 @@ def _load(maps: dict[str, dict[Any, Any]], count: int, default: Any) -> None:
         _register(group_name, group)
     world.group_count = count
     c10d._update_default_pg(default)
-
-
-def current() -> World | None:
-    """The world of ours that torch knows now."""
-    return _current
 
 
 def leave() -> None:
