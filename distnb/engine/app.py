@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -59,7 +60,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
 
         A handler that does nothing, not SIG_IGN: subprocesses would inherit that, and could not be interrupted.
         """
-        signal.signal(signal.SIGINT, lambda number, frame: None)
+        signal.signal(signal.SIGINT, _pass_over)
         signal.signal(signal.SIGTERM, self._terminate)
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
@@ -189,6 +190,19 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         self._control_thread.io_loop.add_callback(self.control_socket.connect, f"{interface}:{info['control']}")
         self._iopub.schedule(partial(self.iopub_socket.connect, f"{interface}:{info['iopub']}"))
         Heart(f"{interface}:{info['hb_ping']}", f"{interface}:{info['hb_pong']}", None, heart_id=self.bident).start()
+
+
+def _pass_over(number: int, frame: FrameType | None) -> None:
+    """An engine's handler of SIGINT."""
+
+
+def _heed_interrupts() -> None:
+    """In a process that an engine forks, such as a DataLoader's worker: SIGINT is how it is told to end."""
+    if signal.getsignal(signal.SIGINT) is _pass_over:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+os.register_at_fork(after_in_child=_heed_interrupts)
 
 
 def _leave_out_the_debugger() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +75,28 @@ def test_nothing_reads_on(notebook: Notebook, ended_by: str, persistent: bool) -
     assert "iterate over the dataset again" in ran.error_text
     ran = notebook.run("%%distribute mirrored\nagain = iter(dataset)\nnext(again)\nprint('again')\nagain.close()")
     assert "again" in ran.stdout
+
+
+def test_workers_are_interrupted_and_not_waited_for(notebook: Notebook, tmp_path: Path) -> None:
+    """As by Ctrl-C in a terminal; torch would wait five seconds for each that does not heed it."""
+    notebook.run(f"""
+import os
+
+class Told(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        mark = os.path.join({str(tmp_path)!r}, str(os.getpid()))
+        open(mark + " begins", "w").close()
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            open(mark + " is told", "w").close()
+            raise
+""")
+    source = "%%distribute mirrored\nfor batch in torch.utils.data.DataLoader(Told(), num_workers=1):\n    pass"
+    message = notebook.start(source)
+    processes.wait_until(lambda: len(list(tmp_path.glob("* begins"))) == 2, LIMIT_S, "the workers do not begin")
+    notebook.interrupt()
+    assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
+    processes.wait_until(lambda: len(list(tmp_path.glob("* is told"))) == 2, LIMIT_S, "the workers were not told")

@@ -322,6 +322,7 @@ def test_the_user_interrupts(notebook: Notebook, tmp_path: Path, what: str, by: 
     if by == "magic":
         notebook.run("stopper.join(); del stopper, _stop")
     processes.wait_until(lambda: not new_workers(before), LIMIT_S, "DataLoader workers are still there")
+    wait_until_idle(notebook)
 
 
 def stop_when_ready(notebook: Notebook, source: str) -> Ran:
