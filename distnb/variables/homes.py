@@ -27,11 +27,13 @@ __all__ = [
 class Home(Protocol):
     """One strategy, in this process, as its variables see it."""
 
-    alone: bool
-    """There is one copy of each variable, whatever it says of synchronization and aggregation."""
+    @property
+    def alone(self) -> bool:
+        """Whether there is one copy of each variable, whatever it says of synchronization and aggregation."""
 
-    once: bool
-    """A variable of several replicas is one all the same: it has no components of theirs, whatever it says."""
+    @property
+    def once(self) -> bool:
+        """Whether a variable of several replicas is one all the same, without components, whatever it says."""
 
     @property
     def num_replicas(self) -> int:
