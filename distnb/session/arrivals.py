@@ -253,8 +253,7 @@ class Arrival:
         what = f"`{names[0]}`" if names else f"A {type(node).__qualname__} in the notebook"
         self._announce(
             f"distnb: {what} was changed differently by the replicas. It is now a PerReplica handle of what each of "
-            "them has; "
-            "strategy.local_results gives the components."
+            "them has; strategy.local_results gives the components."
         )
         space.twins.contents.pop(identity, None)
 

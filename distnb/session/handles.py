@@ -131,9 +131,8 @@ class _Remote(DistributedValues):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise DistributedValueError(
-            f"A handle of a {state_of_handle(self).type_name} cannot be pickled: the object lives on the "
-            "engines. Fetch it first: "
-            "strategy.local_results(value)."
+            f"A handle of a {state_of_handle(self).type_name} cannot be pickled: the object lives on the engines. "
+            "Fetch it first: strategy.local_results(value)."
         )
 
     def __copy__(self) -> Any:

@@ -90,9 +90,8 @@ class LocalCopies:
         if changed:
             what = ", ".join(f"`{name}`" for name in changed)
             self._announce(
-                f"distnb: the cell changed its copy of {what}; the replicas' own is as it was. To keep such a "
-                "change, assign "
-                "the object to a name of its own in the cell."
+                f"distnb: the cell changed its copy of {what}; the replicas' own is as it was. To keep such a change, "
+                "assign the object to a name of its own in the cell."
             )
 
     def _print(self, value: Any) -> bytes | None:

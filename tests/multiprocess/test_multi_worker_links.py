@@ -60,6 +60,14 @@ def machines() -> Iterator[Machines]:
             subprocess.run([made.ip, "netns", "del", name], check=False, capture_output=True, timeout=20)
 
 
+def on_both(machines: Machines, program: str) -> Tasks:
+    """One worker on each machine."""
+    names = ["worker 0", "worker 1"]
+    commands = {name: machines.command(number) for number, name in enumerate(names)}
+    cluster = {"worker": ["10.77.0.1:2222", "10.77.0.2:2222"]}
+    return Tasks(program, names, told=lambda name, made: cluster, command=commands)
+
+
 @pytest.mark.parametrize("numbers", [3, 5_000_000])
 def test_a_cable_that_is_cut_ends_both_in_seconds(machines: Machines, numbers: int):
     program = f"""
@@ -74,18 +82,12 @@ tell(listening=sorted({{c.laddr.ip for c in psutil.Process().net_connections("in
 while True:
     strategy.run(step)
 """
-    names = ["worker 0", "worker 1"]
-    commands = {name: machines.command(number) for number, name in enumerate(names)}
-
-    def told(name: str, cluster: object) -> dict[str, list[str]]:
-        return {"worker": ["10.77.0.1:2222", "10.77.0.2:2222"]}
-
-    with Tasks(program, names, told=told, command=commands) as tasks:
-        for name in names:
+    with on_both(machines, program) as tasks:
+        for name in tasks.names:
             tasks.wait_for(name, "listening")
         machines.cut()
         began = time.monotonic()
-        ended = [tasks.end_of(name, timeout_s=40) for name in names]
+        ended = [tasks.end_of(name, timeout_s=40) for name in tasks.names]
         seconds = time.monotonic() - began
     assert seconds < 25
     for number, task in enumerate(ended):
@@ -108,14 +110,8 @@ while not os.path.exists("go"):  # more is under way than the sockets hold
         open("go", "w").close()
 os._exit(0)
 """
-    names = ["worker 0", "worker 1"]
-    commands = {name: machines.command(number) for number, name in enumerate(names)}
-
-    def told(name: str, cluster: object) -> dict[str, list[str]]:
-        return {"worker": ["10.77.0.1:2222", "10.77.0.2:2222"]}
-
-    with Tasks(program, names, told=told, command=commands) as tasks:
-        for name in names:
+    with on_both(machines, program) as tasks:
+        for name in tasks.names:
             tasks.wait_for(name, "ready")
         tasks.processes["worker 1"].send_signal(signal.SIGSTOP)
         time.sleep(1.5 * LOST_AFTER_S)  # longer than silence is borne

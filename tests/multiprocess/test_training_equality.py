@@ -67,12 +67,7 @@ def make_optimizer(name, model):
             "Adam": lambda: torch.optim.Adam(model.parameters(), lr=3e-3)}}[name]()
 """
 
-CELL = f"""
-torch.manual_seed(11)
-with strategy.scope():
-    model = make_model(DTYPE)
-    optimizer = make_optimizer(OPTIMIZER, model)
-
+STEP = """
 def train_step(batch):
     x, y = batch
     loss = distnb.nn.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))
@@ -80,7 +75,14 @@ def train_step(batch):
     loss.backward()
     optimizer.step()
     return loss
+"""
 
+CELL = f"""
+torch.manual_seed(11)
+with strategy.scope():
+    model = make_model(DTYPE)
+    optimizer = make_optimizer(OPTIMIZER, model)
+{STEP}
 steps = []
 batches = strategy.distribute_dataset(make_loader(DTYPE))
 for epoch in range({EPOCHS}):
@@ -98,15 +100,7 @@ with strategy.scope():
     model = make_model(DTYPE)
     optimizer = make_optimizer(OPTIMIZER, model)
 """,
-    f"""
-def train_step(batch):
-    x, y = batch
-    loss = distnb.nn.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"))
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss
-
+    f"""{STEP}
 steps = []
 batches = strategy.distribute_dataset(make_loader(DTYPE))
 for epoch in range({EPOCHS}):
