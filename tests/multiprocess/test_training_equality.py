@@ -215,17 +215,21 @@ def test_ordinary_cells_under_central_storage(notebook: Notebook) -> None:
     compare(CASES[3], *fetched(notebook))
 
 
-@pytest.mark.parametrize(("replicas", "case"), [(1, CASES[0]), (2, CASES[3]), (3, CASES[2]), (4, CASES[1])], ids=str)
-def test_a_script_under_torchrun(replicas: int, case: Case) -> None:
-    check_script("distnb.MirroredStrategy()", replicas, case)
+# One after the other in the same processes: what takes its time is their start.
+SCRIPTS = {
+    1: [("MirroredStrategy", CASES[0])],
+    2: [("MirroredStrategy", CASES[3]), ("CentralStorageStrategy", CASES[2])],
+    3: [("MirroredStrategy", CASES[2])],
+    4: [("MirroredStrategy", CASES[1]), ("CentralStorageStrategy", CASES[1])],
+}
 
 
-@pytest.mark.parametrize(("replicas", "case"), [(2, CASES[2]), (4, CASES[1])], ids=str)
-def test_a_script_under_central_storage(replicas: int, case: Case) -> None:
-    check_script("distnb.CentralStorageStrategy()", replicas, case)
-
-
-def check_script(strategy: str, replicas: int, case: Case) -> None:
-    program = COMMON + constants(case) + f"strategy = {strategy}\n" + CELL + "\nresult = steps, weights\n"
-    for rank in run_ranks(program, replicas, timeout_s=90):
-        compare(case, *rank.check().result)
+@pytest.mark.timeout(175)
+@pytest.mark.parametrize("replicas", SCRIPTS)
+def test_a_script_under_torchrun(replicas: int) -> None:
+    program = COMMON + "result = []\n"
+    for strategy, case in SCRIPTS[replicas]:
+        program += constants(case) + f"strategy = distnb.{strategy}()\n" + CELL + "\nresult.append((steps, weights))\n"
+    for rank in run_ranks(program, replicas, timeout_s=160):
+        for (_, case), found in zip(SCRIPTS[replicas], rank.check().result, strict=True):
+            compare(case, *found)
