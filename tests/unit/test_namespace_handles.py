@@ -217,6 +217,29 @@ def test_mirrored_handles_are_computed_with(world: DoubleWorld) -> None:
     assert a.numpy().tolist() == [-3.0, -3.0]
 
 
+def test_the_graph_of_the_replicas_is_not_lost_where_a_tensor_of_the_notebook_takes_part(world: DoubleWorld) -> None:
+    here(world, "import torch\ny = torch.tensor([1, 0])\nscale = torch.full((2,), 3.0)")
+    there(world, "model = torch.nn.Linear(2, 2)\nout = model(torch.eye(2))")
+    ns = world.notebook.user_ns
+    out, y, scale = ns["out"], ns["y"], ns["scale"]
+    for loss in (torch.nn.functional.cross_entropy(out, y), (out * scale).sum(), (scale - out).sum()):
+        assert isinstance(loss, Mirrored)
+        assert loss.requires_grad
+    loss.backward()
+    assert ns["model"].bias.grad.numpy().tolist() == [-2.0, -2.0]
+    with torch.no_grad():
+        assert type(out * scale) is torch.Tensor
+    assert type(out.detach() * scale) is torch.Tensor
+    total = torch.zeros(2)
+    total += out[0]
+    assert not total.requires_grad
+    mine = torch.ones(2, requires_grad=True)
+    with pytest.raises(DistributedValueError, match=r"no gradient crosses .* \.detach\(\)"):
+        out * mine
+    (out.detach() * mine).sum().backward()
+    assert mine.grad is not None
+
+
 def test_mirrored_handles_are_saved_as_what_they_stand_for(world: DoubleWorld) -> None:
     there(
         world,
