@@ -109,7 +109,7 @@ def start(
             devices_there = ", ".join(row.device for row in _current.status())
             raise StartError(
                 f"A cluster is running already ({devices_there}). Use it, "
-                "or end it first: %distnb stop, or distnb.stop()."
+                "or end it first, and what lives on its engines with it: %distnb stop, or distnb.stop()."
             )
         session = Session.start(
             n,

@@ -73,9 +73,9 @@ def _would_lose_graph(
     if any(tensor.requires_grad for tensor in tensors):
         raise DistributedValueError(
             f"{getattr(function, '__name__', function)} got a tensor that the replicas compute gradients for, and one "
-            "that the notebook does, and no gradient crosses from one to the other. Write .detach() behind the one that "
-            "needs none (behind both, or with torch.no_grad(): around it, for values alone), or compute on the replicas: "
-            "in a %%distribute cell, or a function that strategy.run calls."
+            "that the notebook does, and no gradient crosses from one to the other. Write .detach() behind the one "
+            "that needs none (for values alone, compute under torch.no_grad()), or compute on the replicas: in a "
+            "%%distribute cell, or a function that strategy.run calls."
         )
     return True
 

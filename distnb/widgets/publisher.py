@@ -90,8 +90,13 @@ class NotebookPublisher(Publisher):
 
     def adopt_thread(self) -> None:
         """Let what the calling thread prints go to this cell."""
-        if self.current:
-            self._shell.set_parent(self._parent)
+        if not self.current:
+            return
+        self._shell.parent_header = self._parent
+        # One by one, as the shell's own method does: what %%capture puts in their place knows no cell.
+        for output in (self._shell.displayhook, self._shell.display_pub, sys.stdout, sys.stderr):
+            if hasattr(output, "set_parent"):
+                output.set_parent(self._parent)
 
     def write(self, stream: str, text: str) -> None:
         if self.current:

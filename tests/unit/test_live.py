@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import xml.etree.ElementTree as ET
 from typing import Any
@@ -16,7 +17,8 @@ from distnb.strategies.live import TextProgress, live
 from distnb.topology import Device, Team
 from distnb.values import PerReplica
 from distnb.widgets.content import head_text, plain_summary, replica_table, static_html
-from distnb.widgets.picture import nice_ticks, picture, short_number
+from distnb.widgets.picture import nice_ticks, picture, short_name, short_number
+from distnb.widgets.widget_view import _plain
 from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
 
 TEAM = Team((0, 1), (Device("cpu", 0), Device("cpu", 1)), 1, "", 0)
@@ -257,6 +259,30 @@ def test_odd_values_are_drawn(values: list[float]) -> None:
     text = picture(model)
     ET.fromstring(text)
     assert "nan" not in text.replace(">nan", "")  # only the title says nan
+
+
+def test_a_line_is_broken_where_a_value_is_not_finite() -> None:
+    model = started(1)
+    values = (1.0, 2.0, math.nan, math.inf, 3.0, math.nan, 4.0, 5.0)
+    model.feed(Live(0, 1, 0, tuple((0.0, i, {"x": value}) for i, value in enumerate(values))), 0.0)
+    (line,) = [path.get("d", "") for path in ET.fromstring(picture(model)).iter() if path.get("class") == "line"]
+    assert [part.count("L") for part in line.split("M")[1:]] == [1, 0, 1]
+    sent = _plain(model.curves["x"].lines[0].points)
+    assert [point[1] for point in sent] == [1.0, 2.0, "nan", "inf", 3.0, "nan", 4.0, 5.0]
+    json.dumps(sent, allow_nan=False)
+
+
+def test_long_names_leave_room_for_the_values() -> None:
+    name = "validation/" + "layer/" * 10 + "loss"
+    model = started(2)
+    model.feed(Live(0, 1, 0, ((0.0, 1, {name: 0.5}),)), 0.0)
+    model.feed(Live(1, 1, 1, ((0.0, 1, {name: 0.25}),)), 0.0)
+    (title, *_) = [text for text in ET.fromstring(picture(model)).iter() if text.tag.endswith("}text")]
+    words = " ".join(title.itertext())
+    assert len(words) < 45
+    assert words.startswith("vali")
+    assert "loss 0.5 [0] 0.25 [1]" in words
+    assert short_name("loss", 0) == "loss"
 
 
 def test_no_curve_no_picture() -> None:

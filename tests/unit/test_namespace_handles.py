@@ -194,6 +194,10 @@ def test_mirrored_handles_are_computed_with(world: DoubleWorld) -> None:
     assert (texts + ns["texts"]).component(1) == ["a", "a"]
     with pytest.raises(RuntimeError, match="ambiguous"):
         bool(a)
+    assert a.to_numpy().tolist() == [1.0, 2.0], "as Matplotlib asks"
+    for wrong in (lambda: torch.tensor([x, x]), lambda: list(x), lambda: len(x)):
+        with pytest.raises(TypeError, match=r"0-d tensor.*torch\.stack"):
+            wrong()
 
     # One of the notebook's own tensors takes part: it computes, and its autograd knows.
     mine = torch.ones(2, requires_grad=True)
