@@ -11,46 +11,41 @@ from collections.abc import Iterable, Sequence
 from distnb.session.figures import mark
 from distnb.session.live_model import Curve, LiveModel, Point
 
-__all__ = ["COLORS", "as_image", "nice_ticks", "picture", "short_name", "short_number"]
+__all__ = ["COLORS", "as_image", "nice_ticks", "pictures", "short_name", "short_number"]
 
 COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04", "#06b6d4", "#ec4899")
 _GREY = "#808080"  # an image cannot follow the theme: mid-grey shows on light and dark
 _WIDTH, _HEIGHT = 280, 180
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 26, 22
-_PER_ROW = 3
 
 
-def picture(model: LiveModel) -> str:
-    """Draw every curve of a model, side by side.
+def pictures(model: LiveModel) -> dict[str, str]:
+    """Draw every curve of a model.
 
     Args:
         model: The cell's.
 
     Returns:
-        An SVG document; empty when there is no curve.
+        An SVG document for each, by its name.
     """
-    curves = [curve for curve in model.curves.values() if curve.lines]
-    if not curves:
-        return ""
-    columns = min(_PER_ROW, len(curves))
-    width, height = columns * _WIDTH, -(-len(curves) // columns) * _HEIGHT
     total = max(1, len(model.rows))
-    charts = "".join(
-        f'<g transform="translate({i % columns * _WIDTH},{i // columns * _HEIGHT})">{_chart(curve, total)}</g>'
-        for i, curve in enumerate(curves)
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="system-ui,sans-serif" font-size="11">{charts}</svg>'
-    )
+    return {
+        name: f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="system-ui,sans-serif" font-size="11">'
+        f"{_chart(curve, total)}</svg>"
+        for name, curve in model.curves.items()
+        if curve.lines
+    }
 
 
 def as_image(svg: str, alt: str) -> str:
-    """The one form of a picture that survives reopening, missing trust and every export."""
+    """The one form of a picture that survives reopening, missing trust and every export.
+
+    As many stand side by side as there is room for, up to three.
+    """
     encoded = base64.b64encode(svg.encode()).decode()
-    return (
-        f'<img src="data:image/svg+xml;base64,{encoded}" alt="{html.escape(alt, quote=True)}" style="max-width:100%">'
-    )
+    look = "width:33%;min-width:240px;max-width:340px;display:inline-block"
+    return f'<img src="data:image/svg+xml;base64,{encoded}" alt="{html.escape(alt, quote=True)}" style="{look}">'
 
 
 def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:

@@ -129,8 +129,8 @@ def test_a_batch_that_a_cell_made_is_given_to_calls(notebook: Notebook) -> None:
         "for batch in strategy.distribute_dataset(torch.utils.data.DataLoader(data, batch_size=4)):\n    pass"
     )
     assert notebook.value("strategy.run(lambda pair: int(pair[1].sum()), args=(batch,)).values") == (1, 5)
-    assert notebook.value("strategy.reduce('sum', batch, axis=None)[0].tolist()") == [[2.0, 2.0], [2.0, 2.0]]
-    assert notebook.value("strategy.gather(batch, axis=0)[1].tolist()") == [0, 1, 2, 3]
+    assert notebook.value("strategy.reduce('sum', batch, axis=None)[0].numpy().tolist()") == [[2.0, 2.0], [2.0, 2.0]]
+    assert notebook.value("strategy.gather(batch, axis=0)[1].numpy().tolist()") == [0, 1, 2, 3]
 
 
 # -- what replicas write, and their errors ---------------------------------------------------------------------------

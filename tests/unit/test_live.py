@@ -17,7 +17,7 @@ from distnb.strategies.live import TextProgress, live
 from distnb.topology import Device, Team
 from distnb.values import PerReplica
 from distnb.widgets.content import head_text, plain_summary, replica_table, static_html
-from distnb.widgets.picture import nice_ticks, picture, short_name, short_number
+from distnb.widgets.picture import nice_ticks, pictures, short_name, short_number
 from distnb.widgets.widget_view import _plain
 from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
 
@@ -245,18 +245,21 @@ def trained(replicas: int = 2) -> LiveModel:
 
 
 def test_a_picture_is_well_formed_and_thick_where_reduced() -> None:
-    root = ET.fromstring(picture(trained()))
-    widths = [path.get("stroke-width") for path in root.iter() if path.get("class") == "line"]
-    assert widths == ["2.6", "1.3", "1.3"]
-    assert "loss" in "".join(root.itertext())
-    assert "[0-1]" in "".join(root.itertext())
+    drawn = {name: ET.fromstring(svg) for name, svg in pictures(trained()).items()}
+    widths = {
+        name: [path.get("stroke-width") for path in root.iter() if path.get("class") == "line"]
+        for name, root in drawn.items()
+    }
+    assert widths == {"loss": ["2.6"], "own <loss>": ["1.3", "1.3"]}
+    assert "loss" in "".join(drawn["loss"].itertext())
+    assert "[0-1]" in "".join(drawn["loss"].itertext())
 
 
 @pytest.mark.parametrize("values", [[0.0], [1.0, 1.0], [math.nan], [math.inf, 1.0], [1e-30, 2e-30], [-5.0, 1e12]])
 def test_odd_values_are_drawn(values: list[float]) -> None:
     model = started(1)
     model.feed(Live(0, 1, 0, tuple((0.0, i, {"x": value}) for i, value in enumerate(values))), 0.0)
-    text = picture(model)
+    text = pictures(model)["x"]
     ET.fromstring(text)
     assert "nan" not in text.replace(">nan", "")  # only the title says nan
 
@@ -265,7 +268,7 @@ def test_a_line_is_broken_where_a_value_is_not_finite() -> None:
     model = started(1)
     values = (1.0, 2.0, math.nan, math.inf, 3.0, math.nan, 4.0, 5.0)
     model.feed(Live(0, 1, 0, tuple((0.0, i, {"x": value}) for i, value in enumerate(values))), 0.0)
-    (line,) = [path.get("d", "") for path in ET.fromstring(picture(model)).iter() if path.get("class") == "line"]
+    (line,) = [path.get("d", "") for path in ET.fromstring(pictures(model)["x"]).iter() if path.get("class") == "line"]
     assert [part.count("L") for part in line.split("M")[1:]] == [1, 0, 1]
     sent = _plain(model.curves["x"].lines[0].points)
     assert [point[1] for point in sent] == [1.0, 2.0, "nan", "inf", 3.0, "nan", 4.0, 5.0]
@@ -277,7 +280,7 @@ def test_long_names_leave_room_for_the_values() -> None:
     model = started(2)
     model.feed(Live(0, 1, 0, ((0.0, 1, {name: 0.5}),)), 0.0)
     model.feed(Live(1, 1, 1, ((0.0, 1, {name: 0.25}),)), 0.0)
-    (title, *_) = [text for text in ET.fromstring(picture(model)).iter() if text.tag.endswith("}text")]
+    (title, *_) = [text for text in ET.fromstring(pictures(model)[name]).iter() if text.tag.endswith("}text")]
     words = " ".join(title.itertext())
     assert len(words) < 45
     assert words.startswith("vali")
@@ -286,7 +289,7 @@ def test_long_names_leave_room_for_the_values() -> None:
 
 
 def test_no_curve_no_picture() -> None:
-    assert picture(started()) == ""
+    assert pictures(started()) == {}
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0.1, 0.123), (-3, 1000), (1e-9, 3e-9), (5, 5), (math.nan, 1)])
