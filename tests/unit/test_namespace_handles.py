@@ -758,6 +758,20 @@ def test_what_was_changed_differently_in_a_class(world: DoubleWorld) -> None:
     assert ns["Box"].kind is vars(ns["Box"])["kind"] is ns["first"]
 
 
+def test_what_is_gone_is_made_again_by_the_cell_that_calls_functions_of_it(world: DoubleWorld) -> None:
+    there(world, "made = [1]\nother = [2]")
+    here(world, "def total():\n    return sum(made)\ndef both():\n    return sum(made + other)")
+    for name in ("made", "other"):
+        state_of_handle(world.notebook.user_ns[name]).gone = {0, 1}
+    there(world, "made = [3]\nfound = total()")
+    assert world.notebook.user_ns["found"] == 3
+    with pytest.raises(StaleHandleError, match=r"`other`.*is gone"):
+        there(world, "made = [4]\nfound = both()")
+    state_of_handle(world.notebook.user_ns["made"]).gone = {0, 1}
+    with pytest.raises(StaleHandleError, match=r"`made`.*is gone"):
+        there(world, "found = made\nmade = [5]")
+
+
 def test_a_cell_that_may_read_any_name_leaves_out_what_is_gone(world: DoubleWorld) -> None:
     there(world, "import torch\na = torch.zeros(3) + rid()\ndef f():\n    return a")
     here(world, "box = [a]\nalias = box\nn = 5")
