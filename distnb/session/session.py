@@ -224,6 +224,11 @@ class Session:
         processes = {} if self._cluster is None else self._cluster.engines
         return {engine: process.ended for engine, process in processes.items() if process.ended}
 
+    def _left(self) -> tuple[int, ...]:
+        """The engines that have not ended."""
+        ended = self._ended
+        return tuple(engine for engine in self._require_cluster().engines if engine not in ended)
+
     # -- programs --------------------------------------------------------------------------------------------------
 
     def team(self, spec: StrategySpec) -> Team:
@@ -368,14 +373,14 @@ class Session:
 
         Calls from ordinary cells end without waiting for it. False when an engine was too busy to answer in time.
         """
-        return await_flush(self._supervisor, self.events, tuple(self._require_cluster().engines), timeout_s)
+        return await_flush(self._supervisor, self.events, self._left(), timeout_s)
 
     def stacks(self, timeout_s: float = 0.5) -> dict[int, str]:
         """Where each engine is in the program that it runs, as lines of a traceback; "" for an idle one.
 
         Native code that holds Python's lock lets nothing be asked: engines that did not answer in time are missing.
         """
-        return ask_stacks(self._supervisor, self.events, tuple(self._require_cluster().engines), timeout_s)
+        return ask_stacks(self._supervisor, self.events, self._left(), timeout_s)
 
     def perform(self, engines: Sequence[int], operation: str, target: ObjectId, payload: Any = None) -> dict[int, Any]:
         """Apply an operation to an object on some engines: how handles read and change what they stand for.

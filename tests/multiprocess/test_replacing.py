@@ -47,6 +47,7 @@ def test_one_that_dies_as_it_is_replaced(session: Session, monkeypatch: pytest.M
     monkeypatch.setattr(session.namespace, "engine_died", tell)
     os.kill(session.status()[1].pid, signal.SIGKILL)
     wait_until(lambda: session.status()[1].state != "idle", 20)
+    assert session.flush_events(), "one that has ended was waited for"
     session.restart([1])
     assert [row.state for row in session.status()] == ["idle", "idle"]
     assert replicas() == [0, 1]
