@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from abc import ABC, abstractmethod
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["NotebookPublisher", "Publisher", "TerminalPublisher", "publisher_for"]
 
 _LATEST_CHARACTERS = 10_000
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Publisher(ABC):
@@ -158,7 +160,7 @@ class TerminalPublisher(Publisher):
             return
         self._wipe()
         room = shutil.get_terminal_size().columns - 1
-        line = "  ".join(lines)[:room]
+        line = _COLOURS.sub("", "  ".join(lines))[:room]  # one that is cut off would colour all that follows
         sys.stderr.write(line)
         sys.stderr.flush()
         self._width = len(line)
@@ -169,4 +171,5 @@ class TerminalPublisher(Publisher):
     def _wipe(self) -> None:
         if self._width:
             sys.stderr.write("\r" + " " * self._width + "\r")
+            sys.stderr.flush()  # what follows may go to stdout
             self._width = 0

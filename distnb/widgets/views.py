@@ -46,6 +46,8 @@ class TextView(LiveView):
 
     def update(self, now: float) -> None:
         self.model.take_fresh()
+        if self.model.state in ("ended", "failed", "interrupted"):
+            return  # the shell may be writing its error
         values = []
         for curve in self.model.curves.values():
             lines = curve.shown(max(1, len(self.model.rows)))

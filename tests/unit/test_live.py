@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 import xml.etree.ElementTree as ET
 from typing import Any
 
@@ -16,8 +17,11 @@ from distnb.strategies import live as live_module
 from distnb.strategies.live import TextProgress, live
 from distnb.topology import Device, Team
 from distnb.values import PerReplica
+from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import head_text, plain_summary, replica_table, static_html
 from distnb.widgets.picture import nice_ticks, pictures, short_name, short_number
+from distnb.widgets.publisher import TerminalPublisher
+from distnb.widgets.views import TextView
 from distnb.widgets.widget_view import _plain
 from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
 
@@ -262,6 +266,26 @@ def test_odd_values_are_drawn(values: list[float]) -> None:
     text = pictures(model)["x"]
     ET.fromstring(text)
     assert "nan" not in text.replace(">nan", "")  # only the title says nan
+
+
+def test_in_a_terminal_an_error_stands_in_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    view = CellView(TerminalPublisher(None), TextView)
+    team = Team((0,), (Device("cpu", 0),), 1, "", 0)
+    view.feed(Status(1, "started", team), 0.0)
+    view.tick(1.0)
+    assert "running" in terminal.getvalue()
+    view.feed(Status(1, "ended", team, text="failed"), 2.0)
+    view.flush(2.0)
+    view.tick(3.0)
+    assert terminal.getvalue().rsplit("\r", 2)[1].isspace(), "the line is not wiped"
+    view.publisher.area(("\x1b[34m" + "x" * 500,))
+    assert "\x1b" not in terminal.getvalue()
 
 
 def test_a_line_is_broken_where_a_value_is_not_finite() -> None:
