@@ -26,8 +26,9 @@ def install(shell: InteractiveShell) -> None:
         return set_trace(debugger, *args, **keywords)
 
     pdb.Pdb.set_trace = no_trace  # type: ignore[method-assign]
-    shell.register_magic_function(_no_cluster, "line", "distnb")
-    shell.extension_manager.loaded.add("distnb")  # `%load_ext distnb` in a distributed cell says that it is there
+    shell.magics_manager.register_function(_no_cluster, "line", "distnb")
+    if shell.extension_manager is not None:
+        shell.extension_manager.loaded.add("distnb")  # `%load_ext distnb` in a distributed cell says that it is there
 
 
 def _end_cell(code: object = None) -> None:

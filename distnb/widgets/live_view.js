@@ -134,7 +134,7 @@ const shortNumber = (value) => {
 };
 // A name in little room: its end tells as much as its beginning.
 const shortName = (name, room) => {
-  const most = Math.max(Math.floor(room / 6.5), 8);
+  const most = Math.max(Math.floor(room / 7.3), 8);
   const kept = most - 1;
   return name.length <= most ? name : `${name.slice(0, Math.ceil(kept / 2))}…${name.slice(-Math.floor(kept / 2))}`;
 };
@@ -231,7 +231,7 @@ class View {
       const value = lines.length <= 2 ? shortNumber(line.points[line.points.length - 1]?.[1]) : "";
       return [(value + who).trim(), COLORS[replicas[0] % COLORS.length]];
     });
-    const room = WIDTH - LEFT - told.reduce((taken, [words]) => taken + 6 + 6 * words.length, 0);
+    const room = WIDTH - LEFT - told.reduce((taken, [words]) => taken + 6 + 6.5 * words.length, 0);
     const title = drawn("text", { x: LEFT, y: 16 }, svg);
     drawn("title", {}, title, name);
     drawn("tspan", { class: "name" }, title, shortName(name, room));

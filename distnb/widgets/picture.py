@@ -116,7 +116,7 @@ def _title(curve: Curve, last: Sequence[tuple[tuple[int, ...], float | None]], t
         words = [short_number(value)] if len(last) <= 2 else []
         words += [mark(replicas)] if total > 1 else []
         told.append((" ".join(words), COLORS[replicas[0] % len(COLORS)]))
-    room = _WIDTH - _LEFT - sum(6 + 6 * len(words) for words, _ in told)
+    room = _WIDTH - _LEFT - sum(6 + 6.5 * len(words) for words, _ in told)
     spans = [f'<tspan font-weight="600">{html.escape(short_name(curve.name, room))}</tspan>']
     spans += [f'<tspan dx="6" fill="{color}">{words}</tspan>' for words, color in told]
     return f'<text x="{_LEFT}" y="16" fill="{_GREY}">{"".join(spans)}</text>'
@@ -126,9 +126,9 @@ def short_name(name: str, room: float) -> str:
     """A name in little room: its end tells as much as its beginning.
 
     Args:
-        room: In units of the picture, of which a letter takes about 6.5.
+        room: In units of the picture, of which a letter takes about 7.3.
     """
-    most = max(int(room / 6.5), 8)
+    most = max(int(room / 7.3), 8)
     kept = most - 1
     return name if len(name) <= most else f"{name[: (kept + 1) // 2]}…{name[-(kept // 2) :]}"
 
