@@ -25,7 +25,7 @@ def install(shell: InteractiveShell) -> None:
             _no_debugger()
         return set_trace(debugger, *args, **keywords)
 
-    pdb.Pdb.set_trace = no_trace  # type: ignore[method-assign]
+    pdb.Pdb.set_trace = no_trace  # type: ignore[assignment, method-assign]
     shell.magics_manager.register_function(_no_cluster, "line", "distnb")
     if shell.extension_manager is not None:
         shell.extension_manager.loaded.add("distnb")  # `%load_ext distnb` in a distributed cell says that it is there
