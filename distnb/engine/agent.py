@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import gc
 import math
 import multiprocessing
@@ -21,7 +20,7 @@ from tornado.ioloop import IOLoop
 from distnb import strategies
 from distnb.accelerators import torch_device
 from distnb.collectives import groups
-from distnb.engine import failure, operations, progress_bars, telemetry
+from distnb.engine import failure, operations, progress_bars, telemetry, unattended
 from distnb.engine.control import Control
 from distnb.engine.executor import Executor
 from distnb.engine.guard import Guard
@@ -343,39 +342,13 @@ class Agent:
         sys.stdout = ReplicaStream(engine, "stdout", control, logs["stdout"], 1, sys.stdout)
         sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)
         self._shell.display_pub = ReplicaDisplayPublisher(engine, control, self._shell.display_pub, parent=self._shell)
-        self._shell.user_ns["exit"] = self._shell.user_ns["quit"] = _end_cell
-        self._shell.set_hook("show_in_pager", _show_in_cell, 0)
-        builtins.input, sys.breakpointhook = _no_input, _no_debugger
+        unattended.install(self._shell)
 
     def _connect_live(self) -> None:
         def sink(values: dict[str, Any]) -> None:
             self._control.live(values)
 
         live.sink = sink
-
-
-def _end_cell(code: object = None) -> None:
-    """Ends this replica's part of the cell, never the engine."""
-    raise SystemExit(code)
-
-
-def _show_in_cell(shell: InteractiveShell, data: Any, start: int, screen_lines: int) -> None:
-    """What `name?` tells: the pager belongs to the notebook's front end."""
-    print(data["text/plain"] if isinstance(data, dict) else data)
-
-
-def _no_input(prompt: object = "") -> str:
-    raise RuntimeError(
-        f"input({prompt!r}) was called on a replica, and a replica has no keyboard. Ask in an ordinary cell and use "
-        "the answer's name in the distributed one."
-    )
-
-
-def _no_debugger(*args: object, **keywords: object) -> None:
-    raise RuntimeError(
-        "breakpoint() was called on a replica, and a replica has no keyboard. Run the same cell under "
-        "%%distribute default: there it runs in the notebook, and breakpoint() and %debug work."
-    )
 
 
 def install(shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> Agent:

@@ -19,7 +19,7 @@ from distnb.errors import NamespaceError
 from distnb.options import StrategySpec
 from distnb.runtime.randomness import streams
 from distnb.strategies.scope import adopt_restored
-from distnb.values import Mirrored, PerReplica
+from distnb.values import Mirrored, PerReplica, structure
 from distnb.wire.ambient import forget_casts, outside_inference
 from distnb.wire.bindings import Delivery, Described, Effects, Mark, Repeat, Returned, SpaceKey, unpack_indexes
 from distnb.wire.environment import Environment, apply_environment, capture_environment
@@ -149,8 +149,8 @@ class EngineNamespace:
             own = {space.replica: components[space.replica]} if space.replica in components else components
             return kind(own, space.size)
         component = components[space.replica] if space.replica in components else space.twins.get(what)
-        if word == "own" or isinstance(component, PerReplica | Mirrored) or component is NOT_THERE:
-            return component
+        if word == "own" or component is NOT_THERE or structure.select(component, space.replica) is not component:
+            return component  # the last: it is, or holds, distributed values, as a batch of a cell does
         kind = Mirrored if rest[0] == "Mirrored" else PerReplica
         return kind({space.replica: component}, space.size)
 

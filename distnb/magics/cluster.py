@@ -172,7 +172,15 @@ class ClusterMagic:
         parser = LineParser("%distnb restart", "%distnb restart [ENGINE …] [--missing]")
         parser.add_argument("engines", nargs="*")
         parser.add_argument("--missing", action="store_true")
+        parser.add_argument("-n", dest="wanted")
         found = parser.read(line)
+        if found.wanted is not None:
+            raise OptionError(
+                f"%distnb restart -n {found.wanted}: the number of engines stays. For another one, %distnb stop and "
+                f"%distnb start -n {found.wanted}; what lives on the engines ends with them, so save it before: "
+                'torch.save(model.state_dict(), "model.pt"). On some of the engines that are there, a cell runs by '
+                "%%distribute mirrored -n 1."
+            )
         wrong = [word for word in found.engines if not word.isdigit()]
         if wrong:
             raise OptionError(

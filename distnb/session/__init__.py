@@ -111,7 +111,7 @@ def start(
             devices_there = ", ".join(row.device for row in running.status())
             raise StartError(
                 f"A cluster is running already ({devices_there}). Use it, "
-                "or end it first: %distnb stop, or distnb.stop()."
+                "or end it first, and what lives on its engines with it: %distnb stop, or distnb.stop()."
             )
         stop()  # one that was ended by its own method: who follows the session hears of it
         session = Session.start(

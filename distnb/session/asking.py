@@ -22,7 +22,7 @@ def await_flush(supervisor: Supervisor, events: EventHub, engines: Iterable[int]
     Args:
         supervisor: Carries the orders.
         events: Where the answers are published.
-        engines: Those that are asked; ones that have ended, or are stuck, are not waited for.
+        engines: Those that are asked; ones that are stuck, or end meanwhile, are not waited for.
         timeout_s: The longest wait.
 
     Returns:

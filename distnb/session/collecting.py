@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 from distnb.errors import CannotTravelError, StaleHandleError
@@ -40,18 +40,22 @@ class Collector:
         self._done: set[str] = set()
         self._optional: collections.deque[str] = collections.deque()
 
-    def collect(self, names: Iterable[str], *, optional: Iterable[str] = ()) -> None:
+    def collect(self, names: Iterable[str], *, optional: Iterable[str] = (), remade: Set[str] = frozenset()) -> None:
         """Take in what names are bound to, and what the functions among them read, and so on.
 
         Args:
             names: Names that are read; those that the notebook does not have are left out.
             optional: Names that may be read; those whose value cannot travel are left out.
+            remade: Names that the program assigns. Where only a function reads one, and its object is gone, the
+                function is taken to be called when the new one is there.
 
         Raises:
             CannotTravelError: The value of a name cannot be sent.
+            StaleHandleError: It is gone.
         """
         self._optional.extend(optional)
         required = collections.deque(names)
+        read_by_functions = remade - set(required)
         while required or self._optional:
             needed = bool(required)
             name = (required if needed else self._optional).popleft()
@@ -59,8 +63,8 @@ class Collector:
                 continue
             try:
                 reads = self._take(name, self._user_ns[name])
-            except (CannotTravelError, StaleHandleError):
-                if needed:
+            except (CannotTravelError, StaleHandleError) as error:
+                if needed and not (isinstance(error, StaleHandleError) and name in read_by_functions):
                     raise
                 continue
             self._done.add(name)

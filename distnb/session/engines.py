@@ -124,6 +124,12 @@ class Engines:
         return tuple(self.cluster.engines)
 
     @property
+    def left(self) -> tuple[int, ...]:
+        """Those whose processes have not ended."""
+        ended = self._ended
+        return tuple(engine for engine in self.ids if engine not in ended)
+
+    @property
     def _ended(self) -> dict[int, str]:
         """How those engines ended that have, and were not replaced."""
         processes = {} if self._cluster is None else self._cluster.engines

@@ -145,6 +145,7 @@ class _Remote(DistributedValues):
         if _is_iterator(self):
             return self
         if isinstance(self, Mirrored):
+            _check_not_scalar(self, "iterated over")
             return iter(state_of_handle(self).operations.listed(self))
         if _is_dataset(self):
             return cast("Iterator[Any]", _apply(self, iter))
@@ -191,6 +192,8 @@ class RemoteMirrored(_Remote, Mirrored):
         """The array, fetched from the first replica."""
         return _as_array(self._read())
 
+    to_numpy = numpy  # by which Matplotlib and its like ask, instead of iterating over thousands of handles
+
     def _read(self) -> Any:
         return state_of_handle(self).operations.read(self)
 
@@ -212,6 +215,7 @@ class RemoteMirrored(_Remote, Mirrored):
         return array if dtype is None else array.astype(dtype)
 
     def __len__(self) -> int:
+        _check_not_scalar(self, "measured by len()")
         return int(_apply(self, len))
 
     def __contains__(self, value: Any) -> bool:
@@ -296,6 +300,15 @@ def _apply(handle: DistributedValues, function: Callable[..., Any], *others: Any
 def _is_dataset(handle: DistributedValues) -> bool:
     """Whether it is a distributed dataset that a cell made: each replica's own, and read by all together."""
     return state_of_handle(handle).type_name == "distnb.input.dataset.DistributedDataset"
+
+
+def _check_not_scalar(handle: DistributedValues, wish: str) -> None:
+    """Tell it at once of a number: `torch.tensor([handle, …])` takes it for a sequence, as all it does not know."""
+    if any(fact.summary is not None and fact.summary.shape == "()" for fact in state_of_handle(handle).facts.values()):
+        raise DistributedValueError(
+            f"A 0-d tensor cannot be {wish}, and this is a handle of one. Its number is handle.item(), or "
+            "float(handle); torch.stack(handles) makes one tensor of several."
+        )
 
 
 def _is_iterator(handle: DistributedValues) -> bool:

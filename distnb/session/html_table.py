@@ -24,15 +24,15 @@ def html_table(
         header: Titles of the columns.
         rows: Their cells; text is escaped.
         numeric: Columns that are aligned to the right.
-        code: Columns of texts that may have several lines, with every space of theirs.
+        code: Columns of texts that may have several lines, with every space of theirs; long lines are wrapped.
         caption: A line above the table.
     """
     right, exact = set(numeric), set(code)
 
     def cells(tag: str, values: Sequence[object], style: str = "") -> str:
         styles = [
-            _CELL.format(align="right" if i in right else "left", space="pre" if i in exact else "nowrap")
-            + (";font-family:monospace" if i in exact and tag == "td" else "")
+            _CELL.format(align="right" if i in right else "left", space="pre-wrap" if i in exact else "nowrap")
+            + (";font-family:monospace;min-width:30em" if i in exact and tag == "td" else "")
             + style
             for i in range(len(values))
         ]

@@ -73,7 +73,7 @@ class NotebookNamespace:
         collector = self._collector(space)
         collector.luggage.attributes |= reads.attributes
         optional = sorted(user_names(self.user_ns)) if reads.dynamic else ()
-        collector.collect([*sorted(reads.names), *extra_names], optional=optional)
+        collector.collect([*sorted(reads.names), *extra_names], optional=optional, remade=reads.assigned)
         return self._send(self._packer(space, collector.luggage), space, cell=True)
 
     def incoming(self, source: str, team: Team, replies: Mapping[int, Effects]) -> None:

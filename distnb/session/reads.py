@@ -25,11 +25,13 @@ class Reads:
         names: Names it reads (or deletes) before it has surely assigned them; builtins among them.
         attributes: Names of attributes in it, to tell submodules.
         dynamic: It may read any name (eval, exec, globals(), %run…).
+        assigned: Names that it has surely assigned at its end.
     """
 
     names: frozenset[str] = frozenset()
     attributes: frozenset[str] = frozenset()
     dynamic: bool = False
+    assigned: frozenset[str] = frozenset()
 
 
 @functools.lru_cache(maxsize=256)
@@ -41,7 +43,8 @@ def names_read(source: str) -> Reads:
         return Reads()
     flow = _Reading()
     flow.block(tree.body)
-    return Reads(frozenset(flow.found.names), frozenset(flow.found.attributes), flow.found.dynamic)
+    found = flow.found
+    return Reads(frozenset(found.names), frozenset(found.attributes), found.dynamic, frozenset(flow.assigned or ()))
 
 
 class _Reading(Flow):

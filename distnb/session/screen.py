@@ -14,7 +14,8 @@ SETTLE_S = 0.15
 """A line below which the cursor went stays open for this long if a bar was drawn in it: nested bars come back up."""
 
 _CONTROLS = re.compile("(\r\n|\n|\r|\x08|\x1b\\[\\d*[A-DGJKH])")
-_CUT = re.compile("\x1b(\\[\\d*)?$")  # an escape sequence of which the end has not come yet
+_TERMINALS = re.compile("\x1b\\[\\?\\d*[hl]")  # to show or hide the cursor, and the like: there is none here
+_CUT = re.compile("\x1b(\\[\\??\\d*)?$")  # an escape sequence of which the end has not come yet
 _REWRITES = re.compile("[\r\x08]|\x1b\\[\\d*[A-DGJKH]")
 
 
@@ -64,7 +65,7 @@ class Screen:
         text = (self._held + text).replace("\r\n", "\n")
         cut = _CUT.search(text)
         self._held = cut[0] if cut else ""
-        text = text[: len(text) - len(self._held)]
+        text = _TERMINALS.sub("", text[: len(text) - len(self._held)])
         if not self._drawn and not _REWRITES.search(text):
             # Only the last row is open, and the cursor stands at its end.
             *done, rest = (self.rows[0] + text).split("\n")
@@ -113,7 +114,7 @@ class Screen:
             self._column, self._drawn = 0, True
         elif piece == "\x08":
             self._column = max(0, self._column - 1)
-        elif piece.startswith("\x1b["):
+        elif _CONTROLS.fullmatch(piece):
             self._escape(piece[-1], int(piece[2:-1] or 1), now)
         else:
             if fresh and self.rows[self._row :] == [""]:

@@ -136,14 +136,14 @@ class Session:
 
         Calls from ordinary cells end without waiting for it. False when an engine was too busy to answer in time.
         """
-        return await_flush(self._supervisor, self.events, self._engines.ids, timeout_s)
+        return await_flush(self._supervisor, self.events, self._engines.left, timeout_s)
 
     def stacks(self, timeout_s: float = 0.5) -> dict[int, str]:
         """Where each engine is in the program that it runs, as lines of a traceback; "" for an idle one.
 
         Native code that holds Python's lock lets nothing be asked: engines that did not answer in time are missing.
         """
-        return ask_stacks(self._supervisor, self.events, self._engines.ids, timeout_s)
+        return ask_stacks(self._supervisor, self.events, self._engines.left, timeout_s)
 
     # -- programs --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 from distnb.errors import ContextError, OptionError
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.strategies.context import get_replica_context, get_strategy
+from distnb.values import DistributedValues
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
@@ -29,13 +30,13 @@ def compute_average_loss(
 
     Raises:
         OptionError: A scalar loss; a batch size that is no whole number above 0; losses that are not one per example.
-        ContextError: In cross-replica context without a `global_batch_size`.
+        ContextError: In cross-replica context without a `global_batch_size`, or of a distributed value.
 
     Example:
         >>> compute_average_loss(torch.tensor([1.0, 2.0, 3.0, 6.0]))
         tensor(3.)
     """
-    losses = torch.as_tensor(per_example_loss)
+    losses = _tensor("compute_average_loss", per_example_loss)
     if losses.ndim == 0:
         raise OptionError(
             "compute_average_loss got a scalar and needs the loss of each example. Compute it with reduction='none'; "
@@ -61,17 +62,27 @@ def scale_regularization_loss(regularization_loss: Any) -> torch.Tensor:
         The sum, divided by the number of replicas.
 
     Raises:
-        ContextError: In cross-replica context.
+        ContextError: In cross-replica context, or of a distributed value.
 
     Example:
         >>> scale_regularization_loss(torch.tensor([1.0, 3.0]))
         tensor(4.)
     """
     replica = _replica("scale_regularization_loss")
-    loss = torch.as_tensor(regularization_loss)
+    loss = _tensor("scale_regularization_loss", regularization_loss)
     if not loss.is_floating_point():
         loss = loss.to(torch.get_default_dtype())
     return loss.sum() / replica.num_replicas_in_sync
+
+
+def _tensor(function: str, loss: Any) -> torch.Tensor:
+    if isinstance(loss, DistributedValues):
+        raise ContextError(
+            f"distnb.nn.{function} got a {loss._word}, which stands for what {loss.num_replicas} replica(s) have, and "
+            "it scales the loss of one. Call it in the function that strategy.run calls: "
+            "strategy.run(step, args=(batch,))."
+        )
+    return torch.as_tensor(loss)
 
 
 def _replica(function: str, cure: str = "") -> ReplicaContext:

@@ -153,6 +153,7 @@ class CellView:
         self.tick(now)
         for merger in self._mergers.values():
             self.publisher.apply(merger.collect(now, final=True))
+        self.publisher.area(())  # in a terminal: what comes next, an error say, stands in a line of its own
         self._mergers = {program: merger for program, merger in self._mergers.items() if program in self._running}
 
     def finish(self, now: float, *, failed: bool, variables: Iterable[VariableRow] = ()) -> None:

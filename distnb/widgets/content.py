@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 from distnb.session.html_table import filled_columns, html_table, human_bytes
-from distnb.session.live_model import Line, LiveModel
-from distnb.widgets.picture import as_image, picture, short_number
+from distnb.session.live_model import Curve, Line, LiveModel
+from distnb.widgets.picture import as_image, pictures, short_number
 
-__all__ = ["Table", "head_text", "plain_summary", "replica_table", "static_html"]
+__all__ = ["Table", "head_text", "images", "plain_summary", "replica_table", "static_html"]
 
 
 _COLORS = {"failed": "#ef4444", "died": "#ef4444", "interrupted": "#ca8a04"}
@@ -67,16 +67,16 @@ def replica_table(model: LiveModel) -> Table:
 
 def plain_summary(model: LiveModel, now: float) -> str:
     """The view in plain text."""
-    lines = [head_text(model, now)]
-    for curve in model.curves.values():
-        shown = curve.shown(max(1, len(model.rows)))
-        values = ", ".join(_first_and_last(line) for line in shown.values() if line.points)
-        lines.append(f"{curve.name}: {values}")
-    return "\n".join(lines)
+    return "\n".join([head_text(model, now), *(_curve_text(model, curve) for curve in model.curves.values())])
+
+
+def images(model: LiveModel) -> str:
+    """Every curve as a picture, in HTML."""
+    return "".join(as_image(svg, _curve_text(model, model.curves[name])) for name, svg in pictures(model).items())
 
 
 def static_html(model: LiveModel, now: float) -> str:
-    """What stays when the cell has ended: picture, replicas, and where its variables live.
+    """What stays when the cell has ended: pictures, replicas, and where its variables live.
 
     Nothing in it needs a kernel, a script or trust.
     """
@@ -84,9 +84,7 @@ def static_html(model: LiveModel, now: float) -> str:
     parts = [
         f'<div style="font-size:13px"><span style="color:{color}">●</span> {_escaped(head_text(model, now))}</div>'
     ]
-    svg = picture(model)
-    if svg:
-        parts.append(as_image(svg, plain_summary(model, now)))
+    parts.append(images(model))
     if model.curves or model.steps or model.state in _COLORS:
         table = replica_table(model)
         if table.rows:
@@ -102,6 +100,11 @@ def _variables(model: LiveModel) -> str:
     count = "1 variable" if len(rows) == 1 else f"{len(rows)} variables"
     table = html_table(header, rows, numeric=(6,))
     return f'<details><summary style="color:#808080">{count} on the replicas</summary>{table}</details>'
+
+
+def _curve_text(model: LiveModel, curve: Curve) -> str:
+    shown = curve.shown(max(1, len(model.rows)))
+    return f"{curve.name}: {', '.join(_first_and_last(line) for line in shown.values() if line.points)}"
 
 
 def _first_and_last(line: Line) -> str:

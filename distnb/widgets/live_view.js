@@ -16,8 +16,8 @@ const STYLE = `
 .distnb-live .dot.failed,.distnb-live .dot.died{background:#ef4444}
 .distnb-live .dot.running{animation:distnb-pulse 1.4s ease-in-out infinite}
 @keyframes distnb-pulse{50%{opacity:.35}}
-.distnb-live .charts{display:flex;flex-wrap:wrap;gap:4px 8px}
-.distnb-live svg{font-size:11px;flex:1 1 240px;max-width:340px}
+.distnb-live .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(240px,1fr));gap:4px 8px}
+.distnb-live svg{font-size:11px;width:100%;max-width:340px}
 .distnb-live svg text{fill:var(--jp-ui-font-color2,#808080)}
 .distnb-live svg .name{font-weight:600;fill:var(--jp-ui-font-color1,#808080)}
 .distnb-live svg .grid{stroke:var(--jp-border-color2,#80808040)}
@@ -28,7 +28,7 @@ const STYLE = `
 .distnb-live .number{text-align:right}
 `;
 
-// The least and greatest of numbers that may be null (nan or infinite on the kernel's side).
+// The least and greatest of numbers that may be null (nan or infinite on the kernel's side; a value itself is then a word).
 const least = (a, b) => (a === null || (b !== null && b < a) ? b : a);
 const greatest = (a, b) => (a === null || (b !== null && b > a) ? b : a);
 
@@ -128,9 +128,15 @@ const drawn = (tag, attributes, parent, text) => {
   return made;
 };
 const shortNumber = (value) => {
-  if (value === null || value === undefined) return "nan";
+  if (typeof value !== "number") return value ?? "";
   if (value !== 0 && Math.abs(value) >= 1e5) return value.toExponential(2);
   return String(Number(value.toPrecision(4)));
+};
+// A name in little room: its end tells as much as its beginning.
+const shortName = (name, room) => {
+  const most = Math.max(Math.floor(room / 7.3), 8);
+  const kept = most - 1;
+  return name.length <= most ? name : `${name.slice(0, Math.ceil(kept / 2))}…${name.slice(-Math.floor(kept / 2))}`;
 };
 const niceTicks = (low, high, about = 4) => {
   const raw = (high - low) / about;
@@ -219,16 +225,17 @@ class View {
     [yLow, yHigh] = [yLow - pad, yHigh + pad];
     const x = (step) => LEFT + ((step - xLow) / (xHigh - xLow)) * (WIDTH - LEFT - RIGHT);
     const y = (value) => HEIGHT - BOTTOM - ((value - yLow) / (yHigh - yLow)) * (HEIGHT - TOP - BOTTOM);
-    const title = drawn("text", { x: LEFT, y: 16 }, svg);
-    drawn("tspan", { class: "name" }, title, name);
-    for (const [replicas, line] of lines.slice(0, 8)) {
+    const told = lines.slice(0, 8).map(([replicas, line]) => {
       const who = total > 1 ? ` [${replicas.length > 1 ? `${replicas[0]}-${replicas[replicas.length - 1]}` : replicas[0]}]` : "";
-      const last = line.points[line.points.length - 1];
-      const color = COLORS[replicas[0] % COLORS.length];
       // With many lines the title says which is which; the table has their values.
-      const value = lines.length <= 2 ? shortNumber(last?.[1]) : "";
-      drawn("tspan", { dx: 6, style: `fill:${color}` }, title, (value + who).trim());
-    }
+      const value = lines.length <= 2 ? shortNumber(line.points[line.points.length - 1]?.[1]) : "";
+      return [(value + who).trim(), COLORS[replicas[0] % COLORS.length]];
+    });
+    const room = WIDTH - LEFT - told.reduce((taken, [words]) => taken + 6 + 6.5 * words.length, 0);
+    const title = drawn("text", { x: LEFT, y: 16 }, svg);
+    drawn("title", {}, title, name);
+    drawn("tspan", { class: "name" }, title, shortName(name, room));
+    for (const [words, color] of told) drawn("tspan", { dx: 6, style: `fill:${color}` }, title, words);
     for (const tick of niceTicks(yLow, yHigh)) {
       drawn("path", { class: "grid", d: `M${LEFT} ${y(tick)}H${WIDTH - RIGHT}` }, svg);
       drawn("text", { x: LEFT - 5, y: y(tick) + 3.5, "text-anchor": "end" }, svg, shortNumber(tick));
@@ -239,20 +246,25 @@ class View {
     return svg;
   }
   line(svg, line, x, y, color, thick) {
-    const points = line.points.filter((point) => point[1] !== null);
-    if (!points.length) return;
-    if (points.length === 1) {
-      drawn("circle", { cx: x(points[0][0]), cy: y(points[0][1]), r: 2.5, fill: color }, svg);
-      return;
+    const runs = [[]]; // where a value was nan or infinite the line is broken
+    for (const point of line.points) {
+      if (typeof point[1] === "number") runs[runs.length - 1].push(point);
+      else if (runs[runs.length - 1].length) runs.push([]);
     }
     const at = (point, i) => `${x(point[0]).toFixed(1)} ${y(point[i]).toFixed(1)}`;
-    if (points.some((point) => point[2] !== point[3])) {
-      const up = points.map((point) => at(point, 3)).join("L");
-      const down = [...points].reverse().map((point) => at(point, 2)).join("L");
-      drawn("path", { class: "band", d: `M${up}L${down}Z`, fill: color, "fill-opacity": 0.18 }, svg);
+    let path = "";
+    for (const points of runs) {
+      if (!points.length) continue;
+      if (points.some((point) => point[2] !== point[3])) {
+        const up = points.map((point) => at(point, 3)).join("L");
+        const down = [...points].reverse().map((point) => at(point, 2)).join("L");
+        drawn("path", { class: "band", d: `M${up}L${down}Z`, fill: color, "fill-opacity": 0.18 }, svg);
+      }
+      path += `M${points.map((point) => at(point, 1)).join("L")}${points.length === 1 ? "h0" : ""}`;
     }
-    const path = points.map((point) => at(point, 1)).join("L");
-    drawn("path", { class: "line", d: `M${path}`, fill: "none", stroke: color, "stroke-width": thick ? 2.6 : 1.3, "stroke-linejoin": "round" }, svg);
+    if (!path) return;
+    const width = line.points.length === 1 ? 5 : thick ? 2.6 : 1.3;
+    drawn("path", { class: "line", d: path, fill: "none", stroke: color, "stroke-width": width, "stroke-linejoin": "round", "stroke-linecap": "round" }, svg);
   }
 }
 

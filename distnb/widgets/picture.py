@@ -4,52 +4,48 @@ from __future__ import annotations
 
 import base64
 import html
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
 from distnb.session.figures import mark
 from distnb.session.live_model import Curve, LiveModel, Point
 
-__all__ = ["COLORS", "as_image", "nice_ticks", "picture", "short_number"]
+__all__ = ["COLORS", "as_image", "nice_ticks", "pictures", "short_name", "short_number"]
 
 COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04", "#06b6d4", "#ec4899")
 _GREY = "#808080"  # an image cannot follow the theme: mid-grey shows on light and dark
 _WIDTH, _HEIGHT = 280, 180
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 26, 22
-_PER_ROW = 3
 
 
-def picture(model: LiveModel) -> str:
-    """Draw every curve of a model, side by side.
+def pictures(model: LiveModel) -> dict[str, str]:
+    """Draw every curve of a model.
 
     Args:
         model: The cell's.
 
     Returns:
-        An SVG document; empty when there is no curve.
+        An SVG document for each, by its name.
     """
-    curves = [curve for curve in model.curves.values() if curve.lines]
-    if not curves:
-        return ""
-    columns = min(_PER_ROW, len(curves))
-    width, height = columns * _WIDTH, -(-len(curves) // columns) * _HEIGHT
     total = max(1, len(model.rows))
-    charts = "".join(
-        f'<g transform="translate({i % columns * _WIDTH},{i // columns * _HEIGHT})">{_chart(curve, total)}</g>'
-        for i, curve in enumerate(curves)
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="system-ui,sans-serif" font-size="11">{charts}</svg>'
-    )
+    return {
+        name: f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="system-ui,sans-serif" font-size="11">'
+        f"{_chart(curve, total)}</svg>"
+        for name, curve in model.curves.items()
+        if curve.lines
+    }
 
 
 def as_image(svg: str, alt: str) -> str:
-    """The one form of a picture that survives reopening, missing trust and every export."""
+    """The one form of a picture that survives reopening, missing trust and every export.
+
+    As many stand side by side as there is room for, up to three.
+    """
     encoded = base64.b64encode(svg.encode()).decode()
-    return (
-        f'<img src="data:image/svg+xml;base64,{encoded}" alt="{html.escape(alt, quote=True)}" style="max-width:100%">'
-    )
+    look = "width:33%;min-width:240px;max-width:340px;display:inline-block"
+    return f'<img src="data:image/svg+xml;base64,{encoded}" alt="{html.escape(alt, quote=True)}" style="{look}">'
 
 
 def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
@@ -104,23 +100,43 @@ def _chart(curve: Curve, total: int) -> str:
     for replicas, line in lines.items():
         color = COLORS[replicas[0] % len(COLORS)]
         thick = len(replicas) > 1 or total == 1
-        screen = [
-            (x(step), y(value), y(low), y(high)) for step, value, low, high in line.points if math.isfinite(value)
+        runs = [
+            [(x(step), y(value), y(low), y(high)) for step, value, low, high in run]
+            for run in _finite_runs(line.points)
         ]
-        parts.append(_band(screen, color))
-        parts.append(_stroke(screen, color, 2.6 if thick else 1.3))
+        parts += [_band(run, color) for run in runs]
+        parts.append(_stroke(runs, color, 5 if len(line.points) == 1 else 2.6 if thick else 1.3))
     return "".join(parts)
 
 
 def _title(curve: Curve, last: Sequence[tuple[tuple[int, ...], float | None]], total: int) -> str:
-    spans = [f'<tspan font-weight="600">{html.escape(curve.name)}</tspan>']
+    told: list[tuple[str, str]] = []
     for replicas, value in last[:8]:
         # With many lines the title says which is which; the table has their values.
         words = [short_number(value)] if len(last) <= 2 else []
         words += [mark(replicas)] if total > 1 else []
-        color = COLORS[replicas[0] % len(COLORS)]
-        spans.append(f'<tspan dx="6" fill="{color}">{" ".join(words)}</tspan>')
+        told.append((" ".join(words), COLORS[replicas[0] % len(COLORS)]))
+    room = _WIDTH - _LEFT - sum(6 + 6.5 * len(words) for words, _ in told)
+    spans = [f'<tspan font-weight="600">{html.escape(short_name(curve.name, room))}</tspan>']
+    spans += [f'<tspan dx="6" fill="{color}">{words}</tspan>' for words, color in told]
     return f'<text x="{_LEFT}" y="16" fill="{_GREY}">{"".join(spans)}</text>'
+
+
+def short_name(name: str, room: float) -> str:
+    """A name in little room: its end tells as much as its beginning.
+
+    Args:
+        room: In units of the picture, of which a letter takes about 7.3.
+    """
+    most = max(int(room / 7.3), 8)
+    kept = most - 1
+    return name if len(name) <= most else f"{name[: (kept + 1) // 2]}…{name[-(kept // 2) :]}"
+
+
+def _finite_runs(points: Sequence[Point]) -> list[list[Point]]:
+    """The points between those that are nan or infinite: there the line is broken."""
+    runs = itertools.groupby(points, key=lambda point: math.isfinite(point[1]))
+    return [list(run) for finite, run in runs if finite]
 
 
 def _span(values: Iterable[float]) -> tuple[float, float]:
@@ -134,15 +150,12 @@ def _span(values: Iterable[float]) -> tuple[float, float]:
     return low - half, high + half
 
 
-def _stroke(screen: Sequence[Point], color: str, width: float) -> str:
-    if len(screen) == 1:
-        return f'<circle cx="{screen[0][0]:.1f}" cy="{screen[0][1]:.1f}" r="2.5" fill="{color}"/>'
-    path = "L".join(f"{px:.1f} {py:.1f}" for px, py, _, _ in screen)
-    return (
-        f'<path class="line" d="M{path}" fill="none" stroke="{color}" stroke-width="{width}" stroke-linejoin="round"/>'
-        if path
-        else ""
+def _stroke(runs: Sequence[Sequence[Point]], color: str, width: float) -> str:
+    path = "".join(
+        "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py, _, _ in run) + ("h0" if len(run) == 1 else "") for run in runs
     )
+    look = f'fill="none" stroke="{color}" stroke-width="{width}" stroke-linejoin="round" stroke-linecap="round"'
+    return f'<path class="line" d="{path}" {look}/>' if path else ""
 
 
 def _band(screen: Sequence[Point], color: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from abc import ABC, abstractmethod
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["NotebookPublisher", "Publisher", "TerminalPublisher", "publisher_for"]
 
 _LATEST_CHARACTERS = 10_000
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Publisher(ABC):
@@ -90,8 +92,13 @@ class NotebookPublisher(Publisher):
 
     def adopt_thread(self) -> None:
         """Let what the calling thread prints go to this cell."""
-        if self.current:
-            self._shell.set_parent(self._parent)
+        if not self.current:
+            return
+        self._shell.parent_header = self._parent
+        # One by one, as the shell's own method does: what %%capture puts in their place knows no cell.
+        for output in (self._shell.displayhook, self._shell.display_pub, sys.stdout, sys.stderr):
+            if hasattr(output, "set_parent"):
+                output.set_parent(self._parent)
 
     def write(self, stream: str, text: str) -> None:
         if self.current:
@@ -153,7 +160,7 @@ class TerminalPublisher(Publisher):
             return
         self._wipe()
         room = shutil.get_terminal_size().columns - 1
-        line = "  ".join(lines)[:room]
+        line = _COLOURS.sub("", "  ".join(lines))[:room]  # one that is cut off would colour all that follows
         sys.stderr.write(line)
         sys.stderr.flush()
         self._width = len(line)
@@ -164,4 +171,5 @@ class TerminalPublisher(Publisher):
     def _wipe(self) -> None:
         if self._width:
             sys.stderr.write("\r" + " " * self._width + "\r")
+            sys.stderr.flush()  # what follows may go to stdout
             self._width = 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from distnb.session.html_table import html_table
 from distnb.widgets.base import LiveView
-from distnb.widgets.content import head_text, plain_summary, replica_table, static_html
-from distnb.widgets.picture import as_image, picture, short_number
+from distnb.widgets.content import head_text, images, plain_summary, replica_table, static_html
+from distnb.widgets.picture import short_number
 
 __all__ = ["NoView", "PictureView", "TextView"]
 
@@ -26,10 +26,9 @@ class PictureView(LiveView):
         self._publish(static_html(self.model, now), now, update=True)
 
     def _html(self, now: float) -> str:
-        table, svg = replica_table(self.model), picture(self.model)
-        chart = as_image(svg, head_text(self.model, now)) if svg else ""
+        table = replica_table(self.model)
         cells = html_table(table.header, table.rows, numeric=table.numeric)
-        return f"<div>{head_text(self.model, now)}</div>{chart}{cells}"
+        return f"<div>{head_text(self.model, now)}</div>{images(self.model)}{cells}"
 
     def _publish(self, html: str, now: float, *, update: bool) -> None:
         self.publisher.display(
@@ -47,6 +46,8 @@ class TextView(LiveView):
 
     def update(self, now: float) -> None:
         self.model.take_fresh()
+        if self.model.state in ("ended", "failed", "interrupted"):
+            return  # the shell may be writing its error
         values = []
         for curve in self.model.curves.values():
             lines = curve.shown(max(1, len(self.model.rows)))

@@ -109,9 +109,12 @@ def _total(model: LiveModel) -> int:
     return max(1, len(model.rows))
 
 
-def _plain(points: list[Point]) -> list[list[float | None]]:
-    """For JSON: few digits, and no nan."""
-    return [[_short(number) for number in point] for point in points]
+def _plain(points: list[Point]) -> list[list[float | str | None]]:
+    """For JSON: few digits, and a word for a value that is not finite."""
+    return [
+        [_short(step), _short(value) if math.isfinite(value) else str(value), _short(low), _short(high)]
+        for step, value, low, high in points
+    ]
 
 
 def _short(number: float) -> float | None:

@@ -31,7 +31,7 @@ def test_the_live_view_lives_and_leaves_a_picture(chrome: Any, front_end: Server
         assert view.locator("table tr").count() == 3
         notebook.wait(1)
         assert view.locator("svg").count() == 0
-        picture = notebook.output(1).locator("img[src^='data:image/svg+xml']")
+        picture = notebook.output(1).locator("img[src^='data:image/svg+xml']").first
         assert picture.evaluate("image => image.naturalWidth") > 100
         saved = notebook.saved()
         assert "[0-1] epoch 1" in text_of(saved, 1)

@@ -51,7 +51,7 @@ def test_curves_grow_and_stay(chrome: Any, lab: Server) -> None:
 
         notebook.wait(1)
         assert view.locator("svg").count() == 0
-        picture = notebook.output(1).locator("img[src^='data:image/svg+xml']")
+        picture = notebook.output(1).locator("img[src^='data:image/svg+xml']").first
         assert picture.evaluate("image => image.naturalWidth") > 100
         saved = notebook.saved()
         assert "[0-1] epoch 1" in text_of(saved, 1)
@@ -64,7 +64,7 @@ def test_curves_grow_and_stay(chrome: Any, lab: Server) -> None:
         assert "data:image/svg+xml;base64," in html.read_text()
 
     with OpenNotebook(chrome, lab, "live.ipynb") as again:  # without having run anything, and untrusted
-        picture = again.output(1).locator("img[src^='data:image/svg+xml']")
+        picture = again.output(1).locator("img[src^='data:image/svg+xml']").first
         picture.wait_for(timeout=10_000)
         assert picture.evaluate("image => image.naturalWidth") > 100
 

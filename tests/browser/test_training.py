@@ -60,7 +60,7 @@ def test_a_mirrored_cell_trains_live(chrome: Any, lab: Server) -> None:
         text = notebook.output(2).inner_text()
         assert [lines[-1] for lines in lines_of_each(text)] == ["epoch 5", "epoch 5"]
         assert "ended" in text
-        assert notebook.output(2).locator("img[src^='data:image/svg+xml']").count() == 1
+        assert notebook.output(2).locator("img[src^='data:image/svg+xml']").count() == 2
         assert "variables on the replicas" in text
         notebook.run(3)
         assert "replica" in notebook.output(3).inner_text().lower()

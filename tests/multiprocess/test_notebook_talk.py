@@ -82,12 +82,25 @@ def test_input_in_a_default_cell(notebook: Notebook) -> None:
     assert notebook.value("name") == "me"
 
 
-@pytest.mark.parametrize("question", ["input('who? ')", "breakpoint()"])
+@pytest.mark.parametrize("question", ["input('who? ')", "breakpoint()", "__import__('pdb').set_trace()"])
 def test_a_replica_cannot_ask_and_says_so(notebook: Notebook, question: str) -> None:
     failed = notebook.try_run(f"%%distribute mirrored\nx = 1\n{question}\ny = 2\n")
     assert failed.error_name == "RuntimeError"
     assert "a replica has no keyboard" in failed.error_text
     assert question in failed.traceback
+
+
+def test_the_cluster_is_the_notebooks_and_a_replica_says_so(notebook: Notebook) -> None:
+    failed = notebook.try_run("%%distribute mirrored\n%distnb status")
+    assert "Write it in a cell of its own, without %%distribute" in failed.error_text
+    assert "already loaded" in notebook.run("%%distribute mirrored\n%load_ext distnb").stdout
+
+
+def test_a_captured_cell_shows_nothing_and_complains_of_nothing(notebook: Notebook) -> None:
+    source = "import time\nfor i in range(8):\n    time.sleep(0.1)\n    distnb.live(loss=i)\nprint('said')"
+    ran = notebook.run(f"%%capture captured\n%%distribute mirrored\n{source}")
+    assert (ran.stdout, ran.stderr) == ("", "")
+    assert notebook.value("captured.stdout") == "[0-1] said\n"
 
 
 @pytest.mark.parametrize(
@@ -107,6 +120,17 @@ def test_a_status_of_failure_is_told_and_a_plain_exit_ends_the_cell(
         assert text in failed.traceback
     notebook.run("%%distribute mirrored\nbefore = 2\nexit()\nnever = 1")
     assert notebook.value("(before, 'never' in globals())") == (2, False)
+
+
+def test_a_batch_that_a_cell_made_is_given_to_calls(notebook: Notebook) -> None:
+    notebook.run(
+        "%%distribute mirrored\nimport torch\n"
+        "data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.arange(4))\n"
+        "for batch in strategy.distribute_dataset(torch.utils.data.DataLoader(data, batch_size=4)):\n    pass"
+    )
+    assert notebook.value("strategy.run(lambda pair: int(pair[1].sum()), args=(batch,)).values") == (1, 5)
+    assert notebook.value("strategy.reduce('sum', batch, axis=None)[0].numpy().tolist()") == [[2.0, 2.0], [2.0, 2.0]]
+    assert notebook.value("strategy.gather(batch, axis=0)[1].numpy().tolist()") == [0, 1, 2, 3]
 
 
 # -- what replicas write, and their errors ---------------------------------------------------------------------------

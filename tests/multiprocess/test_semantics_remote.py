@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import distnb
+from distnb.errors import ContextError
 from distnb.values import PerReplica
 from tests.multiprocess.sessions import started
 
@@ -80,6 +81,12 @@ def test_values_datasets_and_contexts(strategy: Any) -> None:
         totals.append(float(strategy.reduce("sum", losses, axis=None)))
     assert totals == [1.0, 3.5]
     assert (distnb.has_strategy(), distnb.in_cross_replica_context(), distnb.replica_id()) == (False, False, 0)
+
+
+def test_a_loss_of_handles_is_refused_with_the_cure(strategy: Any) -> None:
+    losses = strategy.run(lambda: torch.ones(3))
+    with pytest.raises(ContextError, match=r"compute_average_loss got a PerReplica.*strategy\.run\(step"):
+        distnb.nn.compute_average_loss(losses)
 
 
 def test_a_dataset_of_pipelines_and_going_on_in_it(strategy: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import math
+import sys
 import xml.etree.ElementTree as ET
 from typing import Any
 
@@ -15,8 +17,12 @@ from distnb.strategies import live as live_module
 from distnb.strategies.live import TextProgress, live
 from distnb.topology import Device, Team
 from distnb.values import PerReplica
+from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import head_text, plain_summary, replica_table, static_html
-from distnb.widgets.picture import nice_ticks, picture, short_number
+from distnb.widgets.picture import nice_ticks, pictures, short_name, short_number
+from distnb.widgets.publisher import TerminalPublisher
+from distnb.widgets.views import TextView
+from distnb.widgets.widget_view import _plain
 from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
 
 TEAM = Team((0, 1), (Device("cpu", 0), Device("cpu", 1)), 1, "", 0)
@@ -243,24 +249,71 @@ def trained(replicas: int = 2) -> LiveModel:
 
 
 def test_a_picture_is_well_formed_and_thick_where_reduced() -> None:
-    root = ET.fromstring(picture(trained()))
-    widths = [path.get("stroke-width") for path in root.iter() if path.get("class") == "line"]
-    assert widths == ["2.6", "1.3", "1.3"]
-    assert "loss" in "".join(root.itertext())
-    assert "[0-1]" in "".join(root.itertext())
+    drawn = {name: ET.fromstring(svg) for name, svg in pictures(trained()).items()}
+    widths = {
+        name: [path.get("stroke-width") for path in root.iter() if path.get("class") == "line"]
+        for name, root in drawn.items()
+    }
+    assert widths == {"loss": ["2.6"], "own <loss>": ["1.3", "1.3"]}
+    assert "loss" in "".join(drawn["loss"].itertext())
+    assert "[0-1]" in "".join(drawn["loss"].itertext())
 
 
 @pytest.mark.parametrize("values", [[0.0], [1.0, 1.0], [math.nan], [math.inf, 1.0], [1e-30, 2e-30], [-5.0, 1e12]])
 def test_odd_values_are_drawn(values: list[float]) -> None:
     model = started(1)
     model.feed(Live(0, 1, 0, tuple((0.0, i, {"x": value}) for i, value in enumerate(values))), 0.0)
-    text = picture(model)
+    text = pictures(model)["x"]
     ET.fromstring(text)
     assert "nan" not in text.replace(">nan", "")  # only the title says nan
 
 
+def test_in_a_terminal_an_error_stands_in_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    view = CellView(TerminalPublisher(None), TextView)
+    team = Team((0,), (Device("cpu", 0),), 1, "", 0)
+    view.feed(Status(1, "started", team), 0.0)
+    view.tick(1.0)
+    assert "running" in terminal.getvalue()
+    view.feed(Status(1, "ended", team, text="failed"), 2.0)
+    view.flush(2.0)
+    view.tick(3.0)
+    assert terminal.getvalue().rsplit("\r", 2)[1].isspace(), "the line is not wiped"
+    view.publisher.area(("\x1b[34m" + "x" * 500,))
+    assert "\x1b" not in terminal.getvalue()
+
+
+def test_a_line_is_broken_where_a_value_is_not_finite() -> None:
+    model = started(1)
+    values = (1.0, 2.0, math.nan, math.inf, 3.0, math.nan, 4.0, 5.0)
+    model.feed(Live(0, 1, 0, tuple((0.0, i, {"x": value}) for i, value in enumerate(values))), 0.0)
+    (line,) = [path.get("d", "") for path in ET.fromstring(pictures(model)["x"]).iter() if path.get("class") == "line"]
+    assert [part.count("L") for part in line.split("M")[1:]] == [1, 0, 1]
+    sent = _plain(model.curves["x"].lines[0].points)
+    assert [point[1] for point in sent] == [1.0, 2.0, "nan", "inf", 3.0, "nan", 4.0, 5.0]
+    json.dumps(sent, allow_nan=False)
+
+
+def test_long_names_leave_room_for_the_values() -> None:
+    name = "validation/" + "layer/" * 10 + "loss"
+    model = started(2)
+    model.feed(Live(0, 1, 0, ((0.0, 1, {name: 0.5}),)), 0.0)
+    model.feed(Live(1, 1, 1, ((0.0, 1, {name: 0.25}),)), 0.0)
+    (title, *_) = [text for text in ET.fromstring(pictures(model)[name]).iter() if text.tag.endswith("}text")]
+    words = " ".join(title.itertext())
+    assert len(words) < 45
+    assert words.startswith("va")
+    assert "loss 0.5 [0] 0.25 [1]" in words
+    assert short_name("loss", 0) == "loss"
+
+
 def test_no_curve_no_picture() -> None:
-    assert picture(started()) == ""
+    assert pictures(started()) == {}
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0.1, 0.123), (-3, 1000), (1e-9, 3e-9), (5, 5), (math.nan, 1)])

@@ -194,6 +194,10 @@ def test_mirrored_handles_are_computed_with(world: DoubleWorld) -> None:
     assert (texts + ns["texts"]).component(1) == ["a", "a"]
     with pytest.raises(RuntimeError, match="ambiguous"):
         bool(a)
+    assert a.to_numpy().tolist() == [1.0, 2.0], "as Matplotlib asks"
+    for wrong in (lambda: torch.tensor([x, x]), lambda: list(x), lambda: len(x)):
+        with pytest.raises(TypeError, match=r"0-d tensor.*torch\.stack"):
+            wrong()
 
     # One of the notebook's own tensors takes part: it computes, and its autograd knows.
     mine = torch.ones(2, requires_grad=True)
@@ -215,6 +219,29 @@ def test_mirrored_handles_are_computed_with(world: DoubleWorld) -> None:
     torch.neg(a, out=a)
     assert there(world, "a[0] -= 1\nassert a.tolist() == [-3., -3.]") is None
     assert a.numpy().tolist() == [-3.0, -3.0]
+
+
+def test_the_graph_of_the_replicas_is_not_lost_where_a_tensor_of_the_notebook_takes_part(world: DoubleWorld) -> None:
+    here(world, "import torch\ny = torch.tensor([1, 0])\nscale = torch.full((2,), 3.0)")
+    there(world, "model = torch.nn.Linear(2, 2)\nout = model(torch.eye(2))")
+    ns = world.notebook.user_ns
+    out, y, scale = ns["out"], ns["y"], ns["scale"]
+    for loss in (torch.nn.functional.cross_entropy(out, y), (out * scale).sum(), (scale - out).sum()):
+        assert isinstance(loss, Mirrored)
+        assert loss.requires_grad
+    loss.backward()
+    assert ns["model"].bias.grad.numpy().tolist() == [-2.0, -2.0]
+    with torch.no_grad():
+        assert type(out * scale) is torch.Tensor
+    assert type(out.detach() * scale) is torch.Tensor
+    total = torch.zeros(2)
+    total += out[0]
+    assert not total.requires_grad
+    mine = torch.ones(2, requires_grad=True)
+    with pytest.raises(DistributedValueError, match=r"no gradient crosses .* \.detach\(\)"):
+        out * mine
+    (out.detach() * mine).sum().backward()
+    assert mine.grad is not None
 
 
 def test_mirrored_handles_are_saved_as_what_they_stand_for(world: DoubleWorld) -> None:
@@ -729,6 +756,20 @@ def test_what_was_changed_differently_in_a_class(world: DoubleWorld) -> None:
     ns = world.notebook.user_ns
     assert isinstance(ns["first"], RemotePerReplica)
     assert ns["Box"].kind is vars(ns["Box"])["kind"] is ns["first"]
+
+
+def test_what_is_gone_is_made_again_by_the_cell_that_calls_functions_of_it(world: DoubleWorld) -> None:
+    there(world, "made = [1]\nother = [2]")
+    here(world, "def total():\n    return sum(made)\ndef both():\n    return sum(made + other)")
+    for name in ("made", "other"):
+        state_of_handle(world.notebook.user_ns[name]).gone = {0, 1}
+    there(world, "made = [3]\nfound = total()")
+    assert world.notebook.user_ns["found"] == 3
+    with pytest.raises(StaleHandleError, match=r"`other`.*is gone"):
+        there(world, "made = [4]\nfound = both()")
+    state_of_handle(world.notebook.user_ns["made"]).gone = {0, 1}
+    with pytest.raises(StaleHandleError, match=r"`made`.*is gone"):
+        there(world, "found = made\nmade = [5]")
 
 
 def test_a_cell_that_may_read_any_name_leaves_out_what_is_gone(world: DoubleWorld) -> None:

@@ -31,6 +31,12 @@ def test_windows_newlines_draw_nothing() -> None:
     assert not screen.drawn
 
 
+def test_colours_stay_and_the_cursor_of_a_terminal_is_nothing() -> None:
+    screen = Screen()
+    blue = "\x1b[34mblue\x1b[0m"
+    assert feed(screen, f"\x1b[?25l{blue}\r\x1b[2K", f"{blue}\x1b[?2", f"5h\n{blue}\n") == [blue, blue]
+
+
 def test_carriage_return_rewrites_the_line() -> None:
     screen = Screen()
     assert feed(screen, "\r 10%", "\r 20%", "\r 30%") == []
