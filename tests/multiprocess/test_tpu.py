@@ -65,6 +65,14 @@ strategy = distnb.TPUStrategy()
 {TRAIN}
 told = {{name: os.environ[name] for name in ("LOCAL_RANK", "TORCH_TPU_TOPOLOGY")}}
 print(json.dumps([history, where, backend, gathered, same, apart, told, strategy.worker_devices, variables]))
+
+def on_the_way_back_to_python(done):
+    import time
+    for _ in range(300):
+        time.sleep(0.001)
+
+# The interpreter ends while a thread of the backend comes and goes.
+torch.distributed.all_reduce(torch.ones(2, device=where), async_op=True).get_future().then(on_the_way_back_to_python)
 """
 
 
