@@ -71,6 +71,18 @@ def on_the_way_back_to_python(done):
     for _ in range(300):
         time.sleep(0.001)
 
+# What was saved on chips is loaded anywhere, without running code.
+import io
+saved = io.BytesIO()
+torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}, saved)
+for where_to in (None, "cpu"):
+    saved.seek(0)
+    loaded = torch.load(saved, map_location=where_to)
+    assert torch.equal(loaded["model"]["2.weight"].cpu(), model[2].weight.cpu())
+    assert str(loaded["model"]["2.weight"].device) == (where_to or where)
+    model.load_state_dict(loaded["model"]), optimizer.load_state_dict(loaded["optimizer"])
+strategy.assert_in_sync([model, optimizer])
+
 # The interpreter ends while a thread of the backend comes and goes.
 torch.distributed.all_reduce(torch.ones(2, device=where), async_op=True).get_future().then(on_the_way_back_to_python)
 """

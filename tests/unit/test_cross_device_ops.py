@@ -178,8 +178,22 @@ class Group:
         self.calls.append((tuple(tensor.shape), op))
         tensor.mul_(2)
 
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor, tensor]
 
-@pytest.mark.parametrize("returned", [3, torch.ones(2), torch.ones(3, dtype=torch.int32)])
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        3,
+        torch.ones(2),
+        torch.ones(3, dtype=torch.int32),
+        torch.ones(3).to_sparse(),
+        torch.ones(3, device="meta"),
+        [torch.ones(3)],
+    ],
+    ids=["number", "shape", "dtype", "sparse", "meta", "list"],
+)
 def test_a_result_of_another_kind_is_an_error(returned: Any) -> None:
     ops = Own()
     ops.returns = returned

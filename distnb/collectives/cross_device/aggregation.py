@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Aggregation"]
 
+
+_FIRST_RESULTS = 3
+# Of an algorithm of the user's so many results are compared with the other replicas': one that forgets to communicate
+# would let the replicas drift apart without a word.
 
 _BACKENDS = {
     CommunicationImplementation.AUTO: "",
@@ -57,6 +62,8 @@ class Aggregation:
         self._ops = None if self.exact else ops
         self._replicas = Replicas(group)
         self._options = options
+        own = self._ops is not None and not type(self._ops).__module__.startswith("distnb.")
+        self._unconfirmed = _FIRST_RESULTS if own else 0
 
     def told(self, options: CommunicationOptions) -> Aggregation:
         """The same replicas, communicating as one call says. Every replica must say the same.
@@ -97,15 +104,12 @@ class Aggregation:
         with torch.no_grad():
             given = tensor.detach()
             total = self._ops.reduce(op, given, self._replicas)
-            if total is given:
-                return
-            if not isinstance(total, torch.Tensor) or total.shape != tensor.shape or total.dtype != tensor.dtype:
-                got = f"{total.dtype}{list(total.shape)}" if isinstance(total, torch.Tensor) else repr(total)
-                raise OptionError(
-                    f"{type(self._ops).__name__}.reduce was given {tensor.dtype}{list(tensor.shape)} and returned "
-                    f"{got}. It must return a tensor of the same shape and dtype."
-                )
-            tensor.copy_(total)
+            if total is not given:
+                _check_result(self._ops, given, total)
+                tensor.copy_(total)
+            if self._unconfirmed:
+                self._unconfirmed -= 1
+                _confirm_equal(self.group, self._ops, tensor)
 
     def all_reduce_start(self, tensor: torch.Tensor) -> Started:
         """Begin to sum in place; an algorithm of the strategy's own has done so when this returns."""
@@ -113,6 +117,34 @@ class Aggregation:
             return self.group.all_reduce_start(tensor)
         self.all_reduce(tensor)
         return _DONE
+
+
+def _check_result(ops: CrossDeviceOps, given: torch.Tensor, total: object) -> None:
+    fits = isinstance(total, torch.Tensor) and (total.shape, total.dtype) == (given.shape, given.dtype)
+    if fits and isinstance(total, torch.Tensor) and total.layout == torch.strided and not total.is_meta:
+        return
+    got = repr(total)
+    if isinstance(total, torch.Tensor):
+        kind = "" if total.layout == torch.strided else f" {str(total.layout).removeprefix('torch.')}"
+        got = f"{total.dtype}{list(total.shape)}{kind}{' without data' if total.is_meta else ''}"
+    raise OptionError(
+        f"{type(ops).__name__}.reduce was given {given.dtype}{list(given.shape)} and returned {got}. It must return a "
+        "tensor of the same shape and dtype, dense and with data."
+    )
+
+
+def _confirm_equal(group: Group, ops: CrossDeviceOps, total: torch.Tensor) -> None:
+    data = total.cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+    digest = hashlib.blake2b(data.tobytes(), digest_size=8).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(total.device)
+    all_of_them = group.all_gather(mine)
+    unlike = [rank for rank, each in enumerate(all_of_them) if not torch.equal(each, all_of_them[0])]
+    if unlike:
+        raise OptionError(
+            f"{type(ops).__name__}.reduce returned another result on replica {', '.join(map(str, unlike))} than on "
+            "replica 0. It must return the same bits on all of them, as `replicas.all_reduce(tensor, op)` does, or "
+            "`replicas.broadcast(total)` at its end."
+        )
 
 
 @contextmanager

@@ -54,6 +54,9 @@ class ChipTensor(torch.Tensor):
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self.host = new.host  # type: ignore[attr-defined]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # as torch does it for devices whose memory it cannot read
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, (self.host, self.dtype, "tpu:0", self.requires_grad)
+
     def tolist(self) -> Any:  # torch refuses subclasses, which this only is to be written in Python
         return self.host.tolist()
 
