@@ -236,9 +236,9 @@ def test_buffers_drift_and_synchronised_batch_norm() -> None:
         # Uneven slices, against one replica that sees everything.
         with strategy.scope():
             model = SyncBatchNorm.convert_sync_batchnorm(build())
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.1)
         alone = build()
-        alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.1)
         x = 5 * torch.randn(5, 3, generator=torch.Generator().manual_seed(1)) + 10
 
         def step(model, optimizer, x):
@@ -260,7 +260,11 @@ def test_buffers_drift_and_synchronised_batch_norm() -> None:
         with torch.no_grad():
             if me:
                 model[0].weight[1, 2] += 0.5
-        result["drift"] = error(lambda: strategy.assert_in_sync(model))
+                optimizer.state[model[0].weight]["momentum_buffer"] += 1.0
+        result["drift"] = error(lambda: strategy.assert_in_sync([model, optimizer]))
+        for each in (model, optimizer):
+            each.load_state_dict(strategy.broadcast(each.state_dict()))
+        strategy.assert_in_sync([model, optimizer])
         """,
         n=3,
     )
@@ -274,8 +278,9 @@ def test_buffers_drift_and_synchronised_batch_norm() -> None:
         assert one["apart"] == []
         assert one["trained"]
         assert one["evaluated"]
-        assert one["drift"].startswith("OutOfSyncError: The replicas are out of sync: 1 of 6 differ."), one["drift"]
-        assert "Sequential['0.weight']: replicas 1, 2: 1 of 12 elements, the first at [1, 2]: " in one["drift"]
+        assert one["drift"].startswith("OutOfSyncError: The replicas are out of sync: 2 of "), one["drift"]
+        assert "SGD['state'][0]['momentum_buffer']: replicas 1, 2" in one["drift"]
+        assert "[0] Sequential['0.weight']: replicas 1, 2: 1 of 12 elements, the first at [1, 2]: " in one["drift"]
         assert "(at most 0.5 apart)" in one["drift"]
 
 

@@ -137,6 +137,7 @@ def _confirm_equal(group: Group, ops: CrossDeviceOps, total: torch.Tensor) -> No
     data = total.cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
     digest = hashlib.blake2b(data.tobytes(), digest_size=8).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(total.device)
+    group.note(f"{type(ops).__name__}.reduce.finished", (total,))  # as replicas are told that are still in it
     all_of_them = group.all_gather(mine)
     unlike = [rank for rank, each in enumerate(all_of_them) if not torch.equal(each, all_of_them[0])]
     if unlike:
