@@ -223,6 +223,9 @@ class Variable(torch.nn.Parameter):
         here = "this replica's component " if settings.on_read else ""
         return f"<Variable{name} ({kind}, {settings.aggregation.name}): {here}{component_of(self)!r}>"
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec and not self.dim() else object.__format__(self, spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         if id(self) not in memo:
             # Not kept in sync, as a copy of any parameter, unless a scope takes it in.

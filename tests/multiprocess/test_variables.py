@@ -101,6 +101,8 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         result["odd"] = error(lambda: total.assign(3))
         result["added"] = error(lambda: total.assign_add(2))
         result["in place"] = error(lambda: total.mul_(2))
+        result["in a list"] = error(lambda: torch._foreach_add_([total], 1))  # as optimizers do it
+        result["out"] = error(lambda: torch.add(torch.ones(()), 1, out=mean))
         result["mean"] = (float(mean.assign(6.0)), strategy.run(lambda: mean.item()), float(mean.assign_add(1.0)))
         strategy.run(lambda: total.assign_add(distnb.replica_id()))
         result["torch"] = [(total + 1).item(), torch.stack([total, total]).tolist(), total.tolist(), total == 5]
@@ -138,7 +140,7 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         assert "strategy.reduce" in one["per replica"]
         assert one["sum"] == (4, 2, 4)
         assert "OptionError" in one["odd"]
-        assert all("ContextError" in one[name] for name in ("added", "in place"))
+        assert all("ContextError" in one[name] for name in ("added", "in place", "in a list", "out"))
         assert one["mean"] == (6.0, 6.0, 7.0)
         assert one["torch"][:3] == [6, [5, 5], 5]
         assert bool(one["torch"][3])
