@@ -23,9 +23,10 @@ ALGORITHMS = {
     "tree, num_packs=0": distnb.HierarchicalCopyAllReduce(num_packs=0),
 }
 """What `cross_device_ops` is, by name."""
+_RING = distnb.CommunicationImplementation.RING
 OPTIONS = {
-    "RING": distnb.CommunicationOptions(implementation="ring"),
-    "RING, bytes_per_pack=65536": distnb.CommunicationOptions(implementation="ring", bytes_per_pack=65536),
+    "RING": distnb.CommunicationOptions(implementation=_RING),
+    "RING, bytes_per_pack=65536": distnb.CommunicationOptions(implementation=_RING, bytes_per_pack=65536),
 }
 """What a call's `options` are, by name: the default algorithm by sockets alone, as between machines."""
 

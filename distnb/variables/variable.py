@@ -15,7 +15,7 @@ from distnb.variables.facts import is_fact
 from distnb.variables.homes import Home, current_strategy, home_of, register_look
 from distnb.variables.settings import Settings, initial_tensor, parse_settings, value_for
 
-__all__ = ["Variable", "component_of"]
+__all__ = ["Variable", "component_of", "make", "settings_of"]
 
 
 class Variable(torch.nn.Parameter):
@@ -261,6 +261,11 @@ def component_of(variable: Variable) -> torch.Tensor:
     """This process's copy, as a tensor in the same memory. Reading it communicates with nobody."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.Tensor.detach(variable)
+
+
+def settings_of(variable: Variable) -> Settings:
+    """What the variable was asked to be."""
+    return variable._settings
 
 
 def make(component: torch.Tensor, settings: Settings, strategy: Any, number: int = 0) -> Variable:

@@ -113,6 +113,8 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         result["context"] = distnb.in_cross_replica_context()
         result["lazy"] = strategy.run(lambda: distnb.Variable(float(distnb.replica_id() + 5))).item()
 
+        result["unlike"] = error(lambda: variable(1.0, aggregation="sum" if me else "mean"))
+
         default = distnb.Variable(1.0)
         one = distnb.OneDeviceStrategy("cpu:0")
         with one.scope():
@@ -151,6 +153,8 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         assert one["returned"]
         assert not one["context"]
         assert one["lazy"] == 5.0
+        assert "replica 0: Variable (ON_WRITE, MEAN), float32[]" in one["unlike"]
+        assert "replica 1: Variable (ON_WRITE, SUM), float32[]" in one["unlike"]
         texts = [one["read there"], one["written there"], *one["mixed"], *one["used there"]]
         assert all(text is not None and "Mixing different Strategy objects" in text for text in texts), texts
         assert one["facts"] == (([2], "torch.float32", None, True), 2.0)
