@@ -244,7 +244,7 @@ class Strategy:
         """What one replica holds, on all of them.
 
         Args:
-            value: Any structure; distributed values in it are replaced by the component of the source. It stays as it is.
+            value: Any structure; distributed values in it are replaced by the component of the source. It stays.
             source: The replica whose value it is.
 
         Returns:

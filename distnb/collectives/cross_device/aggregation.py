@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from distnb.collectives.cross_device.base import CrossDeviceOps
 from distnb.collectives.cross_device.nccl import NcclAllReduce
 from distnb.collectives.cross_device.packs import Packs
 from distnb.collectives.cross_device.replicas import Replicas
+from distnb.collectives.cross_device.results import confirm_equal, unfit
 from distnb.collectives.entering import OWN
 from distnb.errors import OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, ReduceOp
@@ -105,11 +105,15 @@ class Aggregation:
             given = tensor.detach()
             total = self._ops.reduce(op, given, self._replicas)
             if total is not given:
-                _check_result(self._ops, given, total)
+                if (got := unfit(total, given.shape, given.dtype)) is not None:
+                    raise OptionError(
+                        f"{type(self._ops).__name__}.reduce was given {given.dtype}{list(given.shape)} and returned "
+                        f"{got}. It must return a tensor of the same shape and dtype, dense and with data."
+                    )
                 tensor.copy_(total)
             if self._unconfirmed:
                 self._unconfirmed -= 1
-                _confirm_equal(self.group, self._ops, tensor)
+                confirm_equal(self.group, self._ops, tensor)
 
     def all_reduce_start(self, tensor: torch.Tensor) -> Started:
         """Begin to sum in place; an algorithm of the strategy's own has done so when this returns."""
@@ -117,35 +121,6 @@ class Aggregation:
             return self.group.all_reduce_start(tensor)
         self.all_reduce(tensor)
         return _DONE
-
-
-def _check_result(ops: CrossDeviceOps, given: torch.Tensor, total: object) -> None:
-    fits = isinstance(total, torch.Tensor) and (total.shape, total.dtype) == (given.shape, given.dtype)
-    if fits and isinstance(total, torch.Tensor) and total.layout == torch.strided and not total.is_meta:
-        return
-    got = repr(total)
-    if isinstance(total, torch.Tensor):
-        kind = "" if total.layout == torch.strided else f" {str(total.layout).removeprefix('torch.')}"
-        got = f"{total.dtype}{list(total.shape)}{kind}{' without data' if total.is_meta else ''}"
-    raise OptionError(
-        f"{type(ops).__name__}.reduce was given {given.dtype}{list(given.shape)} and returned {got}. It must return a "
-        "tensor of the same shape and dtype, dense and with data."
-    )
-
-
-def _confirm_equal(group: Group, ops: CrossDeviceOps, total: torch.Tensor) -> None:
-    data = total.cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
-    digest = hashlib.blake2b(data.tobytes(), digest_size=8).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(total.device)
-    group.note(f"{type(ops).__name__}.reduce.finished", (total,))  # as replicas are told that are still in it
-    all_of_them = group.all_gather(mine)
-    unlike = [rank for rank, each in enumerate(all_of_them) if not torch.equal(each, all_of_them[0])]
-    if unlike:
-        raise OptionError(
-            f"{type(ops).__name__}.reduce returned another result on replica {', '.join(map(str, unlike))} than on "
-            "replica 0. It must return the same bits on all of them, as `replicas.all_reduce(tensor, op)` does, or "
-            "`replicas.broadcast(total)` at its end."
-        )
 
 
 @contextmanager
