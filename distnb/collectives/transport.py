@@ -26,6 +26,7 @@ FOREVER = timedelta(days=3650)
 """The time limit that the inner backends get. A replica that computes for an hour is slow, not lost."""
 
 _DRAIN_S = 5.0
+_END_S = 1.0
 _HOPELESS_S = 60.0
 
 _device_making = threading.Lock()
@@ -83,7 +84,7 @@ class Transport:
 
         Args:
             idle: Whether no operation of Gloo's is under way.
-            until: When to stop waiting, as `time.monotonic` tells it.
+            until: When to stop waiting, as `time.monotonic` tells it; but not before a second has passed.
         """
         if not idle:
             self.keep_for_ever()
@@ -101,7 +102,7 @@ class Transport:
         # A backend from outside may wait for the others in its destructor.
         thread = threading.Thread(target=ending.clear, name="distnb-end", daemon=True)
         thread.start()
-        thread.join(max(0.0, until - time.monotonic()))
+        thread.join(max(_END_S, until - time.monotonic()))
 
     def release(self, idle: Callable[[], bool]) -> None:
         """Give the backends back, on a thread: their destructors may take their time.
