@@ -2,9 +2,10 @@
 
     python -m benchmarks.cross_device_ops [--replicas 2] [--rounds 7] [--sets 2]
 
-What distnb's `all_reduce` does with each algorithm, on CPU replicas of one machine: one small tensor, one large one,
-and many small ones, which become one message (except under the tree with `num_packs=0`). The peer reduces them one by
-one, as a program without packing does. There is no target: the algorithms are for different circumstances.
+What distnb's `all_reduce` does with each algorithm, and where a call is told to take sockets alone (RING), on CPU
+replicas of one machine: one small tensor, one large one, and many small ones, which become one message (except under
+the tree with `num_packs=0`). The peer reduces them one by one, as a program without packing does. There is no target:
+the algorithms are for different circumstances.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import contextlib
 import functools
 
-from benchmarks.cross_device_worker import ALGORITHMS, CASES
+from benchmarks.cross_device_worker import ALGORITHMS, CASES, OPTIONS
 from benchmarks.harness import Comparison, compare, report
 from benchmarks.training import Ranks
 
@@ -38,7 +39,7 @@ def main() -> int:
             stack.callback(ours.close)
             for case in CASES:
                 measures = {_PEER: functools.partial(gloo.step, f"{case}/", _OFTEN[case])}
-                for name in ALGORITHMS:
+                for name in (*ALGORITHMS, *OPTIONS):
                     measures[name] = functools.partial(ours.step, f"{case}/{name}", _OFTEN[case])
                 for name, kept in compare(measures, rounds=options.rounds, warmup=2).values.items():
                     values[case][name] = values[case].get(name, ()) + kept

@@ -12,7 +12,7 @@ import torch
 
 import distnb
 
-__all__ = ["ALGORITHMS", "CASES"]
+__all__ = ["ALGORITHMS", "CASES", "OPTIONS"]
 
 CASES = {"one small tensor": (1, 1_000), "one large tensor": (1, 4_000_000), "many small tensors": (200, 250)}
 """(how many tensors, elements of each, in float32)."""
@@ -23,6 +23,12 @@ ALGORITHMS = {
     "tree, num_packs=0": distnb.HierarchicalCopyAllReduce(num_packs=0),
 }
 """What `cross_device_ops` is, by name."""
+_RING = distnb.CommunicationImplementation.RING
+OPTIONS = {
+    "RING": distnb.CommunicationOptions(implementation=_RING),
+    "RING, bytes_per_pack=65536": distnb.CommunicationOptions(implementation=_RING, bytes_per_pack=65536),
+}
+"""What a call's `options` are, by name: the default algorithm by sockets alone, as between machines."""
 
 
 def _tensors(case: str) -> list[torch.Tensor]:
@@ -49,6 +55,7 @@ def with_gloo() -> Callable[[str, str, int], float]:
 def with_distnb() -> Callable[[str, str, int], float]:
     """`all_reduce` of a replica context, of all tensors at once. Returns a function of (case, algorithm, how often)."""
     strategies = {name: distnb.MirroredStrategy(cross_device_ops=ops) for name, ops in ALGORITHMS.items()}
+    strategies |= dict.fromkeys(OPTIONS, strategies["default"])
 
     def measure(case: str, algorithm: str, count: int) -> float:
         tensors: Any = _tensors(case)
@@ -59,7 +66,7 @@ def with_distnb() -> Callable[[str, str, int], float]:
             torch.distributed.barrier()
             began = time.perf_counter()
             for _ in range(count):
-                context.all_reduce("sum", tensors)
+                context.all_reduce("sum", tensors, options=OPTIONS.get(algorithm))
             return torch.tensor(time.perf_counter() - began)
 
         strategy = strategies[algorithm]

@@ -120,6 +120,8 @@ def read_host_options(
     if n is not None:
         raise OptionError(f"n={n} counts engines on this machine. On others, per_host says how many each one gets.")
     _check_given(chosen, given)
+    if per_host is not None and (isinstance(per_host, bool) or not isinstance(per_host, int) or per_host < 1):
+        raise OptionError(f"per_host={per_host!r}: give a whole number of engines for each machine, from 1.")
     arguments = (*_words("ssh_args", ssh_args), *_words("launcher_args", launcher_args))
     machines = _machines(chosen, hosts, cluster_resolver)
     return HostOptions(

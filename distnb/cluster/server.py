@@ -132,7 +132,10 @@ class Server:
         except BaseException as error:
             self._close()
             if isinstance(error, zmq.ZMQError):
-                raise StartError(f"{self._who} cannot listen on {self.address}: {error}.") from error
+                raise StartError(
+                    f"{self._who} cannot listen on {self.address}: {error}. Does another server or program use this "
+                    "port? End it, or give the task another port, in the cluster that all of them are told of."
+                ) from error
             raise
 
     @property

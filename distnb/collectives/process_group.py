@@ -181,7 +181,7 @@ class GroupCore(GroupIdentity):
         while _under_way(opened, watched) and time.monotonic() < until:
             time.sleep(0.01)
         self._transport = None
-        transport.end(idle=not _under_way(opened, watched))
+        transport.end(idle=not _under_way(opened, watched), until=until)
 
     def forget_in_child(self) -> None:
         """In a forked child: let go of the connections, which would otherwise stay open when the replica dies."""

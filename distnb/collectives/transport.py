@@ -26,6 +26,7 @@ FOREVER = timedelta(days=3650)
 """The time limit that the inner backends get. A replica that computes for an hour is slow, not lost."""
 
 _DRAIN_S = 5.0
+_END_S = 1.0
 _HOPELESS_S = 60.0
 
 _device_making = threading.Lock()
@@ -78,14 +79,30 @@ class Transport:
         """See to it that no destructor ever runs."""
         leak(self.plain, *self.backends.values())
 
-    def end(self, idle: bool) -> None:
-        """Before the interpreter ends: have Gloo's threads end, or, where that could wait for others, keep them."""
-        if not idle or self.of_device is not None:
+    def end(self, idle: bool, until: float) -> None:
+        """Before the interpreter ends: have the backends' threads end, or keep those that could wait for others.
+
+        Args:
+            idle: Whether no operation of Gloo's is under way.
+            until: When to stop waiting, as `time.monotonic` tells it; but not before a second has passed.
+        """
+        if not idle:
             self.keep_for_ever()
             return
+        of_device, nccl = self.of_device, hasattr(self.of_device, "_group_start")
+        if nccl:  # its destructor may take its time, and its threads know nothing of Python
+            leak(of_device)
         self.connections.close()
         # Their destructors wait for the threads, without Python's lock.
         self.backends, self.plain = {}, None  # type: ignore[assignment]
+        if of_device is None or nccl:
+            return
+        ending = [of_device]
+        del of_device
+        # A backend from outside may wait for the others in its destructor.
+        thread = threading.Thread(target=ending.clear, name="distnb-end", daemon=True)
+        thread.start()
+        thread.join(max(_END_S, until - time.monotonic()))
 
     def release(self, idle: Callable[[], bool]) -> None:
         """Give the backends back, on a thread: their destructors may take their time.

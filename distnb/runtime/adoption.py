@@ -17,7 +17,7 @@ from distnb.runtime.equal_values import make_equal
 from distnb.runtime.running_statistics import RunningStatistics
 from distnb.runtime.scope_buffers import ScopeBuffers
 from distnb.variables.sync_on_read import SyncOnReadVariable
-from distnb.variables.variable import Variable, component_of
+from distnb.variables.variable import Variable, component_of, settings_of
 
 if TYPE_CHECKING:
     from distnb.collectives.gradients import GradientSync
@@ -70,8 +70,8 @@ class Adoption:
         # Replica 0 counts: a replica that was replaced knows less.
         number = torch.tensor(self._made_variables + 1)
         if self.group.size > 1:
-            label = f"Variable {variable.name or ''}".strip()
-            make_equal(self.group, [("number", number), (label, component_of(variable))], self._told)
+            told = settings_of(variable).told
+            make_equal(self.group, [("number", number), (told, component_of(variable))], self._told)
         variable.number = self._made_variables = int(number)
         self._adopt(variable, FamilyKey(f"Variable {variable.name}" if variable.name else "Variable"))
 

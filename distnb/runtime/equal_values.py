@@ -90,5 +90,5 @@ def _refuse_unlike(descriptions: Sequence[Sequence[tuple[str, tuple[int, ...], s
             )
             raise StructureError(
                 f"The replicas made different variables in the scope. Variable {place} of it is\n{shown}\n"
-                "Make the same model on every replica: what decides its shape must not depend on the replica."
+                "What decides shapes and options must not depend on the replica: make the same model on all of them."
             )

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["assert_in_sync", "drift_report"]
 
 _SHOWN = 5
+_CURE = (
+    "value = strategy.broadcast(value) gives every replica what replica 0 holds; a module or an optimizer takes it by "
+    "model.load_state_dict(strategy.broadcast(model.state_dict()))."
+)
 
 
 def assert_in_sync(group: Group, value: Any) -> None:
@@ -36,8 +40,7 @@ def assert_in_sync(group: Group, value: Any) -> None:
     total, unlike = _compare(group, value)
     if unlike:
         raise OutOfSyncError(
-            f"The replicas are out of sync: {len(unlike)} of {total} differ.\n" + "\n".join(_shown(unlike)) + "\n"
-            "strategy.broadcast(value) gives every replica what replica 0 holds."
+            f"The replicas are out of sync: {len(unlike)} of {total} differ.\n" + "\n".join([*_shown(unlike), _CURE])
         )
 
 
@@ -53,7 +56,7 @@ def drift_report(group: Group, value: Any) -> str:
         )
     if not unlike:
         return f"in sync. {group.size} replicas hold the same bits ({total} {'value' if total == 1 else 'values'})."
-    return f"OUT OF SYNC. {len(unlike)} of {total} values differ:\n" + "\n".join(_shown(unlike))
+    return f"OUT OF SYNC. {len(unlike)} of {total} values differ:\n" + "\n".join([*_shown(unlike), _CURE])
 
 
 def _compare(group: Group, value: Any) -> tuple[int, dict[str, str]]:

@@ -244,8 +244,12 @@ class Strategy:
         """What one replica holds, on all of them.
 
         Args:
-            value: Any structure; distributed values in it are replaced by the component of the source.
+            value: Any structure; distributed values in it are replaced by the component of the source. It stays.
             source: The replica whose value it is.
+
+        Returns:
+            The source's value, as a new object on the other replicas. A module takes it by
+            `model.load_state_dict(strategy.broadcast(model.state_dict()))`.
         """
         contexts.require_cross_replica(self, "broadcast")
         return self.runtime.broadcast(self, value, source)

@@ -29,6 +29,12 @@ class Settings:
         return self.synchronization is VariableSynchronization.ON_READ
 
     @property
+    def told(self) -> str:
+        """What every replica must have asked for alike, in words."""
+        when, learns = "ON_READ" if self.on_read else "ON_WRITE", "" if self.trainable else ", not trainable"
+        return f"Variable {f'{self.name} ' if self.name else ''}({when}, {self.aggregation.name}{learns})"
+
+    @property
     def label(self) -> str:
         """How errors call the variable."""
         return f"variable {self.name!r}" if self.name else "a variable"

@@ -62,6 +62,10 @@ class SyncOnReadVariable(Variable):
         target = args[0] if args else kwargs.get("tensor")  # as torch.nn.init's functions call it
         if _changes(name) and isinstance(target, SyncOnReadVariable) and not _has_one_component(target):
             return _change(target, function, name, args, kwargs)
+        if _changes(name) and isinstance(target, (list, tuple)):  # as torch._foreach_add_ is given them
+            for each in target:
+                if isinstance(each, SyncOnReadVariable) and not _has_one_component(each):
+                    raise _refused(each, name)
         if isinstance(out := kwargs.get("out"), SyncOnReadVariable) and not _has_one_component(out):
             raise _refused(out, f"{name} with out=variable")
         args, kwargs = map_structure(lambda leaf: _as_seen(leaf, name), (tuple(args), kwargs))

@@ -15,7 +15,7 @@ from distnb.variables.facts import is_fact
 from distnb.variables.homes import Home, current_strategy, home_of, register_look
 from distnb.variables.settings import Settings, initial_tensor, parse_settings, value_for
 
-__all__ = ["Variable", "component_of"]
+__all__ = ["Variable", "component_of", "make", "settings_of"]
 
 
 class Variable(torch.nn.Parameter):
@@ -223,6 +223,9 @@ class Variable(torch.nn.Parameter):
         here = "this replica's component " if settings.on_read else ""
         return f"<Variable{name} ({kind}, {settings.aggregation.name}): {here}{component_of(self)!r}>"
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec and not self.dim() else object.__format__(self, spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         if id(self) not in memo:
             # Not kept in sync, as a copy of any parameter, unless a scope takes it in.
@@ -258,6 +261,11 @@ def component_of(variable: Variable) -> torch.Tensor:
     """This process's copy, as a tensor in the same memory. Reading it communicates with nobody."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.Tensor.detach(variable)
+
+
+def settings_of(variable: Variable) -> Settings:
+    """What the variable was asked to be."""
+    return variable._settings
 
 
 def make(component: torch.Tensor, settings: Settings, strategy: Any, number: int = 0) -> Variable:

@@ -91,3 +91,15 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "one engine for each of" in done.stdout
+
+
+def test_central_storage_has_everything_on_the_one_gpu() -> None:
+    with Notebook(env={"CUDA_VISIBLE_DEVICES": "0"}) as notebook:
+        notebook.run("%distnb start -n 1", timeout_s=120)
+        notebook.run(TRAIN.replace("mirrored", "central_storage", 1).replace("SGD", "Adam"), timeout_s=120)
+        notebook.run(
+            "%%distribute central_storage\n"
+            "kept = {str(each.device) for state in optimizer.state.values() for each in state.values() if each.ndim}\n"
+            "kept = ' '.join(sorted(kept))\n"
+        )
+        assert notebook.value("(device, kept)") == ("cuda:0", "cuda:0")

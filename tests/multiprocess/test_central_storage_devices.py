@@ -176,6 +176,31 @@ def test_a_script_on_accelerators() -> None:
         assert "Linear.weight of shape [4000, 64]" in result["drifted"]
 
 
+def test_one_accelerator_has_everything() -> None:
+    """Parameters, gradients and what the optimizer keeps: on the device, and nothing of them in host memory."""
+    program = """
+    model_device = str(next(iter(train_model.parameters())).device)
+    kept = {str(each.device) for state in optimizer.state.values() for each in state.values() if each.ndim}
+    grads = {str(each.grad.device) for each in train_model.parameters()}
+    result["placed"] = (model_device, kept, grads, memory())
+    result["trained"] = train(strategy, "adam")
+    """
+    start = """
+    with strategy.scope():
+        train_model = torch.nn.Linear(64, 4000)
+        optimizer = torch.optim.Adam(train_model.parameters(), lr=0.1)
+    def step():
+        train_model(torch.ones(2, 64)).square().sum().backward()
+        optimizer.step()
+    strategy.run(step)
+    """
+    text = f"{PRELUDE}{_TRAIN}\n{textwrap.dedent(start)}{textwrap.dedent(program)}"
+    (rank,) = run_ranks(text, 1, env={**CHIPS, "STAND_IN_TPU_CHIPS": "1"}, timeout_s=120)
+    result = rank.check().result
+    assert result["placed"] == ("tpu:0", {"tpu:0"}, {"tpu:0"}, (0, 0))
+    close(result["trained"], alone("adam"))
+
+
 _CELL = """
 found = train(strategy, "adam")
 with strategy.scope():

@@ -240,6 +240,28 @@ def test_an_algorithm_that_fails_on_one_replica_ends_the_call_on_all() -> None:
         assert "CollectiveMismatchError: The replicas called different collectives" in rank.stderr
 
 
+def test_an_algorithm_that_forgets_to_communicate_is_found() -> None:
+    """Its replicas would drift apart without a word; one that broadcasts what it made is left alone."""
+    program = """
+    class Forgets(distnb.CrossDeviceOps):
+        def reduce(self, op, tensor, replicas):
+            return tensor * replicas.size
+    rank = int(os.environ["RANK"])
+    value = lambda: torch.ones(3) * (rank + 1)
+    strategy = distnb.MirroredStrategy(cross_device_ops=Forgets())
+    try:
+        strategy.reduce("sum", strategy.run(value), axis=None)
+    except distnb.errors.OptionError as error:
+        result = str(error)
+    strategy = distnb.MirroredStrategy(cross_device_ops=Ring())
+    for _ in range(5):
+        assert strategy.reduce("sum", strategy.run(value), axis=None).tolist() == [3.0] * 3
+    """
+    for rank in run_ranks(_START + dedent(program), 2):
+        assert "Forgets.reduce returned another result on replica 1" in rank.check().result
+        assert "replicas.all_reduce(tensor, op)" in rank.result
+
+
 def test_steps_that_do_not_match_are_found() -> None:
     program = """
     rank = int(os.environ["RANK"])

@@ -163,6 +163,10 @@ def test_what_makes_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     secret = _make_secret(tmp_path / "secret")
     with pytest.raises(StartError, match=r"No network interface of this machine has the address 192\.0\.2\.1"):
         distnb.Server(spec, "worker", 1, secret=secret)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(StartError, match=f"cannot listen on {address}: Address already in use.*another port"):
+            distnb.Server({"worker": [address]}, "worker", 0, secret=secret)
     with pytest.raises(StartError, match="none is named"):
         distnb.start(cluster_resolver=SimpleClusterResolver(spec))
     with pytest.raises(OptionError, match="n=2 counts engines on this machine"):

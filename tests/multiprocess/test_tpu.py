@@ -26,8 +26,9 @@ import os
 torch.manual_seed(0)
 with strategy.scope():
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8, momentum=None), torch.nn.Linear(8, 1))
+    recurrent = torch.nn.LSTM(4, 2)
     scale = distnb.Variable(1.5)
-    optimizer = torch.optim.Adam([*model.parameters(), scale], lr=0.1)
+    optimizer = torch.optim.Adam([*model.parameters(), *recurrent.parameters(), scale], lr=0.1)
     steps = distnb.Variable(0, aggregation="only_first_replica")
     seen = distnb.Variable(0, synchronization="on_read", aggregation="sum")
 x = torch.arange(96.0, device="cpu").reshape(24, 4).sin()
@@ -38,7 +39,8 @@ def step(batch):
     inputs, targets = batch
     optimizer.zero_grad()
     model.eval()  # a batch's own statistics would differ with the number of replicas
-    loss = distnb.nn.compute_average_loss((scale * model(inputs) - targets).pow(2).squeeze(1), global_batch_size=8)
+    found = scale * model(inputs) + recurrent(inputs[None])[0].sum(2).T
+    loss = distnb.nn.compute_average_loss((found - targets).pow(2).squeeze(1), global_batch_size=8)
     loss.backward()
     optimizer.step()
     steps.assign_add(1)
@@ -49,7 +51,7 @@ history = tuple(
     strategy.reduce("sum", strategy.run(step, (batch,)), axis=None).item()
     for epoch in range(2) for batch in strategy.distribute_dataset(data, batch_size=8)
 )
-strategy.assert_in_sync([model, scale, steps])
+strategy.assert_in_sync([model, recurrent, scale, steps])
 variables = (scale.item(), int(steps), int(seen), str(scale.device))
 weight = model[2].weight.detach()
 where = str(next(model.parameters()).device)
@@ -65,6 +67,26 @@ strategy = distnb.TPUStrategy()
 {TRAIN}
 told = {{name: os.environ[name] for name in ("LOCAL_RANK", "TORCH_TPU_TOPOLOGY")}}
 print(json.dumps([history, where, backend, gathered, same, apart, told, strategy.worker_devices, variables]))
+
+def on_the_way_back_to_python(done):
+    import time
+    for _ in range(300):
+        time.sleep(0.001)
+
+# What was saved on chips is loaded anywhere, without running code.
+import io
+saved = io.BytesIO()
+torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}, saved)
+for where_to in (None, "cpu"):
+    saved.seek(0)
+    loaded = torch.load(saved, map_location=where_to)
+    assert torch.equal(loaded["model"]["2.weight"].cpu(), model[2].weight.cpu())
+    assert str(loaded["model"]["2.weight"].device) == (where_to or where)
+    model.load_state_dict(loaded["model"]), optimizer.load_state_dict(loaded["optimizer"])
+strategy.assert_in_sync([model, optimizer])
+
+# The interpreter ends while a thread of the backend comes and goes.
+torch.distributed.all_reduce(torch.ones(2, device=where), async_op=True).get_future().then(on_the_way_back_to_python)
 """
 
 

@@ -101,6 +101,8 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         result["odd"] = error(lambda: total.assign(3))
         result["added"] = error(lambda: total.assign_add(2))
         result["in place"] = error(lambda: total.mul_(2))
+        result["in a list"] = error(lambda: torch._foreach_add_([total], 1))  # as optimizers do it
+        result["out"] = error(lambda: torch.add(torch.ones(()), 1, out=mean))
         result["mean"] = (float(mean.assign(6.0)), strategy.run(lambda: mean.item()), float(mean.assign_add(1.0)))
         strategy.run(lambda: total.assign_add(distnb.replica_id()))
         result["torch"] = [(total + 1).item(), torch.stack([total, total]).tolist(), total.tolist(), total == 5]
@@ -110,6 +112,8 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         result["returned"] = strategy.run(lambda: (write, total.assign_add(0))) == (write, total)
         result["context"] = distnb.in_cross_replica_context()
         result["lazy"] = strategy.run(lambda: distnb.Variable(float(distnb.replica_id() + 5))).item()
+
+        result["unlike"] = error(lambda: variable(1.0, aggregation="sum" if me else "mean"))
 
         default = distnb.Variable(1.0)
         one = distnb.OneDeviceStrategy("cpu:0")
@@ -138,7 +142,7 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         assert "strategy.reduce" in one["per replica"]
         assert one["sum"] == (4, 2, 4)
         assert "OptionError" in one["odd"]
-        assert all("ContextError" in one[name] for name in ("added", "in place"))
+        assert all("ContextError" in one[name] for name in ("added", "in place", "in a list", "out"))
         assert one["mean"] == (6.0, 6.0, 7.0)
         assert one["torch"][:3] == [6, [5, 5], 5]
         assert bool(one["torch"][3])
@@ -149,6 +153,8 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         assert one["returned"]
         assert not one["context"]
         assert one["lazy"] == 5.0
+        assert "replica 0: Variable (ON_WRITE, MEAN), float32[]" in one["unlike"]
+        assert "replica 1: Variable (ON_WRITE, SUM), float32[]" in one["unlike"]
         texts = [one["read there"], one["written there"], *one["mixed"], *one["used there"]]
         assert all(text is not None and "Mixing different Strategy objects" in text for text in texts), texts
         assert one["facts"] == (([2], "torch.float32", None, True), 2.0)
@@ -236,9 +242,9 @@ def test_buffers_drift_and_synchronised_batch_norm() -> None:
         # Uneven slices, against one replica that sees everything.
         with strategy.scope():
             model = SyncBatchNorm.convert_sync_batchnorm(build())
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.1)
         alone = build()
-        alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.1)
         x = 5 * torch.randn(5, 3, generator=torch.Generator().manual_seed(1)) + 10
 
         def step(model, optimizer, x):
@@ -260,7 +266,11 @@ def test_buffers_drift_and_synchronised_batch_norm() -> None:
         with torch.no_grad():
             if me:
                 model[0].weight[1, 2] += 0.5
-        result["drift"] = error(lambda: strategy.assert_in_sync(model))
+                optimizer.state[model[0].weight]["momentum_buffer"] += 1.0
+        result["drift"] = error(lambda: strategy.assert_in_sync([model, optimizer]))
+        for each in (model, optimizer):
+            each.load_state_dict(strategy.broadcast(each.state_dict()))
+        strategy.assert_in_sync([model, optimizer])
         """,
         n=3,
     )
@@ -274,8 +284,9 @@ def test_buffers_drift_and_synchronised_batch_norm() -> None:
         assert one["apart"] == []
         assert one["trained"]
         assert one["evaluated"]
-        assert one["drift"].startswith("OutOfSyncError: The replicas are out of sync: 1 of 6 differ."), one["drift"]
-        assert "Sequential['0.weight']: replicas 1, 2: 1 of 12 elements, the first at [1, 2]: " in one["drift"]
+        assert one["drift"].startswith("OutOfSyncError: The replicas are out of sync: 2 of "), one["drift"]
+        assert "SGD['state'][0]['momentum_buffer']: replicas 1, 2" in one["drift"]
+        assert "[0] Sequential['0.weight']: replicas 1, 2: 1 of 12 elements, the first at [1, 2]: " in one["drift"]
         assert "(at most 0.5 apart)" in one["drift"]
 
 

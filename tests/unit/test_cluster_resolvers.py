@@ -328,6 +328,12 @@ def test_numbers_that_do_not_fit_are_refused(slurm: pytest.MonkeyPatch, argument
         SlurmClusterResolver(**arguments).cluster_spec()
 
 
+def test_a_node_that_is_named_twice_is_refused(slurm: pytest.MonkeyPatch):
+    slurm.setenv("SLURM_STEP_NODELIST", "n[9-10],n9")
+    with pytest.raises(ValueError, match="n9 more than once"):
+        SlurmClusterResolver().cluster_spec()
+
+
 def test_tasks_that_are_dealt_out_otherwise_are_refused(slurm: pytest.MonkeyPatch):
     slurm.setenv("SLURM_NODEID", "0")
     with pytest.raises(ValueError, match="--distribution=block"):

@@ -178,8 +178,25 @@ class Group:
         self.calls.append((tuple(tensor.shape), op))
         tensor.mul_(2)
 
+    def note(self, operation: str, tensors: Any) -> None:
+        pass
 
-@pytest.mark.parametrize("returned", [3, torch.ones(2), torch.ones(3, dtype=torch.int32)])
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor, tensor]
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        3,
+        torch.ones(2),
+        torch.ones(3, dtype=torch.int32),
+        torch.ones(3).to_sparse(),
+        torch.ones(3, device="meta"),
+        [torch.ones(3)],
+    ],
+    ids=["number", "shape", "dtype", "sparse", "meta", "list"],
+)
 def test_a_result_of_another_kind_is_an_error(returned: Any) -> None:
     ops = Own()
     ops.returns = returned
@@ -189,8 +206,17 @@ def test_a_result_of_another_kind_is_an_error(returned: Any) -> None:
         Aggregation(Group(), ops).all_reduce(torch.ones(3))  # type: ignore[arg-type]
 
 
-def test_what_an_accumulation_function_returns() -> None:
-    ops = ReductionToOneDevice(accumulation_fn=lambda tensors: tensors[0].double())
+@pytest.mark.parametrize(
+    ("sum_up", "told"),
+    [
+        (lambda tensors: tensors[0].double(), r"torch\.float64"),
+        (lambda tensors: tensors[0].to_sparse(), r"torch\.float32\[3\] sparse_coo"),
+        (lambda tensors: tensors[0].numpy(), "array"),
+    ],
+    ids=["dtype", "sparse", "array"],
+)
+def test_what_an_accumulation_function_returns(sum_up: Any, told: str) -> None:
+    ops = ReductionToOneDevice(accumulation_fn=sum_up)
 
     class Replicas:
         devices, size = CPUS, 2
@@ -198,7 +224,7 @@ def test_what_an_accumulation_function_returns() -> None:
         def gather(self, tensor: torch.Tensor, to: int) -> list[torch.Tensor]:
             return [tensor, tensor]
 
-    with pytest.raises(errors.OptionError, match=r"given 2 tensors, torch\.float32.* returned torch\.float64"):
+    with pytest.raises(errors.OptionError, match=rf"given 2 tensors, torch\.float32.* returned {told}"):
         ops.reduce(ReduceOp.SUM, torch.ones(3), Replicas())  # type: ignore[arg-type]
 
 

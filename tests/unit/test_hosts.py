@@ -132,6 +132,8 @@ def test_how_many_engines_a_machine_gets(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"hosts": ["a,b"]}, "is no name of a machine"),
         ({"launcher": "local", "hosts": ["a"]}, "Leave one out"),
         ({"hosts": ["a"], "n": 2}, "per_host says"),
+        ({"hosts": ["a"], "per_host": 0}, "per_host=0: give a whole number"),
+        ({"hosts": ["a"], "per_host": "2"}, "per_host='2': give a whole number"),
         ({"hosts": []}, "hosts is empty"),
         ({"hosts": ["-oProxyCommand=x"]}, "is no name of a machine"),
         ({"hosts": ["a b"]}, "is no name of a machine"),

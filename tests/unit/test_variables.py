@@ -26,6 +26,7 @@ def test_a_plain_variable_is_a_tensor_that_can_be_assigned_to() -> None:
     assert (before.item(), variable.value().item()) == (9.0, 3.0)
     assert type(variable * 2) is torch.Tensor
     assert "'v'" in repr(variable)
+    assert f"{variable:.2f} of {variable}" == f"{float(variable):.2f} of {variable!r}"
     assert "3." in repr(variable)
 
 

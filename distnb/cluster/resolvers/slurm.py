@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -91,6 +92,9 @@ class SlurmClusterResolver(ClusterResolver):
             raise OptionError(
                 f"Slurm tells of {len(hosts)} nodes ({', '.join(hosts)}) and of the tasks on {len(counts)} ({counts})."
             )
+        twice = [host for host, times in Counter(hosts).items() if times > 1]
+        if twice:
+            raise OptionError(f"Slurm's host list names {', '.join(twice)} more than once: {', '.join(hosts)}.")
         return dict(zip(hosts, counts, strict=True))
 
     def _addresses(self) -> list[str]:

@@ -12,6 +12,7 @@ from distnb.collectives.cross_device.base import CrossDeviceOps
 from distnb.collectives.cross_device.nccl import NcclAllReduce
 from distnb.collectives.cross_device.packs import Packs
 from distnb.collectives.cross_device.replicas import Replicas
+from distnb.collectives.cross_device.results import confirm_equal, unfit
 from distnb.collectives.entering import OWN
 from distnb.errors import OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, ReduceOp
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Aggregation"]
 
+
+_FIRST_RESULTS = 3
+# Of an algorithm of the user's so many results are compared with the other replicas': one that forgets to communicate
+# would let the replicas drift apart without a word.
 
 _BACKENDS = {
     CommunicationImplementation.AUTO: "",
@@ -57,6 +62,8 @@ class Aggregation:
         self._ops = None if self.exact else ops
         self._replicas = Replicas(group)
         self._options = options
+        own = self._ops is not None and not type(self._ops).__module__.startswith("distnb.")
+        self._unconfirmed = _FIRST_RESULTS if own else 0
 
     def told(self, options: CommunicationOptions) -> Aggregation:
         """The same replicas, communicating as one call says. Every replica must say the same.
@@ -97,15 +104,16 @@ class Aggregation:
         with torch.no_grad():
             given = tensor.detach()
             total = self._ops.reduce(op, given, self._replicas)
-            if total is given:
-                return
-            if not isinstance(total, torch.Tensor) or total.shape != tensor.shape or total.dtype != tensor.dtype:
-                got = f"{total.dtype}{list(total.shape)}" if isinstance(total, torch.Tensor) else repr(total)
-                raise OptionError(
-                    f"{type(self._ops).__name__}.reduce was given {tensor.dtype}{list(tensor.shape)} and returned "
-                    f"{got}. It must return a tensor of the same shape and dtype."
-                )
-            tensor.copy_(total)
+            if total is not given:
+                if (got := unfit(total, given.shape, given.dtype)) is not None:
+                    raise OptionError(
+                        f"{type(self._ops).__name__}.reduce was given {given.dtype}{list(given.shape)} and returned "
+                        f"{got}. It must return a tensor of the same shape and dtype, dense and with data."
+                    )
+                tensor.copy_(total)
+            if self._unconfirmed:
+                self._unconfirmed -= 1
+                confirm_equal(self.group, self._ops, tensor)
 
     def all_reduce_start(self, tensor: torch.Tensor) -> Started:
         """Begin to sum in place; an algorithm of the strategy's own has done so when this returns."""

@@ -63,14 +63,15 @@ class ReductionToOneDevice(CrossDeviceOps):
             for part in parts[1:]:
                 total.add_(part)
             return total
+        from distnb.collectives.cross_device.results import unfit
+
         like = parts[0]
         shape, dtype = like.shape, like.dtype
         total = self.accumulation_fn(parts)
-        if getattr(total, "shape", None) != shape or getattr(total, "dtype", None) != dtype:
-            got = f"{total.dtype}{list(total.shape)}" if hasattr(total, "dtype") else repr(total)
+        if (got := unfit(total, shape, dtype)) is not None:
             raise OptionError(
                 f"accumulation_fn was given {len(parts)} tensors, {dtype}{list(shape)} each, and returned {got}. It "
-                "must return their elementwise sum, in the same shape and dtype."
+                "must return their elementwise sum, in the same shape and dtype, dense and with data."
             )
         return total
 

@@ -7,6 +7,7 @@ backend under torch's own rules: tensors whose device is `tpu:0`, which no CPU c
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import os
 import sys
@@ -60,6 +61,12 @@ class ChipTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, op: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(op, args, kwargs or {})
+
+
+def _saved(tensor: ChipTensor) -> Any:
+    """As torch saves what is on devices whose memory it cannot read: loading it needs no class of ours."""
+    rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
+    return rebuild, (tensor.host, tensor.dtype, "tpu:0", tensor.requires_grad)
 
 
 _plain_make_subclass = torch.Tensor._make_subclass
@@ -134,6 +141,17 @@ def _kernel(op: Any) -> Any:
     return make
 
 
+def _recurrent(name: str) -> Any:
+    """A recurrent layer of simple operations: torch would ask the device for fused ones, of which no CPU has kernels."""
+
+    def run(*args: Any) -> Any:
+        from torch._decomp import decompositions
+
+        return getattr(decompositions, name)(*args)
+
+    return run
+
+
 class _Backend:
     """The chips' own c10d backend: Gloo on the chips' memory."""
 
@@ -186,11 +204,14 @@ def load() -> None:
         return
     backend_registration._setup_privateuseone_for_python_backend("tpu", backend_module=module)
     sys.modules |= {"torch.tpu": module, "torch.tpu.distributed": module.distributed}
+    copyreg.pickle(ChipTensor, _saved)
     torch.Tensor._make_subclass = staticmethod(_make_subclass)  # type: ignore[assignment,method-assign]
     library = torch.library.Library("aten", "IMPL")
     _kept.append(library)
     for name, op in _factories():
         library.impl(name, _kernel(op), "PrivateUse1")
+    library.impl("lstm.input", _recurrent("lstm_impl"), "AutogradPrivateUse1")
+    library.impl("gru.input", _recurrent("gru_impl"), "AutogradPrivateUse1")
     library.impl(
         "_copy_from",
         lambda source, target, wait=False: _run(torch.ops.aten.copy_.default, (target, source), {}),
