@@ -141,6 +141,12 @@ class NotebookNamespace:
             space.environment = now  # the next time it is seen at once
         return True
 
+    def doubt(self, delivery: Delivery | Repeat) -> None:
+        """Engines that were given up on may have been ended before they opened a delivery, whatever the others did."""
+        for space in self._spaces:
+            if space.key == delivery.space and not isinstance(delivery, Repeat):
+                space.tell_again(delivery)
+
     def result(self, team: Team, replies: Mapping[int, Effects | Returned]) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
         return self.take_in_call(self._spaces.of(team.engines), replies)

@@ -189,6 +189,8 @@ class Session:
                 message = RunCell(program, team, spec, source, filename, label, in_scope, delivery)
                 outcome = self._run_announced(program, team, message)
             self.namespace.incoming(source, team, _what_they_did(outcome, team))
+            if outcome.stuck:
+                self.namespace.doubt(delivery)
         raise_failure(outcome, team)
 
     def _run_announced(self, program: int, team: Team, message: RunCell) -> Outcome:
@@ -261,6 +263,8 @@ class Session:
                     return result
                 raise_failure(outcome, team, called=True)  # it ended well before it heard of the interrupt
             self.namespace.failed(delivery, _what_they_did(outcome, team))
+            if outcome.stuck:
+                self.namespace.doubt(delivery)
         raise_failure(outcome, team, called=True)
         return None
 

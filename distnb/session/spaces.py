@@ -124,10 +124,18 @@ class NotebookSpace:
         What it brought, and what it may have changed, is sent again.
         """
         delivery = self.outstanding.pop(serial, None)
-        if delivery is None:
-            return
+        if delivery is not None:
+            self.tell_again(delivery)
+            self.rejected.append(serial)
+
+    def tell_again(self, delivery: Delivery) -> None:
+        """Maybe an engine never opens a delivery: what it brought, and what it may have changed, is sent again.
+
+        What it told is told again, too; an engine that knows passes over it.
+        """
+        serial = delivery.serial
         self.confirmed[:0] = delivery.confirmed
-        self.rejected += [*delivery.rejected, serial]
+        self.rejected += delivery.rejected
         self.renamed = {**delivery.renamed, **self.renamed}
         self.twins.released.extend(delivery.release)
         brought = {identity for identity, _ in self.twins.items() if identity[0] == serial}

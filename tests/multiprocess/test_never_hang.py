@@ -481,6 +481,31 @@ dist.all_reduce(torch.ones(1))
     notebook.run("%distnb restart 1", timeout_s=60)
 
 
+def test_what_a_replica_was_sent_that_it_never_opened_is_sent_again(notebook: Notebook, tmp_path: Path) -> None:
+    go_on = tmp_path / "go on"
+    notebook.run(f"""%%distribute mirrored
+def come_late():
+    from distnb.engine.agent import Agent
+    def late(agent, *team, join=Agent._join):
+        Agent._join = join
+        looks = map(os.access, itertools.repeat({str(go_on)!r}), itertools.repeat(os.F_OK))
+        deaf({str(tmp_path)!r}, map(operator.not_, looks))
+        join(agent, *team)
+    if dist.get_rank() == 1:
+        Agent._join = late
+come_late()
+""")
+    notebook.run("class Brought:\n    word = 'brought'\nnumbers = [1, 2, 3]")
+    stop_when_ready(
+        notebook,
+        f"%%distribute mirrored\nfirst = Brought.word\nnumbers.append(4)\ndeaf({str(tmp_path)!r}, ())\ndist.barrier()",
+    )
+    go_on.touch()
+    wait_until_idle(notebook)
+    notebook.run("%%distribute mirrored\nsecond = Brought.word, sum(numbers)")
+    assert notebook.value("second") == ("brought", 10)
+
+
 def test_a_replica_that_is_only_late_is_waited_for(notebook: Notebook, tmp_path: Path) -> None:
     go_on = tmp_path / "go on"
     source = f"""%%distribute mirrored
