@@ -29,7 +29,6 @@ __all__ = [
     "ProgramEnded",
     "Reply",
     "RunCell",
-    "Shutdown",
     "Stacks",
     "Status",
     "TelemetrySample",
@@ -161,11 +160,6 @@ class Flush:
     number: int
 
 
-@dataclass(frozen=True)
-class Shutdown:
-    """End the engine process."""
-
-
 # -- control channel, engine to notebook -------------------------------------------------------------------------
 
 
@@ -285,7 +279,7 @@ class Status:
     """A program began, went on, or ended, as the session sees it."""
 
     program: int
-    state: Literal["started", "stopping", "ended"]
+    state: Literal["started", "ended"]
     team: Team
     devices: tuple[str, ...] = ()
     text: str = ""
