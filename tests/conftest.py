@@ -40,6 +40,10 @@ tempfile.tempdir = None
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 
+# Who runs this with `&` in a script, or by nohup, has these ignored, and so would all that the tests start and stop.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 _KEPT = ("pytest-of-", "torchinductor_")  # pytest's tmp_path, and torch.compile's cache
 
 
