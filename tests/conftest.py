@@ -42,7 +42,8 @@ os.environ.setdefault("MPLBACKEND", "agg")
 
 # Who runs this with `&` in a script, or by nohup, has these ignored, and so would all that the tests start and stop.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+for _ignored in (signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(_ignored, signal.SIG_DFL)
 
 _KEPT = ("pytest-of-", "torchinductor_")  # pytest's tmp_path, and torch.compile's cache
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,24 +101,25 @@ def test_a_captured_cell_shows_nothing_and_complains_of_nothing(notebook: Notebo
     source = "import time\nfor i in range(8):\n    time.sleep(0.1)\n    distnb.live(loss=i)\nprint('said')"
     ran = notebook.run(f"%%capture captured\n%%distribute mirrored\n{source}")
     assert (ran.stdout, ran.stderr) == ("", "")
-    assert notebook.value("captured.stdout") == "[0-1] said\n"
+    # Lines are folded that come within a moment, and on a busy machine a replica may be later than that.
+    assert set(notebook.value("captured.stdout").splitlines()) in ({"[0-1] said"}, {"[0] said", "[1] said"})
 
 
 @pytest.mark.parametrize(
     ("statement", "told"),
     [
-        ("sys.exit(3)", ["SystemExit: 3", "replica 0 of 2 (cpu:0) ended by it; replica 1 raised the same"]),
-        ("distnb.replica_id() and exit('sorry')", ["SystemExit: sorry", "replica 1 of 2 (cpu:1) ended by it"]),
+        # Who is first ends the other, if that was not about to raise the same.
+        ("sys.exit(3)", r"SystemExit: 3\n.*replica (0 of 2 \(cpu:0\)|1 of 2 \(cpu:1\)) ended by it; replica [01] "),
+        ("distnb.replica_id() and exit('sorry')", r"SystemExit: sorry\n.*replica 1 of 2 \(cpu:1\) ended by it"),
     ],
 )
 def test_a_status_of_failure_is_told_and_a_plain_exit_ends_the_cell(
-    notebook: Notebook, statement: str, told: list[str]
+    notebook: Notebook, statement: str, told: str
 ) -> None:
     notebook.run("import sys")
     failed = notebook.try_run(f"%%distribute mirrored\n{statement}")
     assert failed.error_name == "SystemExit"
-    for text in told:
-        assert text in failed.traceback
+    assert re.search(told, failed.traceback)
     notebook.run("%%distribute mirrored\nbefore = 2\nexit()\nnever = 1")
     assert notebook.value("(before, 'never' in globals())") == (2, False)
 
