@@ -21,7 +21,10 @@ __all__ = ["Completion", "warm_up"]
 _LINE = re.compile(r"^(?:(%%distribute)|(%distnb))[ \t]+(?P<before>(?:\S+[ \t]+)*)(?P<word>\S*)$")
 _OPTIONS = {
     "%%distribute": ("-n", "--devices", "--gradients", "--oversubscribe"),
-    "start": ("-n", "--devices", "--oversubscribe"),
+    "start": (
+        *("-n", "--devices", "--oversubscribe", "--hosts", "--per-host", "--interface", "--ssh-args"),
+        *("--launcher", "--launcher-args", "--resolver", "--secret"),
+    ),
     "restart": ("--missing",),
     "output": ("--save",),
     "live": ("auto", "widget", "picture", "text", "off"),

@@ -6,8 +6,7 @@ import ast
 import linecache
 import sys
 from collections.abc import Callable
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distnb.errors import OptionError
 from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded
@@ -124,8 +123,4 @@ class CellRunner:
         exec(self._shell.compile(tree, name, "exec"), self._shell.user_ns)
         if isinstance(last, ast.Expr):
             value = eval(self._shell.compile(ast.Expression(last.value), name, "eval"), self._shell.user_ns)  # type: ignore[arg-type]
-            with suppress(TypeError):
-                self._show(value)
-
-    def _show(self, value: Any) -> None:
-        self._shell.displayhook(value)
+            self._shell.displayhook(value)

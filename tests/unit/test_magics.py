@@ -482,6 +482,11 @@ def test_completion(shell: InteractiveShell, line: str, expected: set[str]) -> N
     assert expected <= complete(shell, line)
 
 
+def test_every_option_of_start_completes(shell: InteractiveShell) -> None:
+    options = set(re.findall(r"--[a-z-]+", run(shell, "%distnb start ?")[1]))
+    assert {"--hosts", "--launcher", "--secret"} <= options <= complete(shell, "%distnb start --")
+
+
 def test_names_complete_inside_a_distributed_cell(shell: InteractiveShell) -> None:
     shell.user_ns["learning_rate"] = 0.1
     assert "learning_rate" in complete(shell, "%%distribute mirrored\nx = learning_r")
