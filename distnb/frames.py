@@ -1,19 +1,34 @@
-"""Frames of tracebacks, of which a user is to see his own."""
+"""Frames: of tracebacks, of which a user is to see his own, and those in which nothing may be raised from outside."""
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
 
 from distnb.errors import DistnbError
 
-__all__ = ["OWN", "chain", "frames_of", "ours", "rebuilt", "torch_frames", "with_frames"]
+__all__ = ["LOCKING", "OWN", "chain", "frames_of", "ours", "rebuilt", "torch_frames", "with_frames"]
 
 OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """What the files of distnb's own frames begin with."""
+
+LOCKING = tuple(
+    function.__code__
+    for function in (
+        threading.Condition.__enter__,
+        threading.Condition.__exit__,
+        threading.Condition._release_save,  # type: ignore[attr-defined]
+        threading.Condition._acquire_restore,  # type: ignore[attr-defined]
+    )
+)
+"""Code in which a lock is taken and not yet known to be, or about to be released: of each `threading.Event`, too.
+
+What a signal's handler raises there leaves the lock taken, and whoever wants to notify waits for ever.
+"""
 
 
 def torch_frames(error: BaseException) -> tuple[str, ...]:

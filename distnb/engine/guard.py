@@ -26,6 +26,7 @@ from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 from distnb.errors import ProgramAborted
+from distnb.frames import LOCKING
 
 __all__ = ["Guard", "spared"]
 
@@ -42,16 +43,8 @@ _PATIENT = 2
 # to be released, would be held for ever; a child process that is being started could not be ended with the program. All
 # are brief, or wait for one. An import leaves modules behind that others have seen half-made, and that the next import
 # does not make again: torch, whose first optimizer imports for seconds, would stay broken.
-_SPARED_S = {
-    function.__code__: 1.0
-    for function in (
-        BaseProcess.start,
-        threading.Condition.__enter__,
-        threading.Condition.__exit__,
-        SemLock.__enter__,
-        SemLock.__exit__,
-    )
-} | {vars(importlib._bootstrap)["_find_and_load"].__code__: 30.0}
+_BRIEF = (*LOCKING, BaseProcess.start.__code__, SemLock.__enter__.__code__, SemLock.__exit__.__code__)
+_SPARED_S = dict.fromkeys(_BRIEF, 1.0) | {vars(importlib._bootstrap)["_find_and_load"].__code__: 30.0}
 
 
 def spared(function: F) -> F:

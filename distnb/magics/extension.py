@@ -13,6 +13,7 @@ from distnb.magics.completion import Completion, warm_up
 from distnb.magics.distribute import CellRunner
 from distnb.magics.held_interrupts import HeldInterrupts
 from distnb.magics.local_cell import LocalCells, StrategyName
+from distnb.magics.lock_care import LockCare
 from distnb.magics.presenting import presented
 from distnb.magics.request import Request
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
@@ -51,6 +52,7 @@ class Extension:
         self._local = LocalCells(shell, self.front, self._name)
         self._scope = ScopeTransformer()
         self._held = HeldInterrupts()
+        self._lock_care = LockCare()
         self._dispatch = ScopeDispatch(self._runner.run_in_scope)
         self._breakpoints = Breakpoints()
         self._completion = Completion(shell, self._cluster.commands)
@@ -78,6 +80,7 @@ class Extension:
         sessions.on_change.append(self._follow)
         self._follow(sessions.current())
         # The cell that loads the extension may go on to use it.
+        self._lock_care.install()
         self._breakpoints.choose()
         self.front.begin_cell()
         warm_up()
@@ -88,6 +91,7 @@ class Extension:
         self._local.remove()
         shell.ast_transformers[:] = [each for each in shell.ast_transformers if each not in (self._held, self._scope)]
         self._held.close()
+        self._lock_care.remove()
         self._completion.remove()
         self._breakpoints.restore()
         tracebacks.remove(shell)
@@ -158,6 +162,7 @@ class Extension:
         # %%capture and others run a cell within a cell; what it shows is the outer one's.
         self._depth += 1
         if self._depth == 1:
+            self._lock_care.install()
             with self._held:
                 self._breakpoints.choose()
                 self._runner.cell_begins(info.raw_cell or "")

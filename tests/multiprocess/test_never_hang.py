@@ -439,6 +439,25 @@ while True:
         assert notebook.value(f"distnb.MirroredStrategy().run(nap{number})") == number
 
 
+@pytest.mark.parametrize(("where", "event"), [("Condition.__enter__", "return"), ("Condition.__exit__", "call")])
+def test_a_stop_while_a_lock_changes_hands_leaves_it_free(notebook: Notebook, where: str, event: str) -> None:
+    # The kernel's thread that sends all output sets the Event that a flush waits for, and would wait for its lock.
+    source = f"""
+import sys, threading
+def press(frame, event, argument):
+    if frame.f_code is threading.{where}.__code__ and event == "{event}":
+        sys.settrace(None)
+        signal.raise_signal(signal.SIGINT)
+    return press
+sys.settrace(press)
+sys.stdout.flush()
+time.sleep(600)
+"""
+    ran = notebook.finish(notebook.start(source), source, timeout_s=LIMIT_S)
+    assert ran.error_name == "KeyboardInterrupt", ran
+    assert notebook.run("print('shown', flush=True)", timeout_s=LIMIT_S).text == "shown\n"
+
+
 def test_after_a_stop_that_was_caught_the_replicas_still_talk(notebook: Notebook, tmp_path: Path) -> None:
     go = tmp_path / "go"
     notebook.run(f"""%%distribute mirrored
