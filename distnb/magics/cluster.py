@@ -56,7 +56,7 @@ HELP = """\
 %distnb interrupt                          end the program that runs, as the stop button does
 %distnb variables                          where each variable of the notebook lives
 %distnb check [NAME …]                     whether the replicas hold the same bits of what is mirrored
-%distnb output [REPLICA] [--save FILE]     everything that the replicas wrote in the latest distributed cell
+%distnb output [REPLICA] [--save FILE]     everything that the replicas wrote in the latest cell where one did
 %distnb live auto|widget|picture|text|off  how distnb.live and the replicas are drawn
 %distnb help                               this"""
 
@@ -267,7 +267,7 @@ class ClusterMagic:
             if not found.replica.isdigit() or int(found.replica) not in written:
                 there = ", ".join(map(str, written)) or "none"
                 raise OptionError(
-                    f"%distnb output {found.replica}: no such replica wrote anything in the latest distributed cell; "
+                    f"%distnb output {found.replica}: no such replica wrote anything in the latest cell where one did; "
                     f"those that did: {there}."
                 )
             written = {int(found.replica): written[int(found.replica)]}

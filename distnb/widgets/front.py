@@ -20,7 +20,7 @@ from distnb.widgets.base import LiveView
 from distnb.widgets.cell_view import VIEW_EVENTS, CellView
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
 from distnb.widgets.views import NoView, PictureView, TextView
-from distnb.wire.messages import Died, TelemetrySample
+from distnb.wire.messages import Died, Output, TelemetrySample
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -58,7 +58,7 @@ class Front:
         self._of_program: OrderedDict[int, CellView] = OrderedDict()
         self._previous: CellView | None = None
         self._boundary = 0  # programs up to this number are of earlier cells
-        self._latest: CellView | None = None  # with output of replicas: `%distnb output` shows it
+        self._latest: CellView | None = None  # in which a replica wrote something: `%distnb output` shows it
         self._retired: deque[CellView] = deque()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -158,7 +158,7 @@ class Front:
         view.finish(self._clock(), failed=failed, variables=rows)
 
     def written(self) -> dict[int, str]:
-        """What each replica wrote in the latest cell that ran on replicas."""
+        """What each replica wrote in the latest cell in which one did."""
         return self._latest.written() if self._latest is not None else {}
 
     def close(self) -> None:
@@ -222,6 +222,7 @@ class Front:
             if owner is None:
                 return []
             view = self._of_program[event.program] = owner
+        if isinstance(event, Output):
             self._latest = view
         return [view]
 

@@ -425,6 +425,7 @@ def test_without_a_cluster(shell: InteractiveShell) -> None:
 def test_status_and_output(shell: InteractiveShell, session: ReplaySession, tmp_path: Any) -> None:
     assert "cpu:1" in run(shell, "%distnb status")[1]
     run(shell, "%%distribute mirrored\n# replay: lines\n")
+    run(shell, "%%distribute mirrored\n# replay: quiet\n")
     text = run(shell, "%distnb output")[1]
     assert "── replica 1 ──\nhello\nI am 1\n" in text
     assert "I am 0" not in run(shell, "%distnb output 1")[1]
