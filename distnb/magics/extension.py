@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from IPython.core.interactiveshell import InteractiveShell
+
 from distnb import session as sessions
 from distnb.magics import tracebacks
 from distnb.magics.breakpoints import Breakpoints
@@ -26,11 +28,13 @@ from distnb.strategies import live
 from distnb.widgets.front import Front
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult, InteractiveShell
+    from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult
 
     from distnb.session.session import Session
 
 __all__ = ["Extension"]
+
+_RUN_CELL = InteractiveShell.run_cell_async.__code__
 
 
 class Extension:
@@ -56,7 +60,7 @@ class Extension:
         self._dispatch = ScopeDispatch(self._runner.run_in_scope)
         self._breakpoints = Breakpoints()
         self._completion = Completion(shell, self._cluster.commands)
-        self._depth = 0
+        self._open = False
 
     def install(self) -> None:
         """Add everything."""
@@ -137,10 +141,11 @@ class Extension:
 
         return variables(self._shell.user_ns, {row.engine: row.device for row in session.status()}, since_program)
 
-    def _settle(self, result: ExecutionResult, *, stop: bool) -> None:
+    def _settle(self, result: ExecutionResult | None, *, stop: bool) -> None:
         """Wait for calls that were sent with `wait=False`; what one of them raised is this cell's error, too.
 
         Args:
+            result: Of the cell; None if a stop came between two of IPython's own steps.
             stop: The user has asked for their end.
         """
         session = sessions.current()
@@ -152,33 +157,48 @@ class Extension:
                     session.interrupt()
                 session.settle()
         except BaseException as error:  # noqa: BLE001  (whatever a replica raised, and the user's interrupt)
-            if getattr(result, "success", True) or not isinstance(
-                error, KeyboardInterrupt
-            ):  # an interrupted cell's calls ended with it
+            if result is None:
+                return  # it was stopped, and IPython shows no error of it
+            if result.success or not isinstance(error, KeyboardInterrupt):  # an interrupted cell's calls ended with it
                 self._shell.showtraceback()
             result.error_in_exec = result.error_in_exec or error
 
     def _before(self, info: ExecutionInfo) -> None:
         # %%capture and others run a cell within a cell; what it shows is the outer one's.
-        self._depth += 1
-        if self._depth == 1:
-            self._lock_care.install()
-            with self._held:
-                self._breakpoints.choose()
-                self._runner.cell_begins(info.raw_cell or "")
-                self.front.begin_cell()
+        if _cells_under_way() > 1:
+            return
+        self._lock_care.install()
+        with self._held:
+            if self._open:  # a stop between two of IPython's own steps: it never told of the last cell's end
+                self._end(None)
+            self._open = True
+            self._breakpoints.choose()
+            self._runner.cell_begins(info.raw_cell or "")
+            self.front.begin_cell()
 
-    def _after(self, result: ExecutionResult | Any) -> None:
-        self._depth = max(0, self._depth - 1)
-        if self._depth == 0:
-            with self._held:
-                self._local.leave()
-                self._name.restore()
-            interrupted = isinstance(getattr(result, "error_in_exec", None), KeyboardInterrupt)
-            self._settle(result, stop=interrupted or self._held.count > 0)
-            with self._held:
-                self.front.end_cell(failed=getattr(result, "success", True) is False)
-            self._held.count = 0  # the cell has ended
+    def _after(self, result: ExecutionResult | None) -> None:
+        if not _cells_under_way():
+            self._end(result)
+
+    def _end(self, result: ExecutionResult | None) -> None:
+        with self._held:
+            self._open = False
+            self._local.leave()
+            self._name.restore()
+        interrupted = result is None or isinstance(result.error_in_exec, KeyboardInterrupt)
+        self._settle(result, stop=interrupted or self._held.count > 0)
+        with self._held:
+            self.front.end_cell(failed=result is None or not result.success)
+        self._held.count = 0  # the cell has ended
+
+
+def _cells_under_way() -> int:
+    """How many cells of IPython's are being run, one within the other."""
+    count, frame = 0, sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        count += frame.f_code is _RUN_CELL
+    return count
 
 
 def _request_of(strategy: Owner) -> Request | None:

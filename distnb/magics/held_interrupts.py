@@ -19,7 +19,9 @@ class HeldInterrupts(Interrupts, ast.NodeTransformer):
         Raises:
             KeyboardInterrupt: The user wanted it to end meanwhile.
         """
-        if self.count:
-            self.count = 0
+        if self.take():
             raise KeyboardInterrupt
         return node
+
+    def _ended(self) -> None:
+        """Nothing: a callback has ended. The cell, or what follows it, is told."""

@@ -154,7 +154,7 @@ class Dispatch:
 
     def _collect(self, outcome: Outcome) -> None:
         while True:
-            if self.interrupts.count:
+            if self.interrupts.take():
                 self.interrupt()
             if outcome.complete:
                 return

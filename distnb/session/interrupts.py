@@ -14,13 +14,13 @@ from typing import Any
 __all__ = ["Interrupts"]
 
 _SIGINT = int(signal.SIGINT)
-_PACKING_S = 0.2
+_BRIEFLY_S = 0.2
 
 
 class Interrupts:
-    """Within it, in the main thread, SIGINT sets `count` and makes `fd` readable instead of raising.
+    """Within it, in the main thread, SIGINT is counted and makes `fd` readable instead of raising.
 
-    It may be entered again within itself.
+    What nobody has taken is raised at its end. It may be entered again within itself.
 
     KeyboardInterrupt can arise between any two bytecodes, also after a reply was taken from the socket and before
     it was kept: the wait for that reply would never end. In other threads nothing changes; SIGINT never comes there.
@@ -31,17 +31,20 @@ class Interrupts:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._before: Any = None
         self._depth = 0
-        self._packing: float | None = None
+        self._until: float | None = None  # for so long, and for one press, it is held back
+        self._heard = 0
 
     def __enter__(self) -> Interrupts:
+        # SIGINT may raise until it is held back: what is changed before is as good without it.
+        if not self._depth:
+            self.count = 0
+            self._before = None
+            if threading.get_ident() == threading.main_thread().ident:
+                before = getsignal(_SIGINT)
+                if callable(before):
+                    set_handler(_SIGINT, self._note)
+                    self._before = before
         self._depth += 1
-        if self._depth > 1:
-            return self
-        self.count = 0
-        if threading.get_ident() == threading.main_thread().ident:
-            self._before = getsignal(_SIGINT)
-            if callable(self._before):
-                set_handler(_SIGINT, self._note)
         return self
 
     def __exit__(
@@ -50,24 +53,34 @@ class Interrupts:
         self._depth -= 1
         if self._depth:
             return
-        self._packing = None
-        if callable(self._before):
+        self._until = None
+        if self._before is not None:
             set_handler(_SIGINT, self._before)
-        self._before = None
+        if kind is None:  # only now: from here on SIGINT raises by itself
+            self._ended()
 
-    def packing(self) -> None:
-        """From now until `packed`, a program is packed: what is noted as sent must be sent.
+    def _ended(self) -> None:
+        if self.take():
+            raise KeyboardInterrupt
+
+    def take(self) -> bool:
+        """Whether SIGINT has come since this was last asked: who asks sees to what the user wants."""
+        count, self.count = self.count, 0
+        return count > 0
+
+    def briefly(self) -> None:
+        """Until `patiently`, objects are packed or unpacked: what is noted as sent or received must be all of it.
 
         How long that takes is the user's objects' affair, so where it takes long SIGINT raises all the same.
         """
-        self._packing = time.monotonic()
+        self._until, self._heard = time.monotonic() + _BRIEFLY_S, self.count
 
-    def packed(self) -> None:
-        """From now on it is sent, and waited for."""
-        self._packing = None
+    def patiently(self) -> None:
+        """From now on, whoever waits looks at `count`."""
+        self._until = None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        if self._packing is not None and (self.count or time.monotonic() > self._packing + _PACKING_S):
+        if self._until is not None and (self.count > self._heard or time.monotonic() > self._until):
             raise KeyboardInterrupt
         self.count += 1
         os.eventfd_write(self.fd, 1)

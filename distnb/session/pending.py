@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from distnb.session.operators import special_methods
@@ -20,7 +21,11 @@ class Pending:
 
     __slots__ = ("_error", "_finish", "_value")
 
-    def __init__(self, finish: Callable[[], Any]) -> None:
+    def __init__(self, finish: Callable[[Callable[[Any], None]], Any]) -> None:
+        """
+        Args:
+            finish: Waits for the result, gives it to its argument to be kept, and returns it.
+        """
         object.__setattr__(self, "_finish", finish)
 
     def __getattr__(self, name: str) -> Any:
@@ -79,12 +84,10 @@ def resolve(value: Any) -> Any:
         if was_told(value):
             raise get(value, "_error") from None
     try:
-        result = get(value, "_finish")()
+        return get(value, "_finish")(partial(object.__setattr__, value, "_value"))
     except Exception as error:
         object.__setattr__(value, "_error", error)
         raise
-    object.__setattr__(value, "_value", result)
-    return result
 
 
 def was_told(value: Pending) -> bool:

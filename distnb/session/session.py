@@ -182,15 +182,16 @@ class Session:
             self._dispatch.require_ready(team.engines)
             program = self._dispatch.number()
             with self._dispatch.interrupts as interrupts:
-                interrupts.packing()
+                interrupts.briefly()
                 delivery = self.namespace.outgoing(source, team)
                 self.namespace.operations.changes += 1
-                interrupts.packed()
+                interrupts.patiently()
                 message = RunCell(program, team, spec, source, filename, label, in_scope, delivery)
                 outcome = self._run_announced(program, team, message)
-            self.namespace.incoming(source, team, _what_they_did(outcome, team))
-            if outcome.stuck:
-                self.namespace.doubt(delivery)
+                interrupts.briefly()
+                self.namespace.incoming(source, team, _what_they_did(outcome, team))
+                if outcome.stuck:
+                    self.namespace.doubt(delivery)
         raise_failure(outcome, team)
 
     def _run_announced(self, program: int, team: Team, message: RunCell) -> Outcome:
@@ -229,44 +230,55 @@ class Session:
             team = self.team(spec)
             program = self._dispatch.number()
             with self._dispatch.interrupts as interrupts:
-                interrupts.packing()
+                interrupts.briefly()
                 delivery = self.namespace.outgoing_call(args, kwargs, team)
                 self.namespace.operations.changes += 1
-                interrupts.packed()
+                interrupts.patiently()
                 message = CallFunction(program, team, spec, method, delivery)
                 try:
                     outcome = (self._dispatch.run if wait else self._dispatch.post)(program, team.engines, message)
                 except BaseException:
                     self.namespace.failed(delivery)
                     raise
-            if wait:
-                return self._finish_call(outcome, team, delivery, interrupted=outcome.interrupted)
-            stopped = interrupts.count
-            pending = Pending(lambda: self._finish_call(outcome, team, delivery))
-            self._unsettled.add(pending)
-            if stopped:
-                raise KeyboardInterrupt
+                if wait:
+                    return self._finish_call(outcome, team, delivery)
+                pending = Pending(lambda keep: self._finish_call(outcome, team, delivery, outcome.interrupted, keep))
+                self._unsettled.add(pending)
             self._unsettled.keep_few()
             return pending
 
     def _finish_call(
-        self, outcome: Outcome, team: Team, delivery: Delivery | Repeat, *, interrupted: bool = False
+        self,
+        outcome: Outcome,
+        team: Team,
+        delivery: Delivery | Repeat,
+        known: bool = False,
+        keep: Callable[[Any], object] = lambda result: None,
     ) -> Any:
-        with self._dispatch.turn:
-            before = outcome.interrupted
+        """Wait for a call and take in what it did.
+
+        Args:
+            outcome, team, delivery: Of the call.
+            known: Whether the user has heard of it that it was interrupted.
+            keep: Given the result before SIGINT can raise again.
+        """
+        with self._dispatch.turn, self._dispatch.interrupts as interrupts:
             self._dispatch.wait(outcome)
             self._leave_broken_group(outcome, team)
-            if outcome.ok:
+            interrupts.briefly()
+            result, well = None, outcome.ok and outcome.interrupted is known
+            if outcome.ok:  # perhaps before it heard of an interrupt
                 values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
                 result = self.namespace.result(team, values)
-                if not interrupted and outcome.interrupted is before:
-                    return result
-                raise_failure(outcome, team, called=True)  # it ended well before it heard of the interrupt
-            self.namespace.failed(delivery, _what_they_did(outcome, team))
+            else:
+                self.namespace.failed(delivery, _what_they_did(outcome, team))
             if outcome.stuck:
                 self.namespace.doubt(delivery)
-        raise_failure(outcome, team, called=True)
-        return None
+            if well:
+                keep(result)
+        if not well:
+            raise_failure(outcome, team, called=True)
+        return result
 
     def settle(self) -> None:
         """Wait for every call that was sent with `wait=False`; to be called at a cell's end.
@@ -294,8 +306,9 @@ class Session:
         with self._dispatch.turn:
             program = self._dispatch.number()
             team = self._engines.team_of(engines)
-            outcome = self._dispatch.run(program, team.engines, Apply(program, operation, target, team, payload))
-        self._leave_broken_group(outcome, team)
+            with self._dispatch.interrupts:
+                outcome = self._dispatch.run(program, team.engines, Apply(program, operation, target, team, payload))
+                self._leave_broken_group(outcome, team)
         raise_failure(outcome, team, called=True)  # nothing if it went well and nobody interrupted
         return {engine: reply.value for engine, reply in outcome.replies.items()}
 
