@@ -1,0 +1,131 @@
+"""Ctrl-C in the notebook while a program is under way: at any moment, and never lost."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from distnb.magics.held_interrupts import HeldInterrupts
+from distnb.session.interrupts import Interrupts
+
+
+@pytest.fixture(autouse=True)
+def pythons_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    interrupts = Interrupts()
+    yield interrupts
+    interrupts.close()
+
+
+def pressing(code: Any, moment: int) -> tuple[Callable[[FrameType, str, Any], Any], list[int]]:
+    """A trace function that presses Ctrl-C before one of the instructions of a function, and whether it did."""
+    count, pressed = 0, []
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        if frame.f_code is not code:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            count += 1
+            if count == moment:
+                pressed.append(moment)
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    return trace, pressed
+
+
+@pytest.mark.parametrize("function", [Interrupts.__enter__, Interrupts.__exit__], ids=["begins", "ends"])
+def test_it_is_heard_once_also_where_holding_it_back_begins_or_ends(interrupts: Interrupts, function: Any) -> None:
+    for moment in range(1, 1000):
+        trace, pressed = pressing(function.__code__, moment)
+        before, raised, taken = sys.gettrace(), 0, False
+        try:
+            sys.settrace(trace)
+            with interrupts:
+                taken = interrupts.take()
+        except KeyboardInterrupt:
+            raised = 1
+        finally:
+            sys.settrace(before)
+        assert raised + taken == len(pressed), moment
+        # And the next time all is as ever.
+        with interrupts:
+            signal.raise_signal(signal.SIGINT)
+            assert interrupts.take()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        if not pressed:
+            break
+    assert 10 < moment < 999
+
+
+def test_one_that_nobody_has_taken_is_raised_at_the_end_and_only_there(interrupts: Interrupts) -> None:
+    steps = []
+
+    def program() -> None:
+        with interrupts:
+            with interrupts:
+                signal.raise_signal(signal.SIGINT)
+                steps.append("within")
+            steps.append("still within")
+
+    with pytest.raises(KeyboardInterrupt):
+        program()
+    with interrupts:
+        steps.append("next")
+    assert steps == ["within", "still within", "next"]
+
+
+def test_an_error_is_not_hidden_by_it(interrupts: Interrupts) -> None:
+    def program() -> None:
+        with interrupts:
+            signal.raise_signal(signal.SIGINT)
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        program()
+
+
+def test_what_lasts_is_ended_by_the_second(interrupts: Interrupts) -> None:
+    steps = []
+
+    def program() -> None:
+        with interrupts:
+            interrupts.briefly()
+            signal.raise_signal(signal.SIGINT)
+            steps.append("packing")
+            signal.raise_signal(signal.SIGINT)
+            steps.append("packed")
+
+    with pytest.raises(KeyboardInterrupt):
+        program()
+    assert steps == ["packing"]
+    with interrupts:
+        interrupts.briefly()
+        interrupts.patiently()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.take()
+
+
+def test_a_callback_leaves_it_to_the_cell() -> None:
+    held = HeldInterrupts()
+    with held:
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        held.visit(None)  # type: ignore[arg-type]
+    held.visit(None)  # type: ignore[arg-type]
+    held.close()
