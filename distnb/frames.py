@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, FunctionType, TracebackType
 
 from distnb.errors import DistnbError
 
@@ -16,18 +17,34 @@ __all__ = ["LOCKING", "OWN", "chain", "frames_of", "ours", "rebuilt", "torch_fra
 OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """What the files of distnb's own frames begin with."""
 
-LOCKING = tuple(
-    function.__code__
-    for function in (
+
+def _codes(*sources: object) -> Iterator[CodeType]:
+    """Of functions and of classes' methods, with those of functions that they make."""
+    for source in sources:
+        if isinstance(source, FunctionType):
+            yield source.__code__
+            yield from (each for each in source.__code__.co_consts if isinstance(each, CodeType))
+        elif isinstance(source, type):
+            yield from _codes(*vars(source).values())
+
+
+def _of_import() -> Iterator[object]:
+    names = ("_get_module_lock", "_ModuleLock", "_ModuleLockManager", "_BlockingOnManager")  # the last: Python >= 3.12
+    return (vars(importlib._bootstrap).get(name) for name in names)
+
+
+LOCKING = frozenset(
+    _codes(
         threading.Condition.__enter__,
         threading.Condition.__exit__,
         threading.Condition._release_save,  # type: ignore[attr-defined]
         threading.Condition._acquire_restore,  # type: ignore[attr-defined]
+        *_of_import(),
     )
 )
-"""Code in which a lock is taken and not yet known to be, or about to be released: of each `threading.Event`, too.
+"""Code in which a lock is taken and not yet known to be, or about to be released: a `threading.Event`'s, or import's.
 
-What a signal's handler raises there leaves the lock taken, and whoever wants to notify waits for ever.
+What a signal's handler raises there leaves the lock taken, and whoever wants to notify, or to import, waits for ever.
 """
 
 

@@ -453,9 +453,30 @@ sys.settrace(press)
 sys.stdout.flush()
 time.sleep(600)
 """
-    ran = notebook.finish(notebook.start(source), source, timeout_s=LIMIT_S)
+    ran = notebook.try_run(source, timeout_s=LIMIT_S)
     assert ran.error_name == "KeyboardInterrupt", ran
     assert notebook.run("print('shown', flush=True)", timeout_s=LIMIT_S).text == "shown\n"
+
+
+def test_a_stop_in_an_import_leaves_the_other_threads_theirs(notebook: Notebook) -> None:
+    source = """
+import importlib, sys, threading
+lines = []
+def press(frame, event, argument):
+    if frame.f_code is importlib._bootstrap._get_module_lock.__code__ and event == "line":
+        lines.append(frame.f_lineno)
+        if len(lines) == 2:  # the lock of all imports is taken
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+    return press
+sys.settrace(press)
+import tabnanny
+time.sleep(600)
+"""
+    ran = notebook.try_run(source, timeout_s=LIMIT_S)
+    assert ran.error_name == "KeyboardInterrupt", ran
+    other = "other = threading.Thread(target=__import__, args=('colorsys',), daemon=True)\nother.start()\nother.join(20)"
+    assert notebook.run(f"{other}\nprint(other.is_alive(), len(lines))", timeout_s=LIMIT_S).text == "False 2\n"
 
 
 def test_after_a_stop_that_was_caught_the_replicas_still_talk(notebook: Notebook, tmp_path: Path) -> None:
