@@ -475,7 +475,9 @@ time.sleep(600)
 """
     ran = notebook.try_run(source, timeout_s=LIMIT_S)
     assert ran.error_name == "KeyboardInterrupt", ran
-    other = "other = threading.Thread(target=__import__, args=('colorsys',), daemon=True)\nother.start()\nother.join(20)"
+    other = (
+        "other = threading.Thread(target=__import__, args=('colorsys',), daemon=True)\nother.start()\nother.join(20)"
+    )
     assert notebook.run(f"{other}\nprint(other.is_alive(), len(lines))", timeout_s=LIMIT_S).text == "False 2\n"
 
 

@@ -422,6 +422,25 @@ def test_without_a_cluster(shell: InteractiveShell) -> None:
     assert "cpu:0" in run(shell, "%distnb devices")[1] or "cuda" in run(shell, "%distnb devices")[1]
 
 
+def test_a_cell_whose_end_nobody_told_of_is_ended_when_the_next_begins(
+    shell: InteractiveShell, session: ReplaySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(shell, "strategy = 'mine'")
+    trigger = shell.events.trigger
+
+    def stopped(event: str, *args: Any) -> None:
+        if event == "post_execute":
+            monkeypatch.undo()
+            raise KeyboardInterrupt  # between two steps of IPython's own
+        trigger(event, *args)
+
+    monkeypatch.setattr(shell.events, "trigger", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        shell.run_cell("%%distribute default\nassert strategy != 'mine'")
+    assert run(shell, "strategy")[0].result == "mine"
+    assert "[0-1] hello" in run(shell, "%%distribute mirrored\n# replay: lines\n")[1]
+
+
 def test_status_and_output(shell: InteractiveShell, session: ReplaySession, tmp_path: Any) -> None:
     assert "cpu:1" in run(shell, "%distnb status")[1]
     run(shell, "%%distribute mirrored\n# replay: lines\n")
