@@ -7,8 +7,7 @@ import os
 import resource
 import select
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from distnb.wire import freight, passage
 from distnb.wire.codec import Frame
 from distnb.wire.harbour import Harbour
 from distnb.wire.passage import Passage, connect, pack
+from tests.processes import wait_until
 
 LARGE = 5 << 20
 MIDDLE = 300 << 10
@@ -62,15 +62,8 @@ def receive(end: Passage) -> list[Frame]:
     poll = select.poll()
     poll.register(end, select.POLLIN)
     while (frames := end.receive()) is None:
-        assert poll.poll(10_000)
+        assert poll.poll(60_000)
     return frames
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def descriptors() -> list[str]:
@@ -171,7 +164,7 @@ def test_what_the_kernel_has_no_room_for_is_sent_later(pair: Pair, kind: str) ->
         assert sender.send(pack([b"%d" % number, fill]))  # nobody receives meanwhile
     for number in range(count):
         assert bytes(receive(receiver)[0]) == b"%d" % number
-    wait_until(lambda: sender._sender is None)
+    wait_until(lambda: sender._sender is None, 60)
     sender.send(pack([b"after"]))
     assert same(receive(receiver), [b"after"])
     assert freight_in_memory() == 0
@@ -182,7 +175,7 @@ def test_a_receiver_that_ends_is_told_and_ends_the_sending(pair: Pair) -> None:
     for _ in range(5000):
         assert sender.send(pack([b"x" * 1000]))
     receiver.close()
-    wait_until(lambda: sender._sender is None)
+    wait_until(lambda: sender._sender is None, 60)
     assert not sender.send(pack([b"x"]))
     assert sender.ended
 
@@ -204,8 +197,7 @@ def test_closing_ends_what_would_be_sent_later(pair: Pair) -> None:
     thread = sender._sender
     assert thread is not None
     sender.close()
-    thread.join(10)
-    assert not thread.is_alive()
+    thread.join()
 
 
 # -- nothing is left ----------------------------------------------------------------------------------------------------
