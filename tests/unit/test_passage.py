@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 import select
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +69,7 @@ def receive(end: Passage) -> list[Frame]:
 
 
 def descriptors() -> list[str]:
+    gc.collect()  # what other tests left to it may hold some
     return sorted(os.listdir("/proc/self/fd"))
 
 
@@ -198,6 +201,38 @@ def test_closing_ends_what_would_be_sent_later(pair: Pair) -> None:
     assert thread is not None
     sender.close()
     thread.join()
+
+
+def test_a_closed_socket_has_its_number_until_nobody_waits_for_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = threading.Event()
+
+    class LatePoll:
+        """A thread that was stopped before it waits."""
+
+        def __init__(self) -> None:
+            self._poll = poll()
+            self.register = self._poll.register
+
+        def poll(self) -> Any:
+            closed.wait()
+            return self._poll.poll()
+
+    poll = select.poll
+    monkeypatch.setattr(select, "poll", LatePoll)
+    sender = pair[0]
+    for _ in range(5000):
+        sender.send(pack([b"x" * 1000]))
+    thread = sender._sender
+    assert thread is not None
+    sender.close()
+    never_writable, writing = os.pipe()
+    others = [os.dup(never_writable) for _ in range(5)]
+    closed.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert sender.fileno() == -1
+    for descriptor in (never_writable, writing, *others):
+        os.close(descriptor)
 
 
 # -- nothing is left ----------------------------------------------------------------------------------------------------
