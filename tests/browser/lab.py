@@ -110,7 +110,7 @@ class Server:
         """End it, with its kernels."""
         self._process.terminate()
         try:
-            self._process.wait(15)
+            self._process.wait(60)  # killed, it would leave its kernels
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
