@@ -112,8 +112,12 @@ class _Before:
     def check(self, whose: str, *, ignore_offspring: bool) -> None:
         """Fail when something is left; give processes the time that the product promises to need at most."""
         deadline = time.monotonic() + _GONE_WITHIN_S
-        while left := self.left(ignore_offspring=ignore_offspring):
-            if time.monotonic() > deadline:
+        while True:
+            late = time.monotonic() > deadline  # before looking: this process may itself stand still in between
+            left = self.left(ignore_offspring=ignore_offspring)
+            if not left:
+                return
+            if late:
                 for process in self.new(ignore_offspring=ignore_offspring):
                     process.kill()  # not to spoil the next test
                 pytest.fail(f"{whose} left behind:\n  " + "\n  ".join(left))

@@ -77,7 +77,7 @@ def machines(folder: Path, *names: str) -> Iterator[Machines]:
             _connect(made, number)
             servers.append(_serve(made, number, name))
         for name in names:
-            processes.wait_until(lambda name=name: _answers(made.address(name)), 20, f"no sshd on {name}")  # type: ignore[misc]
+            processes.wait_until(lambda name=name: _answers(made.address(name)), 60, f"no sshd on {name}")  # type: ignore[misc]
         yield made
     finally:
         for server in servers:

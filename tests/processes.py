@@ -108,22 +108,26 @@ def stacks(pids: list[int]) -> str:
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str = "") -> None:
     """Poll until something holds; an AssertionError that says what did not, when it never does."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
+    while True:
+        late = time.monotonic() > deadline  # before looking: this process may itself stand still in between
+        if condition():
+            return
+        if late:
             raise AssertionError(f"not within {timeout_s} s: {what or condition}")
         time.sleep(0.01)
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process (of anyone) has ended; a zombie has."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def ends(pid: int, timeout_s: float) -> None:
     """Wait until a process (of anyone) has ended; a zombie has."""
-
-    def gone() -> bool:
-        try:
-            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    wait_until(gone, timeout_s, f"pid {pid} is still there")
+    wait_until(lambda: has_ended(pid), timeout_s, f"pid {pid} is still there")
 
 
 @contextlib.contextmanager

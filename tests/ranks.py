@@ -115,11 +115,12 @@ def _start(script: Path, rank: int, n: int, port: int, env: dict[str, str]) -> s
 
 def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float, expect_death: bool) -> None:
     deadline = time.monotonic() + timeout_s
-    while any(process.poll() is None for process in ranks):
-        if expect_death and any((process.poll() or 0) < 0 for process in ranks):
+    while True:
+        late = time.monotonic() > deadline  # before looking: this process may itself stand still in between
+        alive = [process.pid for process in ranks if process.poll() is None]
+        if not alive or (expect_death and any((process.poll() or 0) < 0 for process in ranks)):
             return
-        if time.monotonic() > deadline:
-            alive = [process.pid for process in ranks if process.poll() is None]
+        if late:
             raise AssertionError(
                 f"{len(alive)} of {len(ranks)} ranks not done in {timeout_s} s\n" + processes.stacks(alive)
             )

@@ -68,8 +68,8 @@ def allocation(network: Machines, folder: Path, *words: str) -> Iterator[dict[st
             processes.OF_MODULE.add(started.pid)
             stack.callback(_end, started)
             if daemon == "munged":
-                processes.wait_until((folder / "munge.socket").exists, 20, "no munged")
-        processes.wait_until(lambda: _idle(environment) == len(network.names), 30, "Slurm's nodes are not there")
+                processes.wait_until((folder / "munge.socket").exists, 60, "no munged")
+        processes.wait_until(lambda: _idle(environment) == len(network.names), 60, "Slurm's nodes are not there")
         yield _allocate(stack, environment, [f"--nodes={len(network.names)}", "--no-kill", *words])
 
 

@@ -157,8 +157,11 @@ class Tasks:
     def end_of(self, name: str, timeout_s: float = 90.0) -> Task:
         """Wait for one."""
         process, until = self.processes[name], time.monotonic() + timeout_s
-        while process.poll() is None:
-            if time.monotonic() > until:
+        while True:
+            late = time.monotonic() > until  # before looking: this process may itself stand still in between
+            if process.poll() is not None:
+                break
+            if late:
                 alive = [each.pid for each in self.processes.values() if each.poll() is None]
                 told = "\n".join(f"{each}: {self.output(each)}" for each in self.names)
                 raise AssertionError(f"{name} not done in {timeout_s} s\n{told}\n{processes.stacks(alive)}")

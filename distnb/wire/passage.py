@@ -137,6 +137,7 @@ class Passage:
         self._lock = threading.Lock()  # of what follows, and of the order of packets
         self._late: deque[Packet] = deque()
         self._sender: threading.Thread | None = None
+        self._closed = False
         self._rung: int | None = None  # the bell for what is late; whoever sends rings it for the rest
         self._buffer = bytearray(1 + _PACKET_NBYTES)
         self._incoming: _Incoming | None = None
@@ -195,6 +196,8 @@ class Passage:
                 if not self._late or self.ended:
                     self._late.clear()
                     self._sender = None
+                    if self._closed:
+                        self._socket.close()
                     return
                 stays = len(self._late) == before
             if stays:  # the socket has room, the kernel has not
@@ -258,12 +261,13 @@ class Passage:
     def close(self) -> None:
         """Close it. What was sent and not received is freed, if this process is the last that has it."""
         with self._lock:
-            self.ended = True
-            if self._sender is not None:
+            self.ended = self._closed = True
+            if self._sender is None:
+                self._socket.close()
+            else:  # it wakes up, and closes it: until then its number is not another's, for which it would wait
                 with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # it wakes up, and ends
+                    self._socket.shutdown(socket.SHUT_RDWR)
             self._free_spare()
-            self._socket.close()
             if self.bell is not None:
                 os.close(self.bell)
 

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,12 +44,16 @@ class Server:
     Args:
         home: An empty folder.
         app: "lab" or "notebook".
+
+    Attributes:
+        held: While this file is there, cells that train do not end.
     """
 
     def __init__(self, home: Path, app: str = "lab") -> None:
         self.app = app
         self.notebooks = home / "notebooks"
         self.notebooks.mkdir(parents=True)
+        self.held = self.notebooks / ".held"
         for name, values in _SETTINGS.items():
             path = home / ".jupyter/lab/user-settings" / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +110,7 @@ class Server:
         """End it, with its kernels."""
         self._process.terminate()
         try:
-            self._process.wait(15)
+            self._process.wait(60)  # killed, it would leave its kernels
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -132,7 +137,6 @@ class OpenNotebook:
         self._wait_for_kernel()
         if dark:
             self.command("apputils:change-theme", {"theme": "JupyterLab Dark"})
-            self.page.wait_for_timeout(500)
 
     def __enter__(self) -> OpenNotebook:
         return self
@@ -144,7 +148,7 @@ class OpenNotebook:
         self.page.close()
 
     def _wait_for_kernel(self) -> None:
-        self.page.wait_for_function("() => window.jupyterapp", timeout=30_000)
+        self.page.wait_for_function("() => window.jupyterapp", timeout=60_000)
         self.page.wait_for_function(
             """() => {
                 const panel = window.jupyterapp.shell.currentWidget;
@@ -154,7 +158,7 @@ class OpenNotebook:
         )
 
     def command(self, name: str, arguments: dict[str, Any] | None = None) -> None:
-        """One of the front end's commands."""
+        """One of the front end's commands, to its end."""
         self.page.evaluate("([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, arguments or {}])
 
     def start(self, index: int) -> None:
@@ -176,11 +180,11 @@ class OpenNotebook:
                 return model.executionState === "running" || model.executionCount !== count;
             }""",
             arg=[index, count],
-            timeout=30_000,
+            timeout=60_000,
         )
 
     def wait(self, index: int, timeout_s: float = 60.0) -> None:
-        """Wait until a cell has ended."""
+        """Wait until a cell has ended; what it shows may still have to be drawn."""
         self.page.wait_for_function(
             """index => {
                 const model = window.jupyterapp.shell.currentWidget.content.widgets[index].model;
@@ -189,12 +193,42 @@ class OpenNotebook:
             arg=index,
             timeout=timeout_s * 1000,
         )
-        self.page.wait_for_timeout(200)
 
     def run(self, index: int, timeout_s: float = 60.0) -> None:
         """Run a cell to its end."""
         self.start(index)
         self.wait(index, timeout_s)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep a cell that trains from ending, until the block ends: the page may be slower than the cell."""
+        path = self.server.held
+        path.touch()
+        try:
+            yield
+        finally:
+            path.unlink()
+
+    def see(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        """Wait until something holds of the page, which draws what it is sent when it has the time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            late = time.monotonic() > deadline
+            if condition():
+                return
+            if late:
+                raise AssertionError(f"not seen within {timeout_s:.0f} s; the page shows {self.shown()}")
+            self.page.wait_for_timeout(50)
+
+    def shown(self) -> str:
+        """The text of the page."""
+        return str(self.page.locator("body").inner_text())
+
+    def picture(self, index: int) -> int:
+        """Wait for the first picture among the results of a cell. Returns its width."""
+        picture = self.output(index).locator("img[src^='data:image/svg+xml']").first
+        picture.wait_for(timeout=60_000)
+        return int(picture.evaluate("image => image.decode().then(() => image.naturalWidth)"))
 
     def press_stop(self) -> None:
         """The stop button of the toolbar."""
@@ -204,7 +238,7 @@ class OpenNotebook:
         """Reload the page, also while a cell runs."""
         self.page.reload()
         self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-        self.page.wait_for_function("() => window.jupyterapp?.shell.currentWidget?.content", timeout=30_000)
+        self.page.wait_for_function("() => window.jupyterapp?.shell.currentWidget?.content", timeout=60_000)
 
     def output(self, index: int) -> Any:
         """The output area of a cell."""
@@ -212,9 +246,5 @@ class OpenNotebook:
 
     def saved(self) -> dict[str, Any]:
         """Save, and read the file."""
-        before = self.path.stat().st_mtime_ns
         self.command("docmanager:save")
-        deadline = time.monotonic() + 15
-        while self.path.stat().st_mtime_ns == before and time.monotonic() < deadline:
-            self.page.wait_for_timeout(100)
         return dict(json.loads(self.path.read_text()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+import os
 import struct
 import threading
 import time
@@ -98,9 +99,10 @@ class Player:
             yield self.text(replica, f"I am {replica}\n")
 
     def train(self, seconds: float = 3.0, fail: float = 0.0) -> Iterator[Any]:
-        """A training of about 200 steps a second."""
-        steps = int(seconds * 50)
-        for step in range(1, steps + 1):
+        """A training of about 200 steps a second; for so long, and then slowly as long as there is a file `.held`."""
+        steps, step = int(seconds * 50), 0
+        while step < steps or os.path.exists(".held"):
+            step += 1
             for replica in range(self.replicas):
                 loss = 2.3 * math.exp(-4 * step / steps) + 0.05 * math.sin(step * 1.7)
                 local = loss + 0.08 * math.sin(step * 2.3 + 2 * replica)
@@ -122,10 +124,10 @@ class Player:
                         None,
                         f"cell 3, line {12 + step % 4}",
                     )
-                if step % 50 == 0:
+                if step % 50 == 0 and step <= steps:
                     yield self.text(replica, f"epoch {step // 50}\n")
                     yield self.text(replica, f"local loss {local:.4f}\n")
-            time.sleep(0.02)
+            time.sleep(0.02 if step < steps else 0.2)
         if fail:
             raise ValueError("wrong shape")
 

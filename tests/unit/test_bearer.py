@@ -11,6 +11,17 @@ from pathlib import Path
 from tests.processes import wait_until
 
 BEARER = [sys.executable, "-P", "-m", "distnb.cluster.bearer"]
+PROGRAM = """
+import sys
+from distnb.cluster import bearer
+bearer._LEAVING_S = float(sys.argv[1])
+sys.exit(bearer.main(sys.argv[2:]))
+"""
+
+
+def leaving(within_s: float) -> list[str]:
+    """A bearer that gives its command so long to end by itself."""
+    return [sys.executable, "-c", PROGRAM, str(within_s)]
 
 
 def _borne(script: str, told: str = "") -> subprocess.CompletedProcess[str]:
@@ -35,11 +46,13 @@ def test_an_end_of_which_no_keeper_told_is_a_lost_machine() -> None:
 def test_being_killed_with_its_group_leaves_nothing() -> None:
     # Neither what is in a session of its own nor an orphan there: conftest looks.
     script = "setsid sleep 600 & (setsid sleep 600 &); echo up; wait"
-    with subprocess.Popen([*BEARER, "sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as started:
+    command = [*leaving(0), "sh", "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as started:
         assert started.stdout is not None
         assert started.stdout.readline() == b"up\n"
         os.killpg(started.pid, signal.SIGKILL)
-        assert started.wait(20) == -signal.SIGKILL
+        assert started.wait(60) == -signal.SIGKILL
+        assert started.stdout.read() == b"", "all that held it have ended"
 
 
 def test_silence_is_a_lost_machine_too() -> None:
@@ -52,19 +65,20 @@ def test_silence_is_a_lost_machine_too() -> None:
 
 def test_a_keeper_whose_notebook_is_gone_has_time_to_clean_up(tmp_path: Path) -> None:
     cleaned = tmp_path / "cleaned"
-    command = [*BEARER, "sh", "-c", f"echo up; cat; sleep 0.5; touch {cleaned}"]
+    command = [*leaving(60), "sh", "-c", f"echo up; cat; sleep 0.5; touch {cleaned}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as started:
         assert started.stdin is not None
         assert started.stdout is not None
         assert started.stdout.readline() == b"up\n"
         started.stdin.close()
         os.killpg(started.pid, signal.SIGKILL)
-        wait_until(cleaned.exists, 20)
+        wait_until(cleaned.exists, 60)
 
 
 def test_being_ended() -> None:
-    with subprocess.Popen([*BEARER, "sh", "-c", "sleep 600 & echo up; wait"], stdout=subprocess.PIPE) as started:
+    command = [*leaving(0), "sh", "-c", "sleep 600 & echo up; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as started:
         assert started.stdout is not None
         assert started.stdout.readline() == b"up\n"
         started.terminate()
-        assert started.wait(20) == 255
+        assert started.wait(60) == 255

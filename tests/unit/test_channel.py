@@ -41,7 +41,7 @@ KEYS: dict[str, Any] = {
 }
 
 
-def read(board: Switchboard, timeout_s: float = 5) -> list[tuple[int, Any]]:
+def read(board: Switchboard, timeout_s: float = 60) -> list[tuple[int, Any]]:
     return list(board.programs.receive(board.programs.wait(timeout_s)))
 
 
@@ -50,7 +50,7 @@ def take(link: ProgramLink) -> Any:
     poll = zmq.Poller()
     poll.register(link.fileno(), zmq.POLLIN)
     while (message := link.receive()) is None:
-        assert poll.poll(5000)
+        assert poll.poll(60_000)
     return message
 
 
@@ -134,7 +134,7 @@ def test_a_descriptor_that_is_watched_ends_the_waiting(board: Switchboard) -> No
     board.programs.watch(reading)
     assert board.programs.wait(0) == []
     os.write(writing, b"x")
-    assert board.programs.wait(5) == [reading]
+    assert board.programs.wait(60) == [reading]
     os.close(reading)
     os.close(writing)
 

@@ -75,7 +75,7 @@ def test_the_run_directory_that_cannot_be_made_is_a_clear_error(monkeypatch: pyt
 def test_the_store_listens_on_loopback_before_torch_is_there() -> None:
     store = RendezvousStore()
     try:
-        with socket.create_connection((store.host, store.port), timeout=5):
+        with socket.create_connection((store.host, store.port), timeout=60):
             pass
         assert store.host == "127.0.0.1"
         with pytest.raises(StartError, match=f"could not listen on 127.0.0.1:{store.port}"):

@@ -65,10 +65,10 @@ def test_a_directory_that_comes_later_and_a_name_that_is_written_anew(tmp_path: 
 
     def chief() -> None:
         save(folder, "latest", "1", 1)
-        came.wait(10)
+        came.wait()
         save(folder, "latest", "2", 2)
 
-    thread = threading.Thread(target=chief)
+    thread = threading.Thread(target=chief, daemon=True)
     thread.start()
     lines = distnb.evaluate_checkpoints(folder, evaluate, last=lambda path: path.read_text() == "2", poll_s=0.01)
     thread.join()

@@ -193,7 +193,7 @@ def test_the_lifeline_tells_when_the_notebook_goes() -> None:
         assert lost.empty()
         with Lifeline(connection(keys), lost.put):
             board.close()
-            assert "was lost" in lost.get(timeout=20)
+            assert "was lost" in lost.get(timeout=60)
     finally:
         board.close()
 

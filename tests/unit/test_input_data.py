@@ -6,9 +6,11 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distnb.errors import OptionError, ProgramError, StructureError
-from distnb.input import children, iterations
+from distnb.input import children, iterations, reading
 from distnb.input.dataset import DistributedDataset
 from distnb.input.distribute import distribute
 from distnb.options import InputOptions
@@ -42,13 +44,15 @@ def reading_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "distnb-input"]
 
 
-def eventually(true: Callable[[], bool], within_s: float = 10.0) -> bool:
+def eventually(true: Callable[[], bool], within_s: float = 60.0) -> bool:
     until = time.monotonic() + within_s
-    while not true():
-        if time.monotonic() > until:
+    while True:
+        late = time.monotonic() > until  # before looking: this process may itself stand still in between
+        if true():
+            return True
+        if late:
             return False
         time.sleep(0.01)
-    return True
 
 
 # -- data in memory ----------------------------------------------------------------------------------------------------
@@ -304,20 +308,44 @@ def test_an_interrupt_while_waiting_ends_the_iteration(monkeypatch: pytest.Monke
         next(iterator)
 
 
+class Pressing(threading.Thread):
+    """Interrupts the main thread as soon as it reads: earlier, it would end the whole run of the tests."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        reads = {reading.DirectReader.read.__code__, reading.ThreadReader.read.__code__}
+        while not any(frame.f_code in reads for frame, _ in traceback.walk_stack(sys._current_frames()[main])):
+            if self.over.wait(0.01):
+                return
+        signal.pthread_kill(main, signal.SIGINT)
+
+
 @pytest.mark.parametrize("prefetch", [None, 0])
-def test_a_real_interrupt_while_a_worker_is_stuck(prefetch: int | None) -> None:
+def test_a_real_interrupt_while_a_worker_is_stuck(prefetch: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[threading.Thread] = []
+
+    def noted(end: Callable[[reading.Maker], None]) -> Callable[[reading.Maker], None]:
+        return lambda maker: (waited.append(threading.current_thread()), end(maker))[1]
+
+    for name in ("close", "free"):  # what waits for workers
+        monkeypatch.setattr(reading.Maker, name, noted(getattr(reading.Maker, name)))
     iterator = iter(threaded_with(prefetch, Slow(stuck=4)))
     next(iterator)
-    main = threading.main_thread().ident
-    assert main is not None
-    began = time.monotonic()
-    threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT)).start()
+    pressing = Pressing()
+    pressing.start()
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
-    assert time.monotonic() - began < 3.5
+    pressing.over.set()
     with pytest.raises(ProgramError, match="ended with the program"):
         next(iterator)
-    assert eventually(lambda: not reading_threads() and not multiprocessing.active_children(), 40)
+    assert eventually(lambda: not reading_threads() and not multiprocessing.active_children())
+    assert waited
+    assert threading.main_thread() not in waited
 
 
 def threaded_with(prefetch: int | None, data: Any) -> DistributedDataset:
@@ -328,7 +356,7 @@ def test_a_stuck_worker_is_ended() -> None:
     iterator = iter(threaded(Slow(stuck=4)))
     assert next(iterator).component(0).tolist() == [0, 1]
     iterator.close()
-    assert eventually(lambda: not reading_threads(), 40)
+    assert eventually(lambda: not reading_threads())
     gc.collect()
 
 
