@@ -393,18 +393,27 @@ class Unpickled:
         while True:
             time.sleep(0.01)
 
-def make():
+def make(then=id):
     global found, made
     found, made = 1, Unpickled()
+    then(made)
+
+def goes_on(made):
+    print("ready", flush=True)
+    time.sleep(600)
 """
+MAKES_UNPICKLED = {
+    "cell": "%%distribute mirrored\nfound, made = 1, Unpickled()",
+    "call": "distnb.MirroredStrategy().run(make)",
+    "cell that goes on": "%%distribute mirrored\nfound, made = 1, Unpickled()\ngoes_on(made)",
+    "call that goes on": "distnb.MirroredStrategy().run(make, args=(goes_on,))",
+}
 
 
-@pytest.mark.parametrize("where", ["cell", "call"])
-def test_what_never_ends_to_be_pickled_is_interrupted_and_is_not_there(notebook: Notebook, where: str) -> None:
+@pytest.mark.parametrize("what", MAKES_UNPICKLED)
+def test_what_never_ends_to_be_pickled_is_interrupted_and_is_not_there(notebook: Notebook, what: str) -> None:
     notebook.run(UNPICKLED)
-    source = "%%distribute mirrored\nfound, made = 1, Unpickled()"
-    source = source if where == "cell" else "distnb.MirroredStrategy().run(make)"
-    stop_when_ready(notebook, source)
+    stop_when_ready(notebook, MAKES_UNPICKLED[what])
     wait_until_idle(notebook)
     there = notebook.run("%%distribute mirrored\nprint({'found', 'made'} & globals().keys())")
     assert "set()" in there.stdout
