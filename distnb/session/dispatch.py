@@ -51,6 +51,7 @@ class Outcome:
         """A reply came, be it from an engine that was given up on."""
         self.replies[engine] = reply
         self.died.pop(engine, None)
+        self.stuck.discard(engine)
         self._missing.discard(engine)
         self._failed = self._failed or reply.status != "ok"
 

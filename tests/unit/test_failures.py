@@ -67,6 +67,15 @@ def test_a_collective_that_ends_because_a_process_died_is_not_the_reason(error: 
         raise_failure(outcome, TEAM)
 
 
+def test_who_was_given_up_on_and_ended_well_after_all_is_no_failure() -> None:
+    outcome = Outcome(1, (0, 1))
+    outcome.take(0, Reply(1, "ok"))
+    outcome.lose(1, None)
+    outcome.take(1, Reply(1, "ok"))
+    assert outcome.ok
+    raise_failure(outcome, TEAM)
+
+
 def test_where_an_ordinary_cell_called_stands_above() -> None:
     outcome = Outcome(1, (0,))
     report = ErrorReport(pickle.dumps(KeyError("k")), "KeyError", "'k'", ("where",), ("there",))
