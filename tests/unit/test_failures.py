@@ -73,6 +73,7 @@ def test_who_was_given_up_on_and_ended_well_after_all_is_no_failure() -> None:
     outcome.lose(1, None)
     outcome.take(1, Reply(1, "ok"))
     assert outcome.ok
+    assert not outcome.left_group_whole
     raise_failure(outcome, TEAM)
 
 
