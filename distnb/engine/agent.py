@@ -51,6 +51,7 @@ __all__ = ["Agent", "install"]
 Program = RunCell | CallFunction | Apply
 
 _DRAWING_S = 0.7  # where several replicas fail, each may still tell why; longer than that, nobody waits
+_DESCRIBING_S = 1.0  # what a program did that was told to end: the notebook waits no longer
 _LINGER_MS = 1  # the next small call often follows at once, and the way through the event loop costs as much as it
 
 
@@ -282,8 +283,11 @@ class Agent:
         self, program: int, describe: Callable[[], Effects | None]
     ) -> tuple[Effects | None, KeyboardInterrupt | None]:
         """What a program did, or the user's interrupt: objects are pickled as they like, for as long as they like."""
-        if self._guard.aborted:
-            return describe(), None  # that was the interrupt, or another replica's failure
+        if self._guard.aborted:  # that was the interrupt, or another replica's failure
+            try:
+                return self._guard.call_last(describe, _DESCRIBING_S), None
+            except (KeyboardInterrupt, ProgramAborted):
+                return None, None
         try:
             return self._guard.call(program, describe, math.inf), None
         except KeyboardInterrupt as interrupt:

@@ -120,6 +120,26 @@ class Guard:
         """
         with self._beginning:
             run = self._run = _Run(program, sys._getframe(), grace_s)
+        return self._call(run, function)
+
+    def call_last(self, function: Callable[[], T], grace_s: float) -> T:
+        """Call what is left to do for a program that was told to end; that ends this, too, when it goes on for longer.
+
+        Raises:
+            ProgramAborted, KeyboardInterrupt: As the program did.
+        """
+        before = self._run
+        assert before is not None
+        assert before.reason is not None
+        with self._beginning:
+            run = _Run(before.program, sys._getframe(), grace_s)
+            run.order(before.reason, before.interrupted)
+            run.next_press = time.monotonic() + grace_s
+            self._run = run
+        return self._call(run, function)
+
+    def _call(self, run: _Run, function: Callable[[], T]) -> T:
+        program = run.program
         try:
             # Looked up after `_run` is set, as `abort` looks at `_run` after it has left its word: one of the two sees.
             if program in self._early:
@@ -231,8 +251,8 @@ class Guard:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         for run in (self._run, self._remains):
-            # If it ended in the meantime: an idle engine must live on.
-            if run is not None and run.ordered:
+            # If it ended in the meantime: an idle engine must live on. Nor is the signal for what follows it.
+            if run is not None and run.ordered and run.presses:
                 self._raise_in(run, frame)
 
     def _raise_in(self, run: _Run, frame: FrameType | None) -> None:

@@ -35,7 +35,18 @@ class Outcome:
         interrupted: Whether the user asked for the end.
     """
 
-    __slots__ = ("_failed", "_missing", "died", "engines", "interrupted", "program", "quiet", "replies", "stuck")
+    __slots__ = (
+        "_failed",
+        "_given_up",
+        "_missing",
+        "died",
+        "engines",
+        "interrupted",
+        "program",
+        "quiet",
+        "replies",
+        "stuck",
+    )
 
     def __init__(self, program: int, engines: tuple[int, ...], *, quiet: bool = True) -> None:
         self.program = program
@@ -44,13 +55,14 @@ class Outcome:
         self.died: dict[int, str] = {}
         self.stuck: set[int] = set()
         self.quiet = quiet
-        self.interrupted = self._failed = False
+        self.interrupted = self._failed = self._given_up = False
         self._missing = set(engines)
 
     def take(self, engine: int, reply: Reply) -> None:
         """A reply came, be it from an engine that was given up on."""
         self.replies[engine] = reply
         self.died.pop(engine, None)
+        self.stuck.discard(engine)
         self._missing.discard(engine)
         self._failed = self._failed or reply.status != "ok"
 
@@ -58,6 +70,7 @@ class Outcome:
         """An engine's reply will not come: it died so, or did not follow the order to end."""
         if exit_status is None:
             self.stuck.add(engine)
+            self._given_up = True
         else:
             self.died[engine] = exit_status
         self._missing.discard(engine)
@@ -74,8 +87,8 @@ class Outcome:
 
     @property
     def left_group_whole(self) -> bool:
-        """Whether the replicas can go on in the same process group: an interrupt ends it, be the program through."""
-        return self.ok and not self.interrupted
+        """Whether the replicas can go on in the same process group: an order to end the program ends it in any case."""
+        return self.ok and not (self.interrupted or self._given_up)
 
 
 class Dispatch:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from distnb.errors import CollectiveMismatchError, EngineDied, ProgramError, RemoteError
+from distnb.errors import CollectiveError, CollectiveMismatchError, EngineDied, ProgramError, RemoteError
 from distnb.session.dispatch import Outcome
 from distnb.session.ranges import ranges
 from distnb.topology import Team
@@ -23,6 +23,7 @@ callers_lines: list[Callable[[BaseException], list[str]]] = []
 
 _BUSY = "still busy: it did not end in time (%distnb status tells when it has, %distnb stacks where it is{cure})"
 _MISMATCH = f"{CollectiveMismatchError.__module__}.{CollectiveMismatchError.__qualname__}"
+_UNANSWERED = f"{CollectiveError.__module__}.{CollectiveError.__qualname__}"
 
 
 class ReplicaTraceback(Exception):
@@ -53,6 +54,8 @@ def raise_failure(outcome: Outcome, team: Team, *, called: bool = False) -> None
     if outcome.interrupted:
         raise _Interrupted(_others(outcome, team, None) or "every replica ended its part")
     failed = [engine for engine, reply in outcome.replies.items() if reply.status == "error"]
+    if outcome.died:  # then a collective that another replica did not come to is a consequence
+        failed = [engine for engine in failed if _report(outcome.replies[engine]).type_name != _UNANSWERED]
     if failed:
         # In order of arrival: the first is the cause, later ones may be its consequences. That replicas do not match
         # any more is mostly a consequence too: of what another one raised.

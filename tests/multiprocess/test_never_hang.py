@@ -7,6 +7,7 @@ is far beyond the second that is promised, and far below "for ever".
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +107,7 @@ def notebook(notebooks: Notebooks, request: pytest.FixtureRequest) -> Iterator[N
         notebooks.close()
         return
     try:
+        wait_until_idle(notebook)
         works(notebook, notebook.engines)
     except BaseException:
         notebooks.close()
@@ -140,6 +142,13 @@ def failed(notebook: Notebook, source: str, error: str, limit_s: float = LIMIT_S
 def wait_until_idle(notebook: Notebook) -> None:
     """On a slow machine replicas may end a little later than they are waited for."""
     processes.wait_until(lambda: "busy" not in notebook.run("%distnb status").text, timeout_s=LIMIT_S)
+
+
+def summed_up(ran: Ran) -> set[int]:
+    """Replicas of whose end a traceback tells in a few words: most often the same ones, "replicas 0, 2-3 ended"."""
+    told = " ".join(re.findall(r"\breplicas? ([\d, -]+) ", ran.traceback))
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", told)
+    return {replica for first, last in ranges for replica in range(int(first), int(last or first) + 1)}
 
 
 def line_of(source: str, text: str) -> int:
@@ -224,8 +233,7 @@ def test_one_replica_raises_while_the_others_wait(
     assert FAIL in ran.traceback, "its source line is shown"
     assert f"line {line_of(source, FAIL)}" in ran.traceback, "with the line number of the notebook's cell"
     assert ran.traceback.index("Replica 1") < ran.traceback.index(FAIL), "the failing replica is named first"
-    others = "replica 0" if notebook.engines == 2 else "replicas 0, 2-3"
-    assert others in ran.traceback, "the others are summed up"
+    assert summed_up(ran) == set(range(notebook.engines)) - {1}, ran.traceback
     assert ran.traceback.count("Traceback (most recent call last)") <= 1, "no other replica's traceback"
 
 
@@ -393,18 +401,27 @@ class Unpickled:
         while True:
             time.sleep(0.01)
 
-def make():
+def make(then=id):
     global found, made
     found, made = 1, Unpickled()
+    then(made)
+
+def goes_on(made):
+    print("ready", flush=True)
+    time.sleep(600)
 """
+MAKES_UNPICKLED = {
+    "cell": "%%distribute mirrored\nfound, made = 1, Unpickled()",
+    "call": "distnb.MirroredStrategy().run(make)",
+    "cell that goes on": "%%distribute mirrored\nfound, made = 1, Unpickled()\ngoes_on(made)",
+    "call that goes on": "distnb.MirroredStrategy().run(make, args=(goes_on,))",
+}
 
 
-@pytest.mark.parametrize("where", ["cell", "call"])
-def test_what_never_ends_to_be_pickled_is_interrupted_and_is_not_there(notebook: Notebook, where: str) -> None:
+@pytest.mark.parametrize("what", MAKES_UNPICKLED)
+def test_what_never_ends_to_be_pickled_is_interrupted_and_is_not_there(notebook: Notebook, what: str) -> None:
     notebook.run(UNPICKLED)
-    source = "%%distribute mirrored\nfound, made = 1, Unpickled()"
-    source = source if where == "cell" else "distnb.MirroredStrategy().run(make)"
-    stop_when_ready(notebook, source)
+    stop_when_ready(notebook, MAKES_UNPICKLED[what])
     wait_until_idle(notebook)
     there = notebook.run("%%distribute mirrored\nprint({'found', 'made'} & globals().keys())")
     assert "set()" in there.stdout
@@ -513,7 +530,9 @@ deaf({str(tmp_path)!r}, itertools.repeat(True))
 dist.all_reduce(torch.ones(1))
 """
     ran = stop_when_ready(notebook, source)
-    assert "%distnb restart 1 starts anew" in ran.error_text
+    assert re.search(r"%distnb restart ([02] )?1( \d)* starts anew", ran.error_text), ran.error_text
+    # The others do end, on a slow machine a little later than they are waited for.
+    processes.wait_until(lambda: notebook.value("distnb.session.current().stuck") == (1,), LIMIT_S)
     assert "busy" in notebook.run("%distnb status").text
     assert "Engine 1: still busy" in notebook.run("%distnb interrupt").text
     assert "does not answer" in notebook.run("%distnb stacks").text  # `all` never lets go of Python's lock
@@ -602,8 +621,8 @@ def stop():
 stopper = threading.Thread(target=stop)
 stopper.start()
 """)
-    ran = failed(notebook, "%%distribute mirrored\nprint('never')", "KeyboardInterrupt")
-    assert "busy" not in ran.error_text, ran
+    failed(notebook, "%%distribute mirrored\nprint('never')", "KeyboardInterrupt")
+    wait_until_idle(notebook)
     notebook.run("stopper.join()\ndel stopper, stop, Endless, fails")
 
 
@@ -616,9 +635,10 @@ import distnb.session
 def watch():
     while True:
         found = distnb.session.current().stacks()
-        if found and all("waits_here()" in text for text in found.values()):
-            with open({seen!r}, "w") as file:
+        if len(found) == {notebook.engines} and all("line 5" in text for text in found.values()):
+            with open({seen!r} + ".part", "w") as file:
                 file.write(found[1])
+            os.rename({seen!r} + ".part", {seen!r})
             return
 
 watcher = threading.Thread(target=watch)
@@ -632,7 +652,7 @@ waits_here()
 """)
     assert ran.status == "ok", ran
     text = Path(seen).read_text()
-    assert "line 5" in text, text
+    assert "waits_here()" in text, text
     assert "distnb" not in text, text
     assert "idle" in notebook.run("watcher.join()\n%distnb stacks").text
 
@@ -694,6 +714,7 @@ meet({str(tmp_path)!r}, "waits")
     assert "ngine 1" in ran.error_text
     assert "SIGKILL" in ran.error_text or "signal 9" in ran.error_text
     left = notebook.engines - 1
+    wait_until_idle(notebook)
     said = notebook.run("%%distribute mirrored\npass").stdout
     assert f"engine 1 ended; this runs on {left} replica" in said
     works(notebook, left)  # on the survivors

@@ -44,7 +44,7 @@ def test_one_that_dies_as_it_is_replaced(session: Session, monkeypatch: pytest.M
 
     monkeypatch.setattr(session.namespace, "engine_died", tell)
     lose(session, 1)
-    assert session.flush_events(), "one that has ended was waited for"
+    assert session.flush_events(timeout_s=30), "one that has ended was waited for"
     session.restart([1])
     assert [row.state for row in session.status()] == ["idle", "idle"]
     assert replicas() == [0, 1]

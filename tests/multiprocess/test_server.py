@@ -140,8 +140,8 @@ while True:
 def test_a_server_that_is_told_to_stop(servers: Servers, notebook: Notebook) -> None:
     server, engine = servers.processes[0], notebook.value("cluster.status()[0].pid")
     server.send_signal(signal.SIGTERM)
-    assert server.wait(20) == 0
-    processes.ends(engine, 5)
+    assert server.wait(40) == 0
+    processes.ends(engine, 20)
     notebook.run("%distnb stop")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from textwrap import dedent
 
 import pytest
@@ -11,10 +10,33 @@ import pytest
 from tests.ranks import run_ranks
 
 _START = """
+import threading, time
 from distnb.collectives import groups
 group = groups.join_from_env()
 assert group.process_group._shared is not None, "this machine's replicas share memory"
 rank, size = group.rank, group.size
+
+def waits():
+    # Whether the main thread is in an operation of the group, or was just now.
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame is not None and frame.f_code.co_name != "all_reduce":
+        frame = frame.f_back
+    return frame is not None
+
+def in_the_wait(call):
+    # From another thread, when the main one has been waiting for a while.
+    def when_it_waits():
+        while not waits():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        call()
+    threading.Thread(target=when_it_waits).start()
+
+ended = os.path.join(os.path.dirname(os.environ["DISTNB_TEST_RESULT"]), "ended")
+
+def stay():
+    while not os.path.exists(ended):
+        time.sleep(0.01)
 """
 
 
@@ -68,68 +90,57 @@ def test_every_replica_gets_the_same_bits() -> None:
 
 def test_an_abort_ends_the_wait_at_once() -> None:
     program = """
-    import threading, time
     from distnb.errors import ProgramAborted
     group.all_reduce(torch.ones(3))
     result = None
     if rank == 0:
-        began = 0.0
-        def abort():
-            global began
-            began = time.monotonic()
-            groups.abort("another replica failed")
-        threading.Timer(0.55, abort).start()
+        in_the_wait(lambda: groups.abort("another replica failed"))
         try:
             group.all_reduce(torch.ones(3))
         except ProgramAborted as error:
-            result = time.monotonic() - began, str(error)
+            result = str(error)
+        finally:
+            open(ended, "w").close()
     else:
-        time.sleep(1.5)
+        stay()
     """
-    took, text = run_ranks(_START + dedent(program), 2)[0].check().result
-    assert took < 15
-    assert text == "another replica failed"
+    assert run_ranks(_START + dedent(program), 2)[0].check().result == "another replica failed"
 
 
 def test_ctrl_c_ends_the_wait() -> None:
     program = """
-    import signal, threading, time
+    import signal
     result = None
     if rank == 0:
-        threading.Timer(0.5, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start()
-        began = time.monotonic()
+        in_the_wait(lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
         try:
             group.all_reduce(torch.ones(3))
         except KeyboardInterrupt:
-            result = time.monotonic() - began
+            result = "interrupted"
+        finally:
+            open(ended, "w").close()
         groups.leave()
     else:
-        time.sleep(1.5)
+        stay()
     """
-    took = run_ranks(_START + dedent(program), 2)[0].check().result
-    assert 0.4 < took < 15
+    assert run_ranks(_START + dedent(program), 2)[0].check().result == "interrupted"
 
 
 def test_the_death_of_a_replica_ends_the_wait() -> None:
     program = """
-    import os, signal, time
+    import signal
     from distnb.errors import CollectiveError
     group.all_reduce(torch.ones(3))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
     try:
         group.all_reduce(torch.ones(3))
     except CollectiveError as error:
-        result = time.monotonic() - began, str(error)
+        result = str(error)
     """
-    began = time.monotonic()
     ranks = run_ranks(_START + dedent(program), 2)
     assert ranks[1].returncode == -signal.SIGKILL
-    took, text = ranks[0].check().result
-    assert took < 15
-    assert "may have died" in text
-    assert time.monotonic() - began < 60
+    assert "may have died" in ranks[0].check().result
 
 
 def test_too_many_that_nobody_waits_for() -> None:

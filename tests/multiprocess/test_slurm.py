@@ -104,6 +104,8 @@ def test_the_end_of_the_notebook(notebook: Notebook) -> None:
     """Of one whose cluster a resolver named."""
     notebook.run("%distnb start --resolver slurm --per-host 1", timeout_s=120)
     assert notebook.value("[row.host for row in distnb.session.current().status()]") == ["blue", "red"]
-    assert len(left()) == 2 * 6 + 1  # bearer and srun (which are two each), keeper and engine; and the guard
+    processes.wait_until(
+        lambda: len(left()) == 2 * 6 + 1, 20
+    )  # bearer and srun (which are two each), keeper and engine; and the guard
     os.kill(notebook.pid, signal.SIGKILL)
     processes.wait_until(lambda: not left() and not processes.run_directories(), 20, "something is left")

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from distnb.errors import RemoteError
+from distnb.errors import CollectiveError, EngineDied, RemoteError
 from distnb.session.dispatch import Outcome
 from distnb.session.failures import callers_lines, raise_failure
 from distnb.topology import Device, Team
@@ -55,6 +55,26 @@ def test_a_replica_that_does_not_end_is_told_of_with_the_cure() -> None:
     outcome.lose(1, None)
     with pytest.raises(KeyboardInterrupt, match=r"replica 1 still busy.*%distnb restart 1 starts anew"):
         raise_failure(outcome, TEAM)
+
+
+@pytest.mark.parametrize(("error", "raised"), [(CollectiveError("lost"), EngineDied), (KeyError("k"), KeyError)])
+def test_a_collective_that_ends_because_a_process_died_is_not_the_reason(error: Exception, raised: type) -> None:
+    name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+    outcome = Outcome(1, (0, 1))
+    outcome.take(0, Reply(1, "error", ErrorReport(pickle.dumps(error), name, str(error), (), ())))
+    outcome.lose(1, "was killed by SIGKILL")
+    with pytest.raises(raised):
+        raise_failure(outcome, TEAM)
+
+
+def test_who_was_given_up_on_and_ended_well_after_all_is_no_failure() -> None:
+    outcome = Outcome(1, (0, 1))
+    outcome.take(0, Reply(1, "ok"))
+    outcome.lose(1, None)
+    outcome.take(1, Reply(1, "ok"))
+    assert outcome.ok
+    assert not outcome.left_group_whole
+    raise_failure(outcome, TEAM)
 
 
 def test_where_an_ordinary_cell_called_stands_above() -> None:
