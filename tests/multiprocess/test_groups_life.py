@@ -76,13 +76,14 @@ def test_teams_live_side_by_side_and_switching_is_cheap():
 
 def test_ddp_and_subgroups_made_before_an_abort_stay_good():
     program = """
+    from tests.multiprocess.group_cases import aborted_soon
     group = groups.join(team(0), rank, cpu)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     part = dist.new_group([0, 1])
     model(torch.ones(1, 4)).sum().backward()
-    threading.Timer(0.2, groups.abort, ["enough"]).start()
     try:
-        dist.recv(torch.zeros(1), 1 - rank)
+        with aborted_soon("enough"):
+            dist.recv(torch.zeros(1), 1 - rank)
     except BaseException as error:
         result = [type(error).__name__]
     result.append(group.aborted)
@@ -293,6 +294,7 @@ def test_the_exit_after_an_abort_is_clean(traffic):
     program = f"""
     groups.join(team(0), rank, cpu)
     sum_of(1)
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
         threading.Timer(0.2, groups.abort, ["enough"]).start()
@@ -300,8 +302,9 @@ def test_the_exit_after_an_abort_is_clean(traffic):
             {traffic}
         except (BaseException) as error:
             result = type(error).__name__
+        store.set("aborted", "yes")
     else:
-        time.sleep(0.5)
+        store.wait(["aborted"])  # one that ends earlier is missed, whatever becomes of the abort
     """
     ranks = run(program, 2, timeout_s=30)
     assert ranks[0].check().result in ("ProgramAborted", "RuntimeError")
