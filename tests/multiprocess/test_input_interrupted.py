@@ -87,8 +87,8 @@ class Told(torch.utils.data.Dataset):
         return 8
     def __getitem__(self, index):
         mark = os.path.join({str(tmp_path)!r}, str(os.getpid()))
-        open(mark + " begins", "w").close()
         try:
+            open(mark + " begins", "w").close()  # from here on the interrupt may come
             time.sleep(600)
         except KeyboardInterrupt:
             open(mark + " is told", "w").close()
