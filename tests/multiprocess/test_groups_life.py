@@ -35,7 +35,12 @@ def results(program: str, n: int, **options):
 
 def test_teams_live_side_by_side_and_switching_is_cheap():
     program = """
-    engine, result = rank, {}
+    from distnb.collectives.forming import Forming
+    engine, result, formed, form = rank, {}, [], Forming.run
+    def noted(forming):
+        formed.append(forming.group.label)
+        return form(forming)
+    Forming.run = noted
     teams = {"ab": (0, 1), "bc": (1, 2), "abc": (0, 1, 2)}
     mine = [name for name, engines in teams.items() if engine in engines]
     subgroups = {}
@@ -44,9 +49,7 @@ def test_teams_live_side_by_side_and_switching_is_cheap():
         return groups.join(t, t.rank_of(engine), cpu)
     for turn in range(30):
         for name in mine:
-            began = time.perf_counter()
             group = enter(name, 7)
-            took = time.perf_counter() - began
             assert group.size == dist.get_world_size() == len(teams[name]) and os.environ["RANK"] == str(group.rank)
             if turn == 0:
                 subgroups[name] = dist.new_group([0, 1])
@@ -55,7 +58,8 @@ def test_teams_live_side_by_side_and_switching_is_cheap():
                 dist.all_reduce(tensor, group=subgroups[name])
                 assert tensor.item() == 2
             assert sum_of(1) == len(teams[name])
-            result.setdefault("switch", []).append(took if turn else 0.0)
+        result.setdefault("formed", len(formed))
+    result["formed in the end"] = len(formed)
     # One team goes on to a new generation; the others follow later, or never.
     if engine != 0:
         enter("bc", 8)
@@ -70,8 +74,8 @@ def test_teams_live_side_by_side_and_switching_is_cheap():
     found = results(program, 3)
     assert [each["sum"] for each in found] == [3, 3, 3]
     assert [each.get("part") for each in found] == [2, 2, None]
-    for each in found:
-        assert sorted(each["switch"])[len(each["switch"]) // 2] < 0.002
+    assert [each["formed"] for each in found] == [4, 6, 3], "each team, and the part of it that this replica is in"
+    assert [each["formed in the end"] for each in found] == [4, 6, 3], "who switches connects with nobody"
 
 
 def test_ddp_and_subgroups_made_before_an_abort_stay_good():
@@ -106,7 +110,12 @@ def test_an_abort_ends_a_joining():
     from distnb.errors import CollectiveError, ProgramAborted
     result = []
     if rank == 0:
-        threading.Timer(0.3, groups.abort, ["no more"]).start()
+        def strike():
+            while groups._joining is None:
+                time.sleep(0.01)
+            time.sleep(0.3)
+            groups.abort("no more")
+        threading.Thread(target=strike).start()
         try:
             groups.join(team(0), rank, cpu)
         except ProgramAborted as error:
@@ -344,8 +353,8 @@ def test_ctrl_c_ends_a_wait():
         def strike():
             struck.append(time.monotonic())
             _thread.interrupt_main()
-        threading.Timer(0.3, strike).start()
         try:
+            threading.Timer(0.3, strike).start()
             sum_of(1)
         except KeyboardInterrupt:
             result = time.monotonic() - struck[0]
