@@ -71,7 +71,7 @@ while True:
     assert ended.error_name in ("EngineDied", "CollectiveError"), ended.traceback
     assert any(text in ended.error_text for text in ("cannot be reached", "connection to another replica"))
     count = "sum('cannot be reached' in row.state for row in cluster.status())"
-    processes.wait_until(lambda: notebook.value(count) == 2, 20)
+    processes.wait_until(lambda: notebook.value(count) == 2, 40)
     notebook.run(
         "%%distribute mirrored\nleft = distnb.replica_id(), strategy.num_replicas_in_sync, os.uname().nodename"
     )
@@ -94,8 +94,8 @@ dist.barrier()
 def check_stop(notebook: Notebook) -> None:
     """After a stop there is no process on any machine, and no file."""
     notebook.run("%distnb stop", timeout_s=60)
-    assert left() == []
-    assert not processes.run_directories()
+    # Who is told from here may need a moment to be gone there.
+    processes.wait_until(lambda: not left() and not processes.run_directories(), 20, "something is left")
 
 
 def check_secrets(notebook: Notebook, at_least: int) -> None:
