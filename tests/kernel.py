@@ -93,7 +93,7 @@ class Notebook:
             self._client.wait_for_ready(timeout=120)
             self.run("%load_ext distnb")
             if self.engines:
-                self.run(f"%distnb start -n {self.engines}", timeout_s=90)
+                self.run(f"%distnb start -n {self.engines}", timeout_s=120)
         except BaseException:
             self.close()
             raise

@@ -21,7 +21,7 @@ from distnb.errors import NoClusterError, StartError
 from tests import processes
 from tests.multiprocess.clusters import make_cluster, running_cluster
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(170)
 _WITHIN_S = 20.0  # for what happens at once, on a machine that has no time
 
 

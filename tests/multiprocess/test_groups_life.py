@@ -315,7 +315,7 @@ def test_the_exit_after_an_abort_is_clean(traffic):
     else:
         store.wait(["aborted"])  # one that ends earlier is missed, whatever becomes of the abort
     """
-    ranks = run(program, 2, timeout_s=30)
+    ranks = run(program, 2)
     assert ranks[0].check().result in ("ProgramAborted", "RuntimeError")
     ranks[1].check()
 
@@ -336,7 +336,7 @@ def test_the_exit_waits_for_what_follows_from_a_future(last):
     begun.wait(20)
     {last}
     """
-    for rank in run(program, 2, timeout_s=30):
+    for rank in run(program, 2):
         rank.check()
         assert "terminate" not in rank.stderr
 
@@ -430,7 +430,7 @@ def test_a_forming_that_is_broken_off_hinders_no_later_one():
         result.append(total.item())
         groups.leave()
     """
-    for rank in run_ranks(program, 2, timeout_s=60):
+    for rank in run_ranks(program, 2):
         assert rank.check().result == ["told", 2.0, "told", 2.0]
 
 
@@ -466,4 +466,4 @@ def test_an_order_to_end_just_when_an_operation_has_begun_hinders_nothing():
     result = sum_of(1), over.is_set()
     over.set()
     """
-    assert results(program, 2, timeout_s=60) == [(2.0, False)] * 2
+    assert results(program, 2) == [(2.0, False)] * 2

@@ -10,7 +10,7 @@ import pytest
 from tests import processes
 from tests.kernel import Notebook
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 pytestmark = pytest.mark.timeout(150)
 
 SETUP = """
