@@ -37,10 +37,11 @@ _HEADING = "ranks   traffic  aborts  freed  median ms     p95     max  wrong for
 def _replica(rank: int, size: int, port: int, rounds: int, traffic: Sequence[str], seed: int, out: Path) -> None:
     import torch
 
-    from distnb.collectives import groups
+    from distnb.collectives import groups, process_group
     from distnb.topology import Device, Team
 
     torch.set_num_threads(1)
+    process_group._ABORT_GRACE_S = 60.0  # a replica whose thread strikes late must not take the others for lost
     device = Device("cpu")
     records: list[dict[str, Any]] = []
     models: dict[str, Any] = {}

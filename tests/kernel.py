@@ -13,6 +13,7 @@ import contextlib
 import os
 import queue
 import re
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -64,7 +65,8 @@ class Notebook:
 
     def __init__(self, engines: int = 0, *, env: dict[str, str] | None = None) -> None:
         self.engines = engines
-        self._manager = KernelManager(kernel_name="python3")
+        self._manager = KernelManager(kernel_name="python3", cache_ports=False)
+        self._reserved = [self._reserve(channel) for channel in ("shell", "iopub", "stdin", "hb", "control")]
         self._env = {
             **os.environ,
             "PYTHONPATH": str(Path(__file__).parents[1]),
@@ -72,15 +74,26 @@ class Notebook:
             **(env or {}),
         }
 
+    def _reserve(self, channel: str) -> socket.socket:
+        """Take the port of a channel now: the kernel binds it beside this socket, and nobody else does meanwhile.
+
+        Jupyter looks for free ports, and lets them go until the kernel takes them, seconds later.
+        """
+        reserved = socket.socket()
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        setattr(self._manager, f"{channel}_port", reserved.getsockname()[1])
+        return reserved
+
     def __enter__(self) -> Notebook:
         self._manager.start_kernel(env=self._env)
         self._client = self._manager.client()
         self._client.start_channels()
         try:
-            self._client.wait_for_ready(timeout=60)
+            self._client.wait_for_ready(timeout=120)
             self.run("%load_ext distnb")
             if self.engines:
-                self.run(f"%distnb start -n {self.engines}", timeout_s=90)
+                self.run(f"%distnb start -n {self.engines}", timeout_s=120)
         except BaseException:
             self.close()
             raise
@@ -104,6 +117,8 @@ class Notebook:
             self._client.stop_channels()
         self._manager.shutdown_kernel()
         self._manager.cleanup_resources()
+        for reserved in self._reserved:
+            reserved.close()
 
     # -- cells --------------------------------------------------------------------------------------------------
 

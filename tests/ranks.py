@@ -70,7 +70,7 @@ def rank_environment(rank: int, n: int, port: int) -> dict[str, str]:
 
 
 def run_ranks(
-    program: str, n: int, *, timeout_s: float = 60.0, env: Mapping[str, str] | None = None, expect_death: bool = False
+    program: str, n: int, *, timeout_s: float = 120.0, env: Mapping[str, str] | None = None, expect_death: bool = False
 ) -> list[Rank]:
     """Run `program` as a script on `n` ranks and wait for all of them.
 

@@ -94,9 +94,8 @@ dist.barrier()
 def check_stop(notebook: Notebook) -> None:
     """After a stop there is no process on any machine, and no file."""
     notebook.run("%distnb stop", timeout_s=60)
-    # A keeper that has told how it ended is on its way out; what started it there is waited for briefly, and not it.
-    processes.wait_until(lambda: not left(), 20, "a process is left")
-    assert not processes.run_directories()
+    # Who is told from here may need a moment to be gone there.
+    processes.wait_until(lambda: not left() and not processes.run_directories(), 20, "something is left")
 
 
 def check_secrets(notebook: Notebook, at_least: int) -> None:

@@ -279,12 +279,15 @@ class GroupCore(GroupIdentity):
             parent.fail(error)
             raise
 
-    def examine(self, epoch: int, number: int | None, waiting: bool = True) -> None:
+    def examine(
+        self, epoch: int, number: int | None, waiting: bool = True, mourning_s: float = _FAILED_GRACE_S
+    ) -> None:
         """Look, while waiting, for reasons not to wait any longer.
 
         Args:
             epoch, number: Which operation; no number for messages.
             waiting: Whether this replica does nothing else meanwhile.
+            mourning_s: How long a replica must be known to have ended with an error.
 
         Raises:
             BaseException: The one that ended the group, or CollectiveMismatchError if the ledger finds one now.
@@ -319,15 +322,12 @@ class GroupCore(GroupIdentity):
             except Exception as error:
                 self.fail(error)
                 raise
-        self._mourn(failed)
+        self._mourn(failed, mourning_s)
 
-    def _mourn(self, failed: list[int]) -> None:
+    def _mourn(self, failed: list[int], mourning_s: float = _FAILED_GRACE_S) -> None:
         """Raise if replicas ended their program with an error, some time after they did."""
-        if not failed:
-            self._failed_since = None
-        elif self._failed_since is None:
-            self._failed_since = time.monotonic()
-        elif time.monotonic() - self._failed_since > _FAILED_GRACE_S:
+        self._failed_since = (self._failed_since or time.monotonic()) if failed else None
+        if self._failed_since is not None and time.monotonic() - self._failed_since >= mourning_s:
             # The notebook's side tells of failures much sooner; this is for programs that have no notebook.
             who = ", ".join(str(self.replicas[rank]) for rank in failed)
             self.fail(
@@ -340,12 +340,12 @@ class GroupCore(GroupIdentity):
 
     def explain(self, epoch: int, number: int | None, error: BaseException) -> NoReturn:
         """Raise what an operation that failed in the backend means."""
-        self.examine(epoch, number)
         # Most likely another replica was aborted or died, and who watches over both will say so in a moment.
         until = time.monotonic() + _ABORT_GRACE_S
         while time.monotonic() < until:
-            time.sleep(0.01)
             self.examine(epoch, number)
+            time.sleep(0.01)
+        self.examine(epoch, number, mourning_s=0.0)  # what ended with an error takes its connections along
         self.fail(CollectiveError(f"The connection to another replica was lost, which may have died: {error}"))
         self.raise_failure()
 

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distnb.collectives import groups
+from distnb.collectives import groups, process_group
 from distnb.collectives.group import Group
 from distnb.topology import Device, Team
 
@@ -481,37 +481,51 @@ def sum_after_all(group: Group) -> Any:
 # -- aborts -----------------------------------------------------------------------------------------------------------
 
 
-def _abort_soon() -> None:
+@contextlib.contextmanager
+def aborted_soon(reason: str) -> Iterator[None]:
+    """Each replica aborts what it does in this block, by a thread of its own.
+
+    The first to abort closes its connections. That the others are told as well, and not merely find them closed, is up
+    to when their threads run: so they wait for it as long as it takes.
+    """
+
     def strike() -> None:
         mark()
-        groups.abort("the test wants it")
+        groups.abort(reason)
 
-    threading.Timer(0.5, strike).start()
+    grace, process_group._ABORT_GRACE_S = process_group._ABORT_GRACE_S, 60.0
+    timer = threading.Timer(0.5, strike)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+        process_group._ABORT_GRACE_S = grace
 
 
 @case
 def aborted_receive(group: Group) -> None:
-    _abort_soon()
-    dist.recv(torch.zeros(3), (group.rank + 1) % group.size)
+    with aborted_soon("the test wants it"):
+        dist.recv(torch.zeros(3), (group.rank + 1) % group.size)
 
 
 @case
 def aborted_deadlock(group: Group) -> None:
     """Everyone waits for someone."""
-    _abort_soon()
-    if group.rank == 0:
-        dist.recv(torch.zeros(3), 1)
-    else:
-        dist.all_reduce(torch.ones(5))
+    with aborted_soon("the test wants it"):
+        if group.rank == 0:
+            dist.recv(torch.zeros(3), 1)
+        else:
+            dist.all_reduce(torch.ones(5))
 
 
 @case
 def aborted_future(group: Group) -> None:
-    _abort_soon()
-    if group.rank == 0:
-        dist.all_reduce(torch.ones(3), async_op=True).get_future().wait()
-    else:
-        dist.recv(torch.zeros(3), 0)
+    with aborted_soon("the test wants it"):
+        if group.rank == 0:
+            dist.all_reduce(torch.ones(3), async_op=True).get_future().wait()
+        else:
+            dist.recv(torch.zeros(3), 0)
 
 
 @case

@@ -15,7 +15,7 @@ import pytest
 
 from tests import processes
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(170)
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Run:
     def go(text: str, before: str = "-n 2", after: str = "") -> subprocess.CompletedProcess[str]:
         (tmp_path / "script.py").write_text(text)
         words = [sys.executable, "-m", "distnb", "run", *before.split(), "script.py", *after.split()]
-        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=150)
 
     return go
 
@@ -110,7 +110,7 @@ def test_the_exit_code_is_the_failing_replica_s(run: Run, ending: str, code: int
 def test_replicas_that_end_well_at_different_times_are_waited_for(run: Run) -> None:
     done = run("import os, time\ntime.sleep(int(os.environ['RANK']))\nprint('done')\n")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "[0] done\n[1] done\n"
+    assert sorted(done.stdout.splitlines()) == ["[0] done", "[1] done"]  # which begins first is nobody's promise
 
 
 def test_a_replica_that_cannot_exit_after_its_error_does_not_hold_up_the_rest(run: Run) -> None:
@@ -124,7 +124,7 @@ if os.environ["RANK"] == "0":
 time.sleep(1000)
 """
     )
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 120
     assert done.returncode == 1
     assert "replica 0 of 2 failed. The other replica was ended." in done.stderr
 
@@ -157,7 +157,7 @@ def test_a_module_and_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "package" / "neighbour.py").write_text("NAME = 'neighbour'\n")
     (tmp_path / "package" / "train.py").write_text("from package.neighbour import NAME\nprint(NAME, __name__)\n")
     words = [sys.executable, "-m", "distnb", "run", "-n", "2", "-m", "package.train"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert sorted(done.stdout.splitlines()) == ["[0] neighbour __main__", "[1] neighbour __main__"], done.stderr
 
 
@@ -174,7 +174,7 @@ def test_a_reader_that_goes_away_ends_everything(tmp_path: Path) -> None:
     assert launcher.stdout is not None
     with launcher.stdout:
         assert re.match(r"\[[01]\] again", launcher.stdout.readline())
-    assert launcher.wait(20) == 128 + signal.SIGPIPE
+    assert launcher.wait(60) == 128 + signal.SIGPIPE
     assert not processes.children_of_this_run()
 
 
@@ -191,7 +191,7 @@ def test_ctrl_c_and_a_polite_end_reach_every_replica(tmp_path: Path, number: sig
     assert launcher.stdout is not None
     assert sorted(launcher.stdout.readline() for _ in range(2)) == ["[0] waiting\n", "[1] waiting\n"]
     os.kill(launcher.pid, number)
-    _, errors = launcher.communicate(timeout=20)
+    _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == code
     assert "Traceback" not in errors
     assert not processes.children_of_this_run()

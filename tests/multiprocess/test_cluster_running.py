@@ -24,7 +24,7 @@ from tests.conftest import needs
 from tests.multiprocess import asked
 from tests.multiprocess.clusters import running_cluster
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(170)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,12 @@ def results(program: str, n: int, **options):
 
 def test_teams_live_side_by_side_and_switching_is_cheap():
     program = """
-    engine, result = rank, {}
+    from distnb.collectives.forming import Forming
+    engine, result, formed, form = rank, {}, [], Forming.run
+    def noted(forming):
+        formed.append(forming.group.label)
+        return form(forming)
+    Forming.run = noted
     teams = {"ab": (0, 1), "bc": (1, 2), "abc": (0, 1, 2)}
     mine = [name for name, engines in teams.items() if engine in engines]
     subgroups = {}
@@ -44,9 +49,7 @@ def test_teams_live_side_by_side_and_switching_is_cheap():
         return groups.join(t, t.rank_of(engine), cpu)
     for turn in range(30):
         for name in mine:
-            began = time.perf_counter()
             group = enter(name, 7)
-            took = time.perf_counter() - began
             assert group.size == dist.get_world_size() == len(teams[name]) and os.environ["RANK"] == str(group.rank)
             if turn == 0:
                 subgroups[name] = dist.new_group([0, 1])
@@ -55,7 +58,8 @@ def test_teams_live_side_by_side_and_switching_is_cheap():
                 dist.all_reduce(tensor, group=subgroups[name])
                 assert tensor.item() == 2
             assert sum_of(1) == len(teams[name])
-            result.setdefault("switch", []).append(took if turn else 0.0)
+        result.setdefault("formed", len(formed))
+    result["formed in the end"] = len(formed)
     # One team goes on to a new generation; the others follow later, or never.
     if engine != 0:
         enter("bc", 8)
@@ -70,19 +74,20 @@ def test_teams_live_side_by_side_and_switching_is_cheap():
     found = results(program, 3)
     assert [each["sum"] for each in found] == [3, 3, 3]
     assert [each.get("part") for each in found] == [2, 2, None]
-    for each in found:
-        assert sorted(each["switch"])[len(each["switch"]) // 2] < 0.002
+    assert [each["formed"] for each in found] == [4, 6, 3], "each team, and the part of it that this replica is in"
+    assert [each["formed in the end"] for each in found] == [4, 6, 3], "who switches connects with nobody"
 
 
 def test_ddp_and_subgroups_made_before_an_abort_stay_good():
     program = """
+    from tests.multiprocess.group_cases import aborted_soon
     group = groups.join(team(0), rank, cpu)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     part = dist.new_group([0, 1])
     model(torch.ones(1, 4)).sum().backward()
-    threading.Timer(0.2, groups.abort, ["enough"]).start()
     try:
-        dist.recv(torch.zeros(1), 1 - rank)
+        with aborted_soon("enough"):
+            dist.recv(torch.zeros(1), 1 - rank)
     except BaseException as error:
         result = [type(error).__name__]
     result.append(group.aborted)
@@ -105,7 +110,12 @@ def test_an_abort_ends_a_joining():
     from distnb.errors import CollectiveError, ProgramAborted
     result = []
     if rank == 0:
-        threading.Timer(0.3, groups.abort, ["no more"]).start()
+        def strike():
+            while groups._joining is None:
+                time.sleep(0.01)
+            time.sleep(0.3)
+            groups.abort("no more")
+        threading.Thread(target=strike).start()
         try:
             groups.join(team(0), rank, cpu)
         except ProgramAborted as error:
@@ -283,7 +293,8 @@ def test_a_script_that_fails_is_no_mismatch():
     first, second = run(program, 2)
     assert "ValueError: mine" in second.stderr
     assert first.returncode == 1
-    assert "CollectiveError" in first.stderr
+    # Its connections go as its process does, which must not be all that is told.
+    assert "CollectiveError: Replica 1 ended with an error" in first.stderr
     assert "Mismatch" not in first.stderr
 
 
@@ -292,6 +303,7 @@ def test_the_exit_after_an_abort_is_clean(traffic):
     program = f"""
     groups.join(team(0), rank, cpu)
     sum_of(1)
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
         threading.Timer(0.2, groups.abort, ["enough"]).start()
@@ -299,10 +311,11 @@ def test_the_exit_after_an_abort_is_clean(traffic):
             {traffic}
         except (BaseException) as error:
             result = type(error).__name__
+        store.set("aborted", "yes")
     else:
-        time.sleep(0.5)
+        store.wait(["aborted"])  # one that ends earlier is missed, whatever becomes of the abort
     """
-    ranks = run(program, 2, timeout_s=30)
+    ranks = run(program, 2)
     assert ranks[0].check().result in ("ProgramAborted", "RuntimeError")
     ranks[1].check()
 
@@ -323,7 +336,7 @@ def test_the_exit_waits_for_what_follows_from_a_future(last):
     begun.wait(20)
     {last}
     """
-    for rank in run(program, 2, timeout_s=30):
+    for rank in run(program, 2):
         rank.check()
         assert "terminate" not in rank.stderr
 
@@ -340,8 +353,8 @@ def test_ctrl_c_ends_a_wait():
         def strike():
             struck.append(time.monotonic())
             _thread.interrupt_main()
-        threading.Timer(0.3, strike).start()
         try:
+            threading.Timer(0.3, strike).start()
             sum_of(1)
         except KeyboardInterrupt:
             result = time.monotonic() - struck[0]
@@ -417,7 +430,7 @@ def test_a_forming_that_is_broken_off_hinders_no_later_one():
         result.append(total.item())
         groups.leave()
     """
-    for rank in run_ranks(program, 2, timeout_s=60):
+    for rank in run_ranks(program, 2):
         assert rank.check().result == ["told", 2.0, "told", 2.0]
 
 
@@ -453,4 +466,4 @@ def test_an_order_to_end_just_when_an_operation_has_begun_hinders_nothing():
     result = sum_of(1), over.is_set()
     over.set()
     """
-    assert results(program, 2, timeout_s=60) == [(2.0, False)] * 2
+    assert results(program, 2) == [(2.0, False)] * 2

