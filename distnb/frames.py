@@ -6,13 +6,13 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FrameType, FunctionType, TracebackType
 
 from distnb.errors import DistnbError
 
-__all__ = ["LOCKING", "OWN", "chain", "frames_of", "ours", "rebuilt", "torch_frames", "with_frames"]
+__all__ = ["LOCKING", "OWN", "chain", "frames_of", "ours", "rebuilt", "torch_frames", "with_frames", "within"]
 
 OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 """What the files of distnb's own frames begin with."""
@@ -46,6 +46,15 @@ LOCKING = frozenset(
 
 What a signal's handler raises there leaves the lock taken, and whoever wants to notify, or to import, waits for ever.
 """
+
+
+def within(frame: FrameType | None, codes: Collection[CodeType]) -> bool:
+    """Whether a frame, or one that has called it, runs one of these codes."""
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def torch_frames(error: BaseException) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import threading
 import time
 from types import FrameType
 
-from distnb.frames import LOCKING
+from distnb.frames import LOCKING, within
 
 __all__ = ["LockCare"]
 
@@ -38,7 +38,7 @@ class LockCare:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if _changes_hands(frame):
+        if within(frame, LOCKING):
             now = time.monotonic()
             if self._until is None:
                 self._until = now + _LIMIT_S
@@ -48,14 +48,6 @@ class LockCare:
                 return
         self._until = None
         signal.default_int_handler(signum, frame)
-
-
-def _changes_hands(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code in LOCKING:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _repeat(signum: int) -> None:

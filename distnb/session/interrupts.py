@@ -11,6 +11,8 @@ from _signal import signal as set_handler
 from types import FrameType, TracebackType
 from typing import Any
 
+from distnb.frames import within
+
 __all__ = ["Interrupts"]
 
 _SIGINT = int(signal.SIGINT)
@@ -80,7 +82,8 @@ class Interrupts:
         self._until = None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        if self._until is not None and (self.count > self._heard or time.monotonic() > self._until):
+        lasts = self._until is not None and (self.count > self._heard or time.monotonic() > self._until)
+        if lasts and not within(frame, _WHOLE):
             raise KeyboardInterrupt
         self.count += 1
         os.eventfd_write(self.fd, 1)
@@ -95,3 +98,6 @@ class Interrupts:
     def close(self) -> None:
         """Free the descriptor."""
         os.close(self.fd)
+
+
+_WHOLE = frozenset({Interrupts.__exit__.__code__})  # half of it would leave SIGINT held back for ever

@@ -48,21 +48,28 @@ def pressing(code: Any, moment: int) -> tuple[Callable[[FrameType, str, Any], An
 
 
 @pytest.mark.parametrize("function", [Interrupts.__enter__, Interrupts.__exit__], ids=["begins", "ends"])
-def test_it_is_heard_once_also_where_holding_it_back_begins_or_ends(interrupts: Interrupts, function: Any) -> None:
+@pytest.mark.parametrize("lasting", [False, True])
+def test_it_is_heard_also_where_holding_it_back_begins_or_ends(
+    interrupts: Interrupts, function: Any, lasting: bool
+) -> None:
     for moment in range(1, 1000):
         trace, pressed = pressing(function.__code__, moment)
-        before, raised, taken = sys.gettrace(), 0, False
+        before, raised, taken = sys.gettrace(), 0, 0
         try:
             sys.settrace(trace)
             with interrupts:
-                taken = interrupts.take()
+                taken += interrupts.take()
+                if lasting:  # so the next one raises, in what follows
+                    interrupts.briefly()
+                    signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
             raised = 1
         finally:
             sys.settrace(before)
-        assert raised + taken == len(pressed), moment
+        assert raised if lasting else raised + taken == len(pressed), moment
         # And the next time all is as ever.
         with interrupts:
+            signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             assert interrupts.take()
         with pytest.raises(KeyboardInterrupt):
