@@ -55,6 +55,7 @@ class StrategyName:
         """The cell ended: what the user had called `strategy` is called so again."""
         if self._before and self._user_ns.get("strategy") is self._ours:
             self._user_ns["strategy"] = self._before[0]
+            self._ours = None  # the very object may be the user's own, and is not ours in the next cell
         self._before = ()
 
 

@@ -422,6 +422,13 @@ def test_without_a_cluster(shell: InteractiveShell) -> None:
     assert "cpu:0" in run(shell, "%distnb devices")[1] or "cuda" in run(shell, "%distnb devices")[1]
 
 
+def test_the_users_own_strategy_is_the_users_after_cells_of_its_kind_too(shell: InteractiveShell) -> None:
+    run(shell, "import distnb\nmine = strategy = distnb.OneDeviceStrategy('cpu:0')")
+    run(shell, "%%distribute strategy\npass")
+    run(shell, "%%distribute default\nassert strategy is not mine")
+    assert run(shell, "strategy is mine")[0].result is True
+
+
 def test_a_cell_whose_end_nobody_told_of_is_ended_when_the_next_begins(
     shell: InteractiveShell, session: ReplaySession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
