@@ -3,11 +3,13 @@
 #
 #   make demo     2 CPU engines (or one per GPU) run notebooks/quickstart.ipynb for real
 #   make lab      JupyterLab on the quickstart
-#   make test     linters, types, import contracts, and every test and notebook
+#   make test     linters, types, import contracts, and the tests, notebooks and browser tests: what CI runs
+#   make soak     the tests that take long: random walks, stress, many seeds, every number of replicas
 #   make bench    the benchmarks against their peers (see benchmarks/)
 #
 # Variables: PYTHON (which interpreter), TORCH_INDEX (a package index for torch alone, for example PyTorch's own
-# index of CPU wheels; without it pip's usual ones are asked), ARGS (more arguments for pytest or the demo).
+# index of CPU wheels; without it pip's usual ones are asked), ARGS (more arguments for pytest or the demo), WORKERS
+# (in how many processes the tests run).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -20,9 +22,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+WORKERS ?= 2
 INSTALL := $(PIP) install -qq -c constraints.txt
 
-.PHONY: help demo lab test check lint types imports tests bench hooks clean
+.PHONY: help demo lab test check lint types imports tests soak bench hooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -47,9 +50,11 @@ demo: $(VENV)/.made-demo
 lab: $(VENV)/.made-lab $(VENV)/.made-demo
 	@$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/quickstart.ipynb $(ARGS)
 
-test: check tests
+test:
+	@SECONDS=0; $(MAKE) --no-print-directory check; checks=$$SECONDS; SECONDS=0; $(MAKE) --no-print-directory tests; \
+	echo "checks: $$checks s, tests: $$SECONDS s"
 
-check: lint types imports
+check: lint imports types
 
 lint: $(VENV)/.made-test
 	$(BIN)/ruff check
@@ -61,11 +66,17 @@ types: $(VENV)/.made-test
 imports: $(VENV)/.made-test
 	$(BIN)/lint-imports
 
+# Each file's tests run in one worker, the longest folders first.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 tests: $(VENV)/.made-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+soak: $(VENV)/.made-test
+	$(PYTEST) -m soak $(ARGS)
 
 bench: $(VENV)/.made-test $(VENV)/.made-bench
-	for name in roundtrip empty_cell training startup live_view transfer cross_device_ops central_storage; do $(BIN)/python -m benchmarks.$$name $(ARGS); done
+	for name in roundtrip empty_cell training one_replica startup live_view transfer cross_device_ops central_storage; do $(BIN)/python -m benchmarks.$$name $(ARGS); done
 
 hooks: $(VENV)/.made-test
 	$(BIN)/pre-commit install

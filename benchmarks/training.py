@@ -2,9 +2,10 @@
 
     python -m benchmarks.training [--sets 3] [--rounds 5] [--steps 40] [--models mlp,deep,convnet,normed] [--no-cell]
 
-Three contenders take turns, each with two processes of its own: DistributedDataParallel with the environment that
-torchrun sets; a script with `MirroredStrategy`, likewise; and a `%%distribute mirrored` cell. All run one thread per
-process, the same model, batch and optimizer. The target of the project: at least 1.0× DistributedDataParallel's
+Four contenders take turns, each with two processes of its own: DistributedDataParallel with the environment that
+torchrun sets; a script with `MirroredStrategy`, likewise; a `%%distribute mirrored` cell; and the floor, two processes
+that train alone and do not communicate at all. All run one thread per process, the same model, batch and optimizer. The
+target of the project: at least 1.0× DistributedDataParallel's
 steps per second, in each model.
 """
 
@@ -25,13 +26,14 @@ from benchmarks.harness import Comparison, Target, compare, report
 from benchmarks.training_models import MODELS
 
 REPLICAS = 2
+FLOOR = "no communication"
 
 
 class Ranks:
     """The processes of one contender, with torchrun's environment.
 
     Args:
-        contender: "ddp" or "distnb".
+        contender: "ddp", "distnb" or "alone".
         worker: The module that they run; it answers to lines `WHAT HOW_OFTEN` with seconds.
         replicas: How many processes.
     """
@@ -113,7 +115,7 @@ class Cell:
 def contenders(with_cell: bool) -> Iterator[dict[str, Callable[[str, int], float]]]:
     """All contenders, running: name to a function of (model, steps) to seconds per step."""
     with contextlib.ExitStack() as stack:
-        made: dict[str, Ranks | Cell] = {"DDP": Ranks("ddp"), "distnb script": Ranks("distnb")}
+        made: dict[str, Ranks | Cell] = {"DDP": Ranks("ddp"), "distnb script": Ranks("distnb"), FLOOR: Ranks("alone")}
         for ranks in made.values():
             stack.callback(ranks.close)
         if with_cell:
@@ -144,7 +146,7 @@ def main() -> int:
     met = True
     for model in models:
         comparison = Comparison(values[model])
-        targets = [Target(name, "DDP", at_most=1.0) for name in values[model] if name != "DDP"]
+        targets = [Target(name, "DDP", at_most=1.0) for name in values[model] if name not in ("DDP", FLOOR)]
         met &= report(f"a training step, {model}", comparison, baseline="DDP", targets=targets)
     return 0 if met else 1
 

@@ -61,12 +61,25 @@ def make_batch(name: str, rank: int, replicas: int) -> tuple[Tensor, Tensor]:
 
 def steps_with_ddp(name: str, rank: int, replicas: int) -> Callable[[int], float]:
     """The peer: DistributedDataParallel as its tutorial has it. Returns a function of a number of steps to seconds."""
-    model = nn.parallel.DistributedDataParallel(make_model(name))
+    train = _plain_steps(nn.parallel.DistributedDataParallel(make_model(name)), name, rank, replicas)
+
+    def steps(count: int) -> float:
+        torch.distributed.barrier()
+        return train(count)
+
+    return steps
+
+
+def steps_alone(name: str, rank: int, replicas: int) -> Callable[[int], float]:
+    """The floor: the same steps without any communication, beside the other replicas' processes."""
+    return _plain_steps(make_model(name), name, rank, replicas)
+
+
+def _plain_steps(model: nn.Module, name: str, rank: int, replicas: int) -> Callable[[int], float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x, y = make_batch(name, rank, replicas)
 
     def steps(count: int) -> float:
-        torch.distributed.barrier()
         began = time.perf_counter()
         for _ in range(count):
             loss = F.cross_entropy(model(x), y)

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from benchmarks.training_models import steps_with_ddp, steps_with_distnb
+from benchmarks.training_models import steps_alone, steps_with_ddp, steps_with_distnb
 
 __all__: list[str] = []
 
@@ -20,6 +20,8 @@ def main() -> None:
     if contender == "ddp":
         torch.distributed.init_process_group("gloo")
         make = steps_with_ddp
+    elif contender == "alone":
+        make = steps_alone
     else:
         import distnb
 

@@ -38,6 +38,7 @@ _WHERE = {
     "in_cross_replica_context": "distnb.strategies.context",
     "get_replica_context": "distnb.strategies.context",
     "replica_id": "distnb.strategies.context",
+    "set_strategy": "distnb.strategies.context",
     "is_chief": "distnb.strategies.context",
     "on_chief": "distnb.strategies.context",
     "DistributedValues": "distnb.values",
@@ -53,6 +54,8 @@ _WHERE = {
     "InputReplicationMode": "distnb.options",
     "AutoShardPolicy": "distnb.options",
     "TensorSpec": "distnb.input.spec",
+    "DistributedDataset": "distnb.input.dataset",
+    "DistributedIterator": "distnb.input.dataset",
     "CommunicationImplementation": "distnb.options",
     "CommunicationOptions": "distnb.options",
     "ValueContext": "distnb.options",
@@ -67,6 +70,8 @@ if TYPE_CHECKING:
     from distnb.collectives.cross_device.hierarchical_copy import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
     from distnb.collectives.cross_device.nccl import NcclAllReduce as NcclAllReduce
     from distnb.collectives.cross_device.one_device import ReductionToOneDevice as ReductionToOneDevice
+    from distnb.input.dataset import DistributedDataset as DistributedDataset
+    from distnb.input.dataset import DistributedIterator as DistributedIterator
     from distnb.input.spec import TensorSpec as TensorSpec
     from distnb.options import AutoShardPolicy as AutoShardPolicy
     from distnb.options import CommunicationImplementation as CommunicationImplementation
@@ -92,6 +97,7 @@ if TYPE_CHECKING:
     from distnb.strategies.context import is_chief as is_chief
     from distnb.strategies.context import on_chief as on_chief
     from distnb.strategies.context import replica_id as replica_id
+    from distnb.strategies.context import set_strategy as set_strategy
     from distnb.strategies.evaluating import evaluate_checkpoints as evaluate_checkpoints
     from distnb.strategies.live import live as live
     from distnb.strategies.mirrored import MirroredStrategy as MirroredStrategy
@@ -107,7 +113,10 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         from distnb.errors import UnknownNameError
+        from distnb.strategies.aliases import NAMES
 
+        if name in NAMES:
+            return __getattr__(NAMES[name])
         raise UnknownNameError("distnb", name, _WHERE)
     module, _, inner = _WHERE[name].partition(":")
     loaded = importlib.import_module(module)
@@ -117,7 +126,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE})
+    return sorted(__all__)
 
 
 def load_ipython_extension(ipython: Any) -> None:

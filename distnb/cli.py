@@ -88,7 +88,11 @@ def _run_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-n", dest="n", metavar="N", help="replicas; one per GPU, else 2 on the CPU, when not given")
     parser.add_argument("--devices", metavar="LIST", help="their devices, with commas: cuda:0,cuda:1 or cpu:0,cpu:1")
-    parser.add_argument("--oversubscribe", action="store_true", help="let several replicas share one device")
+    parser.add_argument(
+        "--oversubscribe",
+        action="store_true",
+        help="let several replicas share one device, and more than the machine can take start",
+    )
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module instead of a file, as python -m does")
     return parser
 
@@ -104,12 +108,14 @@ def _run(words: list[str]) -> int:
         if options.module is None:
             _check_script(str(script))
         # Late, so that `distnb --help` answers at once.
+        from distnb.cluster.capacity import check_capacity, this_machine
         from distnb.cluster.devices import plan_devices
         from distnb.cluster.placement import placement_of
         from distnb.cluster.resolvers import TFConfigClusterResolver
         from distnb.cluster.script import run_script
 
         devices = plan_devices(_count(options.n), options.devices, oversubscribe=options.oversubscribe)
+        check_capacity(len(devices), this_machine(), oversubscribe=options.oversubscribe)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _end)
         return run_script(command, devices, placement_of(TFConfigClusterResolver()))

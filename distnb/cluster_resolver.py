@@ -16,6 +16,7 @@ from distnb.cluster.resolvers import (
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
+    UnionResolver,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "UnionResolver",
 ]

@@ -1,14 +1,17 @@
 """Metrics: torchmetrics' own, which answer to Keras's method names too, and a few short names.
 
-A metric made in a strategy's scope is updated by each replica with its own slice, and aggregated over the replicas when
-it is read (`compute()` or `result()`) outside them. Under the default strategy it is a plain metric. Every metric of
-torchmetrics is here by its own name: `distnb.metrics.MulticlassAccuracy`.
+A metric made in a strategy's scope is updated by each replica with its own slice, and aggregated over the replicas
+wherever it is read (`compute()` or `result()`): in `strategy.run`, too, where all replicas read it together. Under the
+default strategy it is a plain metric. Every metric of torchmetrics is here by its own name:
+`distnb.metrics.MulticlassAccuracy`. `update(preds, target)` is torchmetrics' own; `update_state(y_true, y_pred)` has
+Keras's order, and Keras's `sample_weight` where a metric has weights. `name=` gives any metric a name.
 
 Example:
     >>> mean = Mean()
     >>> mean.update_state([1.0, 3.0])
+    >>> mean.update_state(6.0, sample_weight=2.0)
     >>> float(mean.result())
-    2.0
+    4.0
 """
 
 from __future__ import annotations

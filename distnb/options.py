@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
-from distnb.errors import OptionError
+from distnb.errors import OptionError, UnknownNameError
 
 __all__ = [
     "AutoShardPolicy",
@@ -100,7 +100,7 @@ class AutoShardPolicy(_Named):
     OFF = "OFF"
     """Everything: each worker reads the whole dataset, in an order of its own where it is shuffled."""
     AUTO = "AUTO"
-    """DATA."""
+    """FILE for a dataset that says which files it is made of, if they are as many as the workers; DATA for others."""
     FILE = "FILE"
     """Every n-th file. The dataset has the attribute `files`, a sequence, and the method `with_files(files)`, which
     gives a dataset like itself that reads these files only."""
@@ -128,7 +128,8 @@ class InputOptions:
     Attributes:
         fetch_to_device: Bring batches to the replica's device; with False they stay in host memory.
         replication_mode: See `InputReplicationMode`; a name will do.
-        prefetch: Batches read ahead per replica; None means as many as there are replicas, 0 none.
+        prefetch: Batches read ahead per replica; None means as many as there are replicas where the data is read by
+            workers or from end to end, 0 none.
         collate: What a DataLoader's own `collate_fn` sees on each replica: "slice", the examples of the replica's
             slice; "global", those of the whole global batch, from which the slice is then cut; "auto" tries out on a
             few examples whether that makes a difference.
@@ -172,6 +173,21 @@ class InputOptions:
             "auto_shard_policy": AutoShardPolicy.parse(auto_shard_policy),
         }.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def place_dataset_on_device(self) -> bool:
+        """False: see the constructor's error."""
+        return False
+
+    @property
+    def per_replica_buffer_size(self) -> int | None:
+        """tf.distribute's name of `prefetch`."""
+        return self.prefetch
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _EXPERIMENTAL:
+            return getattr(self, _EXPERIMENTAL[name])
+        raise UnknownNameError("InputOptions", name, [each.name for each in fields(self)])
 
 
 _EXPERIMENTAL = {
@@ -288,6 +304,23 @@ class CommunicationOptions:
         ):
             raise OptionError(f"timeout_seconds={limit_s!r}: give a positive number of seconds, or None for no limit.")
         object.__setattr__(self, "implementation", CommunicationImplementation.parse(self.implementation))
+
+    def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        """These options with what others say instead: whatever of theirs is not the default.
+
+        Example:
+            >>> CommunicationOptions(bytes_per_pack=5).merge(CommunicationOptions(timeout_seconds=9.0)).bytes_per_pack
+            5
+        """
+        if options is None:
+            return self
+        if not isinstance(options, CommunicationOptions):
+            raise OptionError(f"merge takes a distnb.CommunicationOptions and got {options!r}.")
+        said = {each.name: getattr(options, each.name) for each in fields(options)}
+        return replace(self, **{name: value for name, value in said.items() if value != _SAYS_NOTHING[name]})
+
+
+_SAYS_NOTHING = {each.name: each.default for each in fields(CommunicationOptions)}
 
 
 @dataclass(frozen=True)

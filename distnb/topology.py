@@ -77,8 +77,11 @@ class Team:
         engines: Engine ids in replica order.
         devices: One device per replica.
         generation: Grows whenever the process group must be formed anew (after an abort, a death, a restart).
-        store_host, store_port: The rendezvous store (torch's TCPStore, served by the notebook side).
+        store_host, store_port: The rendezvous store (torch's TCPStore, served by the notebook side); with
+            `store_directory` an address that nobody listens on, for the program's own use.
         hosts: The machine of each replica, by any name; empty where all are on one.
+        store_directory: The private directory whose files are the rendezvous store, where all are on one machine: no
+            other user can read or write it.
     """
 
     engines: tuple[int, ...]
@@ -87,6 +90,7 @@ class Team:
     store_host: str
     store_port: int
     hosts: tuple[str, ...] = ()
+    store_directory: str = ""
 
     @property
     def apart(self) -> bool:

@@ -26,12 +26,14 @@ from typing import Any
 import psutil
 import pytest
 
-from tests import processes
+from tests import processes, warm_python
+from tests.kernel import Notebook, Shared
 
 # -- a place of its own for all that a run writes ---------------------------------------------------------------------
 
-# Before anything imports tempfile's cached directory, jupyter_core or IPython. Short: Unix sockets live here too.
-_ROOT = Path(tempfile.mkdtemp(prefix="dnb-"))
+# Before anything imports tempfile's cached directory, jupyter_core or IPython. Short: Unix sockets live here too; so a
+# worker's is not within that of the process that started it.
+_ROOT = Path(tempfile.mkdtemp(prefix="dnb-", dir=os.environ.setdefault("DISTNB_TEST_ROOTS", tempfile.gettempdir())))
 for _name, _folder in {"TMPDIR": "tmp", "IPYTHONDIR": "ipython", "JUPYTER_RUNTIME_DIR": "run"}.items():
     (_ROOT / _folder).mkdir()
     os.environ[_name] = str(_ROOT / _folder)
@@ -49,8 +51,8 @@ _KEPT = ("pytest-of-", "torchinductor_")  # pytest's tmp_path, and torch.compile
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        shutil.rmtree(_ROOT, ignore_errors=True)
+    warm_python.close()
+    shutil.rmtree(_ROOT, ignore_errors=True)
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
@@ -63,7 +65,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
     """Takes the place of pytest-timeout's own timer."""
 
     def strike(number: int, frame: FrameType | None) -> None:
-        text = processes.stacks([os.getpid(), *processes.children_of_this_run()])
+        shown = [*processes.children_of_this_run(), *processes.marked(processes.SHARED_MARK)]
+        text = processes.stacks([os.getpid(), *shown])
         print(f"\n~~~ {item.nodeid}: the stacks after {settings.timeout:g} s ~~~\n{text}", file=sys.stderr)
         pytest.fail(f"Timeout: not done within {settings.timeout:g} s (every process's stacks are in stderr)")
 
@@ -130,9 +133,19 @@ def _files() -> set[str]:
     found |= {str(p) for p in (_ROOT / "run").iterdir()}
     security = _ROOT / "ipython" / "profile_default" / "security"
     found |= {str(p) for p in security.glob("*")}
-    if os.environ.get("CI") == "true":  # elsewhere others work on the same machine
-        found |= {str(p) for p in Path("/dev/shm").iterdir()}
     return found
+
+
+_SHARED_MEMORY = {str(p) for p in Path("/dev/shm").iterdir()}
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Once in a run, since all workers see these files; elsewhere than in CI others work on the same machine."""
+    if os.environ.get("CI") == "true" and not hasattr(session.config, "workerinput"):
+        left = {str(p) for p in Path("/dev/shm").iterdir()} - _SHARED_MEMORY
+        if left:
+            print("The tests left behind:", *sorted(left), file=sys.stderr)
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -156,6 +169,31 @@ def _test_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     before = _Before()
     yield
     before.check(request.node.nodeid, ignore_offspring=True)
+
+
+# -- what is shared ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def shared() -> Iterator[Shared]:
+    """The notebook that modules share."""
+    (_ROOT / "shared").mkdir()
+    shared = Shared(_ROOT / "shared")
+    yield shared
+    shared.close()
+
+    def left() -> list[str]:
+        found = [processes.describe(process) for process in processes.marked(processes.SHARED_MARK).values()]
+        return found + [path.name for path in (_ROOT / "shared").iterdir() if not path.name.startswith(_KEPT)]
+
+    processes.wait_until(lambda: not left(), _GONE_WITHIN_S, f"the shared notebook has left {left()}")
+
+
+@pytest.fixture(scope="module")
+def notebook(shared: Shared) -> Iterator[Notebook]:
+    """A notebook with two engines and no names. Tests that end engines, or need another environment, make their own."""
+    yield shared.take()
+    shared.clear()
 
 
 # -- system packages --------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
 from jupyter_client.manager import KernelManager
 
 from tests import processes
@@ -61,16 +62,22 @@ class Notebook:
     Args:
         engines: Start a cluster of that many CPU engines at once; 0 for none.
         env: Added to the kernel's environment. GPUs are hidden unless it says otherwise.
+        shared: A folder for the files of a notebook that modules share; neither these nor its processes are a test's.
     """
 
-    def __init__(self, engines: int = 0, *, env: dict[str, str] | None = None) -> None:
+    def __init__(self, engines: int = 0, *, env: dict[str, str] | None = None, shared: Path | None = None) -> None:
         self.engines = engines
+        self._mark = processes.SHARED_MARK if shared else processes.MARK
         self._manager = KernelManager(kernel_name="python3", cache_ports=False)
+        if shared:
+            self._manager.connection_file = str(shared / "kernel.json")
         self._reserved = [self._reserve(channel) for channel in ("shell", "iopub", "stdin", "hb", "control")]
         self._env = {
             **os.environ,
             "PYTHONPATH": str(Path(__file__).parents[1]),
             "CUDA_VISIBLE_DEVICES": "",
+            processes.MARK_NAME: self._mark,
+            **({"TMPDIR": str(shared)} if shared else {}),
             **(env or {}),
         }
 
@@ -110,6 +117,10 @@ class Notebook:
         provisioner = self._manager.provisioner
         assert provisioner is not None
         return int(provisioner.process.pid)  # type: ignore[attr-defined]
+
+    def processes(self) -> dict[int, psutil.Process]:
+        """The kernel's and those that it started, of a shared notebook; of another one all of this run."""
+        return processes.marked(self._mark)
 
     def close(self) -> None:
         """Close the notebook as a front end does: ask the kernel to end, kill it when it does not."""
@@ -162,7 +173,7 @@ class Notebook:
         try:
             return str(self._client.get_stdin_msg(timeout=timeout_s)["content"]["prompt"])
         except queue.Empty:
-            pids = sorted({self.pid, *processes.children_of_this_run()})
+            pids = sorted(self.processes())
             raise AssertionError(f"nothing was asked in {timeout_s} s\n{processes.stacks(pids)}") from None
 
     def value(self, expression: str) -> Any:
@@ -209,7 +220,7 @@ class Notebook:
         try:
             return dict(self._client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic())))
         except queue.Empty:
-            pids = sorted({self.pid, *processes.children_of_this_run()})
+            pids = sorted(self.processes())
             raise AssertionError(f"not done in {timeout_s} s\n{processes.stacks(pids)}") from None
 
     def reply(self, message: str) -> dict[str, Any]:
@@ -218,6 +229,48 @@ class Notebook:
             reply = self._client.get_shell_msg(timeout=30)
             if reply["parent_header"].get("msg_id") == message:
                 return dict(reply["content"])
+
+
+class Shared:
+    """A notebook for the whole run, with two engines: each module finds it as new, and it is replaced if it is not.
+
+    Args:
+        folder: For its files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._current: Notebook | None = None
+        self._environment: dict[str, str] = {}
+
+    def take(self) -> Notebook:
+        """The notebook; it starts now if there is none."""
+        if self._current is None:
+            self._current = Notebook(engines=2, shared=self._folder).__enter__()
+            self._environment = self._current.value("dict(__import__('os').environ)")
+        return self._current
+
+    def clear(self) -> None:
+        """Forget what a module has left there. Where that does not work, the notebook is closed."""
+        if self._current is None:
+            return
+        try:
+            self._current.run("%reset -f", timeout_s=30)
+            self._current.run(
+                f"import os, torch\nos.chdir({os.getcwd()!r})\nos.environ.clear()\n"
+                f"os.environ.update({self._environment!r})\ntorch.set_default_dtype(torch.float32)\ndel os, torch"
+            )
+            works = self._current.run("%%distribute mirrored\nprint(strategy.num_replicas_in_sync)", timeout_s=30)
+            assert lines_of_each(works.stdout) == [["2"], ["2"]], works
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End it."""
+        if self._current is not None:
+            current, self._current = self._current, None
+            current.close()
 
 
 def lines_of_each(text: str, replicas: int = 2) -> list[list[str]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from tests.worlds import Cell, both, distributed, ordinary
 
 
-def _set_and_seen(shown: str, *changes: str, setup: str = "import torch, numpy as np") -> list[Cell]:
-    """A mode that is set here and there in turn; after each change both see it."""
+def _set_and_seen(
+    shown: str, *changes: str, setup: str = "import torch, numpy as np", comes_back: bool = True
+) -> list[Cell]:
+    """A mode that is set here and (if it comes back) there in turn; after each change both see it."""
     cells = [ordinary(f"{setup}\nseen = []")]
     for number, change in enumerate(changes):
-        cells.append(Cell(change, distributed=bool(number % 2)))
+        cells.append(Cell(change, distributed=bool(number % 2) and comes_back))
         cells += both(f"seen.append(str(({shown})))")[:2]
     return cells
 
@@ -58,29 +60,24 @@ MODES: dict[str, list[Cell]] = {
         "torch.set_float32_matmul_precision('medium')",
         "torch.set_float32_matmul_precision('highest')",
     ),
+    "mode: matmul precision of a backend": _set_and_seen(
+        "torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+        "torch.set_float32_matmul_precision('highest')",
+    ),
     "mode: cudnn": _set_and_seen(
         "(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic)",
         "torch.backends.cudnn.benchmark = True",
         "torch.backends.cudnn.deterministic = True",
         "torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False",
     ),
-    "mode: anomaly detection": _set_and_seen(
-        "torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()",
-        "torch.autograd.set_detect_anomaly(True, check_nan=False)",
-        "torch.autograd.set_detect_anomaly(True)",
-        "torch.autograd.set_detect_anomaly(False)",
-    ),
     "mode: printing": _set_and_seen(
         "torch.tensor([1 / 3]), np.array([1 / 3])",
         "torch.set_printoptions(precision=2)\nnp.set_printoptions(precision=3)",
         "torch.set_printoptions(precision=6)\nnp.set_printoptions(precision=5)",
         "torch.set_printoptions(profile='default')\nnp.set_printoptions(precision=8)",
-    ),
-    "mode: NumPy errors": _set_and_seen(
-        "sorted(np.geterr().items())",
-        "np.seterr(over='raise', divide='ignore')",
-        "np.seterr(all='ignore')",
-        "np.seterr(all='warn', under='ignore')",
+        comes_back=False,
     ),
     "mode: warnings": _set_and_seen(
         "[each[:3:2] for each in warnings.filters[:2]]",
@@ -88,24 +85,7 @@ MODES: dict[str, list[Cell]] = {
         "warnings.filterwarnings('ignore', 'no.*', UserWarning)",
         "warnings.simplefilter('default')",
         setup="import warnings",
-    ),
-    "mode: logging": _set_and_seen(
-        "[logging.getLogger(name).getEffectiveLevel() for name in ('', 'mine', 'mine.own')] + "
-        "[h.formatter._fmt for h in logging.root.handlers if h.formatter and 'MARK' in h.formatter._fmt]",
-        "logging.getLogger('mine').setLevel(5)",
-        "logging.getLogger('mine.own').setLevel(logging.ERROR)",
-        "import sys\nhandler = logging.StreamHandler(sys.stderr)\nhandler.setFormatter(logging.Formatter('MARK %(message)s'))\n"
-        "logging.root.addHandler(handler)\ndel handler",
-        "logging.root.handlers = [h for h in logging.root.handlers if not h.formatter or 'MARK' not in h.formatter._fmt]",
-        "logging.getLogger('mine').setLevel(0)\nlogging.getLogger('mine.own').setLevel(0)",
-        setup="import logging",
-    ),
-    "mode: decimals": _set_and_seen(
-        "decimal.Decimal(1) / 3",
-        "decimal.getcontext().prec = 5",
-        "decimal.getcontext().rounding = decimal.ROUND_UP",
-        "decimal.getcontext().prec = 28\ndecimal.getcontext().rounding = decimal.ROUND_HALF_EVEN",
-        setup="import decimal",
+        comes_back=False,
     ),
     "mode: environment variables": _set_and_seen(
         "[os.environ.get(name) for name in ('MINE', 'OTHER', 'HOME')]",
@@ -115,16 +95,20 @@ MODES: dict[str, list[Cell]] = {
         "del os.environ['MINE'], os.environ['OTHER']",
         setup="import os",
     ),
+    "mode: random states": _set_and_seen(
+        "(torch.rand(1).item(), torch.randn(1).item(), random.random(), random.gauss(0, 1), np.random.rand(), "
+        "np.random.randn())",
+        "torch.manual_seed(1)\nrandom.seed(2)\nnp.random.seed(3)",
+        "torch.manual_seed(4)\nrandom.seed(5)\nnp.random.seed(6)",
+        "torch.rand(1)",
+        "random.random()",
+        "np.random.rand()",
+        setup="import torch, random, numpy as np",
+    ),
     "mode: where files and modules are": _set_and_seen(
         "(os.getcwd(), sys.path[-1])",
         "before = os.getcwd()\nos.chdir('/')\nsys.path.append('/mine')",
         "os.chdir(before)\nsys.path.remove('/mine')",
         setup="import os, sys",
-    ),
-    "mode: depth of recursion": _set_and_seen(
-        "sys.getrecursionlimit()",
-        "limit = sys.getrecursionlimit()\nsys.setrecursionlimit(limit + 11)",
-        "sys.setrecursionlimit(limit)",
-        setup="import sys",
     ),
 }

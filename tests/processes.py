@@ -1,7 +1,7 @@
 """Which processes, ports and files belong to a test run, and what they are doing.
 
 Every process that a test starts, however indirectly, inherits an environment variable with this run's mark, so that
-orphans are found too, which have no parent of ours any more.
+orphans are found too, which have no parent of ours any more. Each of pytest-xdist's workers is a run of its own.
 """
 
 from __future__ import annotations
@@ -19,42 +19,57 @@ import psutil
 
 MARK_NAME = "DISTNB_TEST_RUN"
 MARK = os.environ.setdefault(MARK_NAME, uuid.uuid4().hex)
+if (_worker := os.environ.get("PYTEST_XDIST_WORKER", "")) not in MARK:
+    MARK = os.environ[MARK_NAME] = f"{MARK}-{_worker}"
 
 OF_MODULE: set[int] = set()
 """Processes that a test started for the rest of its module: they are looked for when that ends."""
+SHARED_MARK = MARK + "-shared"
+"""The mark of the notebook that modules share: its processes are no test's."""
+
+WARM_PYTHON = "warm-python"
+"""The name of processes that `tests.warm_python` forks; those forked have another."""
 
 _STACKS_S = 30.0
-_LIVE_AS_LONG_AS_PYTEST = ("multiprocessing.resource_tracker", "torch_shm_manager", "multiprocessing.forkserver")
+_OF_LIBRARIES = ("multiprocessing.resource_tracker", "torch_shm_manager", "multiprocessing.forkserver")
 
 
-def marked() -> dict[int, psutil.Process]:
+def marked(mark: str = MARK) -> dict[int, psutil.Process]:
     """All living processes of this test run but the calling one."""
-    needle = f"{MARK_NAME}={MARK}".encode()
+    needle = f"{MARK_NAME}={mark}\0".encode()
     found = {}
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError, psutil.Error):
-            if needle in Path(entry.path, "environ").read_bytes():
+            environment = Path(entry.path, "environ").read_bytes()
+            # It is empty while a process is on its way into another program: what this one started counts anyway.
+            if needle in environment or (not environment and _parent_of(entry.path) == os.getpid()):
                 process = psutil.Process(int(entry.name))
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found[process.pid] = process
     return found
 
 
+def _parent_of(entry: str) -> int:
+    return int(Path(entry, "stat").read_text().rpartition(")")[2].split()[1])
+
+
 def children_of_this_run() -> dict[int, psutil.Process]:
-    """`marked()` without those that exec'd pytest and without the helpers that live as long as this process."""
+    """`marked()` without those that exec'd pytest and those that live as long as this process."""
     ours = marked()
     above = {parent.pid for parent in psutil.Process().parents()}
-    return {pid: p for pid, p in ours.items() if pid not in above and not _is_helper(p)}
+    return {pid: p for pid, p in ours.items() if pid not in above and not _lives_as_long(p)}
 
 
-def _is_helper(process: psutil.Process) -> bool:
+def _lives_as_long(process: psutil.Process) -> bool:
     try:
+        if process.name() == WARM_PYTHON:
+            return True
         command = " ".join(process.cmdline())
     except psutil.Error:
         return True
-    return not command or any(name in command for name in _LIVE_AS_LONG_AS_PYTEST)
+    return not command or any(name in command for name in _OF_LIBRARIES)
 
 
 def ancestors(process: psutil.Process) -> set[int]:

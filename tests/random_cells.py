@@ -18,9 +18,9 @@ import numpy
 import torch
 
 from distnb.errors import CannotTravelError, DistributedValueError, NamespaceError
+from distnb.objects.plain import is_plain
 from distnb.session.handles import HANDLES
 from distnb.values import DistributedValues, structure
-from distnb.wire.immutables import is_plain
 from tests.worlds import Cell, DoubleWorld, PlainWorld
 
 NAMES = "abcdefgh"
@@ -239,6 +239,8 @@ class Drawn:
                 lines.append("1 / 0")
             text = "pass" if each.number in without else each.text
             lines.append(f"try:\n    {text}\nexcept Exception as error:\n    {note}({each.number}, error)")
+        if self.where == "there":
+            lines.insert(0, "globals()")  # it reads every name: what is read apart may become two
         raises = ZeroDivisionError if self.until is not None else None
         return Cell("\n".join(lines) or "pass", self.where == "there", raises)
 

@@ -1,5 +1,7 @@
 """Runs a piece of program on *n* local processes with the environment that torchrun would set.
 
+The processes have torch loaded already (`tests.warm_python`), and are otherwise as new.
+
 Example:
     >>> for rank in run_ranks("result = int(os.environ['RANK'])", n=2):
     ...     assert rank.check().result == rank.rank
@@ -8,9 +10,6 @@ Example:
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -21,12 +20,12 @@ from typing import Any
 
 import cloudpickle
 
-from tests import processes
+from tests import processes, warm_python
+from tests.warm_python import Forked
 
-# A rank must not outlive the test that started it (1 is PR_SET_PDEATHSIG), nor fight for the cores.
+# Ranks must not fight for the cores.
 _PROLOGUE = """\
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+import os, signal, sys
 import torch
 torch.set_num_threads(1)
 """
@@ -69,9 +68,7 @@ def rank_environment(rank: int, n: int, port: int) -> dict[str, str]:
     }
 
 
-def run_ranks(
-    program: str, n: int, *, timeout_s: float = 120.0, env: Mapping[str, str] | None = None, expect_death: bool = False
-) -> list[Rank]:
+def run_ranks(program: str, n: int, *, timeout_s: float = 120.0, env: Mapping[str, str] | None = None) -> list[Rank]:
     """Run `program` as a script on `n` ranks and wait for all of them.
 
     Args:
@@ -80,7 +77,6 @@ def run_ranks(
         n: How many.
         timeout_s: When it strikes, an AssertionError shows every rank's stack and output; all ranks are killed.
         env: Added to each rank's environment.
-        expect_death: Do not wait for the others once one rank was killed by a signal.
     """
     import torch.distributed as dist
 
@@ -90,17 +86,16 @@ def run_ranks(
         script.write_text(_PROLOGUE + textwrap.dedent(program) + _EPILOGUE, encoding="utf-8")
         ranks = [_start(script, rank, n, store.port, dict(env or {})) for rank in range(n)]
         try:
-            _wait(ranks, timeout_s, expect_death)
+            _wait(ranks, timeout_s)
         finally:
             for process in ranks:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGKILL)
+                process.kill()
                 process.wait()
             del store  # the traceback of a failure would keep it, and it listens
         return [_ended(rank, process, Path(folder)) for rank, process in enumerate(ranks)]
 
 
-def _start(script: Path, rank: int, n: int, port: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(script: Path, rank: int, n: int, port: int, env: dict[str, str]) -> Forked:
     folder = script.parent
     environment = {
         **os.environ,
@@ -109,16 +104,15 @@ def _start(script: Path, rank: int, n: int, port: int, env: dict[str, str]) -> s
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
         **env,
     }
-    with (folder / f"stdout{rank}").open("wb") as out, (folder / f"stderr{rank}").open("wb") as err:
-        return subprocess.Popen([sys.executable, str(script)], env=environment, stdout=out, stderr=err)
+    return warm_python.start(script, rank, env=environment, out=folder / f"stdout{rank}", err=folder / f"stderr{rank}")
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float, expect_death: bool) -> None:
+def _wait(ranks: list[Forked], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         late = time.monotonic() > deadline  # before looking: this process may itself stand still in between
         alive = [process.pid for process in ranks if process.poll() is None]
-        if not alive or (expect_death and any((process.poll() or 0) < 0 for process in ranks)):
+        if not alive:
             return
         if late:
             raise AssertionError(
@@ -127,7 +121,8 @@ def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float, expect_death: 
         time.sleep(0.01)
 
 
-def _ended(rank: int, process: subprocess.Popen[bytes], folder: Path) -> Rank:
+def _ended(rank: int, process: Forked, folder: Path) -> Rank:
+    assert process.returncode is not None
     result_path = folder / f"result{rank}"
     result = cloudpickle.loads(result_path.read_bytes()) if result_path.exists() else None
     out = (folder / f"stdout{rank}").read_text(errors="replace")

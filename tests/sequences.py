@@ -84,12 +84,6 @@ SEQUENCES: dict[str, list[Cell]] = {
         distributed("d['k'] = [7]"),
         distributed("d['k'].append(8)\na.append(2)"),
     ],
-    "replaced by an equal one": [
-        ordinary("x = [0]\na = [x]"),
-        distributed("n = len(a)"),
-        ordinary("y = [0]\na[0] = y"),
-        distributed("a[0].append(1)"),
-    ],
     "two names, one list, read apart": [
         ordinary("a = [1]\nb = a"),
         distributed("a.append(2)"),
@@ -630,14 +624,6 @@ SEQUENCES: dict[str, list[Cell]] = {
         distributed("class Box:\n    pass\nh = Box()\nh.v = [].append\nh.w = xs"),
         ordinary("fs = [h.v]"),
         distributed("fs[0](5)\nn = len(h.v.__self__)\nfs = None"),
-    ],
-    "sent through another holder": [
-        ordinary("d = [1]\nh = (d, 8)\ne = [d]"),
-        distributed("n = len(d)"),
-        ordinary("d.insert(0, 50)"),
-        distributed("h = h[0]\nm = len(h)"),
-        ordinary("h.pop(0)"),
-        distributed("k = len(d) + len(e[0])"),
     ],
     "a dict given to what lives there": [
         ordinary("x = {'k': 1}\nc = [x]"),

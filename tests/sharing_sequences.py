@@ -27,24 +27,26 @@ def _shared(made: str, *names: str, apart: bool = False) -> list[Cell]:
     return cells
 
 
+def _together(made: str, *names: str) -> list[Cell]:
+    """As `_shared`, of names that each cell reads all of: apart they may become two."""
+    read = f"({', '.join(names)})"
+    return [
+        Cell(f"{cell.text}\n_ = {read}" if cell.distributed else cell.text, cell.distributed)
+        for cell in _shared(made, *names)
+    ]
+
+
 SHARING: dict[str, list[Cell]] = {
     "memory: numpy() of a tensor": _shared("t = torch.zeros(4)\na = t.numpy()", "t", "a"),
     "memory: numpy() of a tensor, sent apart": _shared("t = torch.zeros(4)\na = t.numpy()", "a", "t", apart=True),
     "memory: from_numpy": _shared("a = np.zeros(4)\nt = torch.from_numpy(a)", "t", "a"),
     "memory: from_numpy, sent apart": _shared("a = np.zeros(4)\nt = torch.from_numpy(a)", "t", "a", apart=True),
-    "memory: a slice first, as a tensor": _shared("a = np.zeros(6)\nt = torch.from_numpy(a[2:])", "t", "a", apart=True),
-    "memory: a slice of numpy()": _shared("t = torch.zeros(6)\na = t.numpy()[1:3]", "a", "t"),
-    "memory: of a buffer": _shared(
-        "b = bytearray(8)\na = np.frombuffer(b, dtype=np.uint8)\nt = torch.frombuffer(b, dtype=torch.uint8)",
-        "t",
-        "a",
-        "b",
+    "memory: a slice, as a tensor, read together": _together("a = np.zeros(6)\nt = torch.from_numpy(a[2:])", "t", "a"),
+    "memory: a slice of numpy(), read together": _together("t = torch.zeros(6)\na = t.numpy()[1:3]", "a", "t"),
+    "memory: views of NumPy, read together": _together(
+        "f = np.arange(12.)\nv = f[2:6]\nw = f[4:8]\nu = f[::2]\ndel f", "v", "w", "u"
     ),
-    "memory: of an array.array": _shared("r = array.array('d', [1, 2])\na = np.frombuffer(r)", "a", "r", apart=True),
-    "memory: views of NumPy": _shared(
-        "f = np.arange(12.)\nv = f[2:6]\nw = f[4:8]\nu = f[::2]\ndel f", "v", "w", "u", apart=True
-    ),
-    "memory: views of torch": _shared(
+    "memory: views of torch, read together": _together(
         "t = torch.arange(12.)\nr = t[2:]\nv = t.view(3, 4)[1]\ns = t.as_strided((2,), (3,), 1)", "s", "v", "t", "r"
     ),
     "memory: a parameter's data": [

@@ -10,10 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -23,8 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests import processes
+from tests import processes, warm_python
 from tests.processes import wait_until
+from tests.warm_python import Process
 
 _PROLOGUE = """\
 import ctypes, json, os, signal, sys
@@ -92,7 +91,7 @@ class Tasks:
         (self.folder / "program.py").write_text(_PROLOGUE + textwrap.dedent(program), encoding="utf-8")
         self._reserved: list[socket.socket] = []
         self.cluster = self._addresses()
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, Process] = {}
 
     def _addresses(self) -> dict[str, list[str]]:
         """Ports that nobody else takes: they are bound, and those that listen later bind them too (SO_REUSEADDR)."""
@@ -111,10 +110,16 @@ class Tasks:
         root = str(Path(__file__).parents[1])
         environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"} | self._env
         environment["TF_CONFIG"] = json.dumps(config)
-        words = self._command.get(name) or [sys.executable, "SCRIPT"]
-        words = [str(self.folder / "program.py") if word == "SCRIPT" else word for word in words]
-        with (self.folder / f"{name}.out").open("wb") as out, (self.folder / f"{name}.err").open("wb") as err:
-            self.processes[name] = subprocess.Popen(words, env=environment, stdout=out, stderr=err, cwd=self.folder)
+        script, out, err = (self.folder / file for file in ("program.py", f"{name}.out", f"{name}.err"))
+        if name not in self._command:
+            started = warm_python.start(script, int(index), env=environment, out=out, err=err, cwd=self.folder)
+            self.processes[name] = started
+            return
+        words = [str(script) if word == "SCRIPT" else word for word in self._command[name]]
+        with out.open("wb") as to_out, err.open("wb") as to_err:
+            self.processes[name] = subprocess.Popen(
+                words, env=environment, stdout=to_out, stderr=to_err, cwd=self.folder
+            )
 
     def __enter__(self) -> Tasks:
         for name in self.names:
@@ -125,8 +130,7 @@ class Tasks:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for process in self.processes.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
+            process.kill()
             process.wait()
         for reserved in self._reserved:
             reserved.close()

@@ -139,7 +139,7 @@ class DoubleWorld:
         """A new engine, in the place of an old one if there was one."""
         process = Process()
         process.user_ns["rid"] = functools.partial(int, replica)
-        namespace = EngineNamespace(process.user_ns, Objects(), engine=replica, reserved=("rid",))
+        namespace = EngineNamespace(process.user_ns, Objects(), engine=replica, reserved=("rid", "_raised"))
         if replica < len(self.engines):
             self.engines[replica], self.namespaces[replica] = process, namespace
         else:

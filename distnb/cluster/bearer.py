@@ -83,7 +83,7 @@ class Bearer:
                     return LOST
                 data = os.read(source, _CHUNK)
                 if not data:
-                    return LOST if self._status is None else self._status
+                    return self._last_word()
                 self._take(data)
         except SystemExit:
             # The notebook lets go, or is gone. The keeper hears so by its standard input, and leaves nothing behind on
@@ -92,6 +92,17 @@ class Bearer:
             raise
         finally:
             self._end()
+
+    def _last_word(self) -> int:
+        """The exit status, once the keeper's output has ended."""
+        if self._status is not None:
+            return self._status
+        self._wait(_ENDING_S)
+        status = self._process.poll()
+        # Who rules the machine, such as Slurm's scancel, ended the keeper: the machine is there.
+        if self._heard is not None and status is not None and 128 < status < 128 + signal.NSIG:
+            return status
+        return LOST
 
     def _wait(self, timeout_s: float) -> None:
         with suppress(subprocess.TimeoutExpired):

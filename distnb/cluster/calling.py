@@ -3,6 +3,7 @@
 What comes on standard input goes to the keeper, what the keeper writes comes back, and the exit status is the
 keeper's; 255 when the server is not reached, or not any more. Everything is encrypted by keys that both ends make of
 their secret. Both ends say now and then that they are there: neither ever computes, so silence means a lost machine.
+A server that ends is known at once, by the end of the connection.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from distnb.cluster.lifeline import LOST_AFTER_S
 from distnb.cluster.secret import read_secret
@@ -93,6 +95,7 @@ class _Call:
         self._socket.curve_publickey = keys.client_public.encode()
         self._socket.curve_secretkey = keys.client_secret.encode()
         self._socket.linger = 500
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(f"tcp://{address}")
         self._socket.send_multipart([START, task.encode()])
         self._silence = Silence()
@@ -103,6 +106,7 @@ class _Call:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(0, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
         next_beat = 0.0
         while True:
             ready = dict(poller.poll(int(1000 * BEAT_S / 2)))
@@ -111,16 +115,26 @@ class _Call:
                 self._socket.send_multipart([INPUT, data] if data else [END])
                 if not data:
                     poller.unregister(0)
+            # Before what came last is read: a server that ends in order says the keeper's status first.
+            ended = self._monitor in ready and self._connection_ended()
             while self._socket.poll(0):
                 status = self._take(self._socket.recv_multipart())
                 if status is not None:
                     return status
+            if ended:
+                print(f"The server at {self._address} has ended the connection.", file=sys.stderr, flush=True)
+                return LOST
             now = time.monotonic()
             if now >= next_beat:
                 self._socket.send_multipart([BEAT])
                 next_beat = now + BEAT_S
             if self._silence.seconds() > (SILENCE_S if self._answered else _CONNECT_S):
                 return self._give_up()
+
+    def _connection_ended(self) -> bool:
+        """Whether the connection that was there is no more. One that never was is tried again."""
+        recv_monitor_message(self._monitor)
+        return self._answered
 
     def _take(self, frames: list[bytes]) -> int | None:
         self._silence.over()

@@ -59,7 +59,6 @@ class Connection:
         program_url, control_url: Where the notebook listens (ZeroMQ addresses).
         server_public: The notebook's CURVE key (Z85).
         client_public, client_secret: The engines' CURVE keys (Z85).
-        store_host, store_port: The rendezvous store.
         notebook_pid: The process whose end is the engines' end.
         harbour_name, harbour_token: Where engines of its host come for their programs, and what lets them in (see
             `wire.harbour`); empty: nowhere.
@@ -71,8 +70,6 @@ class Connection:
     server_public: str
     client_public: str
     client_secret: str
-    store_host: str
-    store_port: int
     notebook_pid: int
     harbour_name: str = ""
     harbour_token: str = ""

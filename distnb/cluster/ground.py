@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distnb.cluster import tpu
-from distnb.cluster.processes import Reaped
-from distnb.cluster.surroundings import engine_environment
-from distnb.cluster.watcher import Watcher
+from distnb.cluster.processes import Processes
+from distnb.cluster.surroundings import engine_environment, engines_environment
 from distnb.topology import Device
 
-__all__ = ["EngineOrder", "Ground", "ThisMachine"]
+__all__ = ["EngineEnded", "EngineOrder", "Ground", "Launched", "ThisMachine"]
+
+Launched = Callable[[int, int], None]
+"""Called with (engine, pid) when an engine has a process, and again when that is another one."""
+
+EngineEnded = Callable[[int, int, str, bool], None]
+"""Called with (engine, pid, status in words, whether its end was our own doing) in the watcher's thread."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,14 @@ class Ground(ABC):
     patience_s: float
 
     @abstractmethod
-    def launch(self, order: EngineOrder, watcher: Watcher, ended: Reaped) -> int:
-        """Start an engine and return its pid here. `ended` is called in the watcher's thread."""
+    def launch(
+        self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
+    ) -> None:
+        """Start engines, in a thread that stays until they are ready.
+
+        Raises:
+            OSError: A process could not be started.
+        """
 
     @abstractmethod
     def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:
@@ -88,18 +99,22 @@ class ThisMachine(Ground):
         self._devices = tuple(devices)
         self._for_chips: dict[str, str] | None = None
 
-    def launch(self, order: EngineOrder, watcher: Watcher, ended: Reaped) -> int:
-        """Start an engine."""
+    def launch(
+        self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
+    ) -> None:
+        """Start engines, forked from one process."""
         # Imported late: `distnb run` and those who only ask for devices need no ipyparallel.
-        from distnb.cluster.launchers import launch_engine
+        from distnb.cluster.forking import fork_engines
 
-        environment = engine_environment(
-            order.engine, order.device, len(self._devices), order.directory, agent=order.agent, replaces=order.replaces
-        )
         if self._for_chips is None:
             self._for_chips = tpu.launch_environment(self._devices)
-        environment |= tpu.chip_environment(order.device, self._devices, self._for_chips)
-        return launch_engine(order.engine, order.directory, order.log, environment, watcher, ended)
+        shared = engines_environment(len(self._devices), orders[0].directory, agent=orders[0].agent)
+        own = [
+            engine_environment(order.engine, order.device, replaces=order.replaces)
+            | tpu.chip_environment(order.device, self._devices, self._for_chips)
+            for order in orders
+        ]
+        fork_engines(orders, shared, own, processes, launched, ended)
 
     def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:
         """A signal does that here."""

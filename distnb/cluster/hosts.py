@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distnb.cluster.capacity import check_capacity, crowding, this_machine
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
 from distnb.cluster.ground import Ground, ThisMachine
@@ -236,12 +237,14 @@ class Plan:
         address: Where the notebook listens for them.
         hosts: The machine of each engine; empty for this one.
         options: What the user said of the machines.
+        notices: What the user should know before they start.
     """
 
     devices: tuple[Device, ...]
     address: str = "127.0.0.1"
     hosts: tuple[str, ...] = ()
     options: HostOptions | None = None
+    notices: tuple[str, ...] = ()
 
     def ground(self, connection: Connection) -> Ground:
         """Where the engines of a cluster with this connection are started."""
@@ -272,13 +275,15 @@ def make_plan(
         StartError: A machine cannot be reached, or does not have what was asked for.
     """
     if options is None:
-        return Plan(plan_devices(n, devices, oversubscribe=oversubscribe))
+        here, room = plan_devices(n, devices, oversubscribe=oversubscribe), this_machine()
+        check_capacity(len(here), room, oversubscribe=oversubscribe)
+        return Plan(here, notices=tuple(filter(None, [crowding(len(here), room)])))
     from distnb.cluster.remote import plan_hosts
 
     on_progress(f"asking {', '.join(options.hosts)}")
     way = options.way()
     address = listening_address(map(way.network_name, options.hosts), options.interface)
-    hosts, planned = plan_hosts(
+    hosts, planned, notices = plan_hosts(
         options.hosts,
         way,
         # What a resolver tells of GPUs is not meant where devices are named.
@@ -287,4 +292,4 @@ def make_plan(
         oversubscribe=oversubscribe,
         without_gpus=options.without_gpus,
     )
-    return Plan(planned, address, hosts, options)
+    return Plan(planned, address, hosts, options, notices)

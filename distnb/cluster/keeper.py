@@ -33,13 +33,14 @@ from types import FrameType
 
 from distnb import __version__
 from distnb.cluster.bearer import STATUS, beat_for_ever
+from distnb.cluster.capacity import this_machine
 from distnb.cluster.connection import Connection, make_run_directory, remove_run_directory
 from distnb.cluster.devices import available_gpus
 from distnb.cluster.lifeline import Lifeline
 from distnb.cluster.network import address_towards, interface_of
 from distnb.cluster.placement import network_environment
 from distnb.cluster.processes import Processes, Reaped
-from distnb.cluster.surroundings import engine_environment, without_another_place
+from distnb.cluster.surroundings import engine_environment, engines_environment, without_another_place
 from distnb.cluster.watcher import Watcher
 from distnb.errors import StartError
 from distnb.topology import parse_device
@@ -149,7 +150,8 @@ class Keeper:
     def _environment(self, directory: Path, interface: str) -> dict[str, str]:
         told = self._assignment
         device = parse_device(told.device)
-        own = engine_environment(told.engine, device, told.engines, directory, agent=told.agent, replaces=told.replaces)
+        own = engines_environment(told.engines, directory, agent=told.agent)
+        own |= engine_environment(told.engine, device, replaces=told.replaces)
         return without_another_place(os.environ) | own | network_environment(interface) | dict(told.environment)
 
     def _start_engine(self, environment: dict[str, str], watcher: Watcher, ended: Reaped) -> int:
@@ -201,7 +203,12 @@ def _await_end_of_input(keeper: Keeper) -> None:
 
 
 def _probe() -> None:
-    found = {"distnb": __version__, "python": platform.python_version(), "gpus": available_gpus()}
+    found = {
+        "distnb": __version__,
+        "python": platform.python_version(),
+        "gpus": available_gpus(),
+        "capacity": dataclasses.asdict(this_machine()),
+    }
     os.write(1, json.dumps(found).encode() + b"\n")  # at once: beats are written beside it
 
 
@@ -231,7 +238,8 @@ def _do(task: str) -> int:
             keeper = Keeper(Assignment.decode(told.readline()))
 
         def end(number: int, frame: FrameType | None) -> None:
-            keeper.let_go(asked=True)
+            # Not the notebook, which says so on standard input: whoever rules this machine, such as Slurm's scancel.
+            keeper.let_go(f"told to end by {signal.Signals(number).name}; the engine here is ended.", KILLED + number)
 
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, end)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from distnb.cluster.connection import Connection, make_run_directory, remove_run_directory
+from distnb.cluster.connection import Connection, connection_path, make_run_directory, remove_run_directory
 from distnb.cluster.ground import EngineOrder, Ground, ThisMachine
 from distnb.cluster.orphans import end_group, forget_group, record_group
 from distnb.cluster.processes import Processes
@@ -100,6 +100,12 @@ class Cluster:
         """Ids of engines whose process has ended."""
         return tuple(process.engine for process in self.engines.values() if process.ended)
 
+    def notice_ends(self) -> None:
+        """Have `missing` tell of every engine that ends at this moment, too."""
+        processes = self._processes
+        if processes is not None:
+            processes.notice([process.pid for process in self._engines.values() if not process.ended])
+
     @property
     def running(self) -> bool:
         """Whether the cluster was started and not stopped."""
@@ -148,13 +154,13 @@ class Cluster:
             self._stopping = False
             try:
                 self._directory = make_run_directory()
-                self._connection.write(self._directory)
                 (self._directory / "log").mkdir()
                 self._processes = Processes(Watcher(self._directory, self._engine_ready))
                 names = ", ".join(map(str, self.devices))
                 self._on_progress(f"starting {_engines(len(self.devices))} on {names}")
-                for engine in range(len(self.devices)):
-                    self._launch(self._processes, engine)
+                # Last of all: each engine sees to it that the file goes with this process.
+                self._connection.write(self._directory)
+                self._launch(self._processes, range(len(self.devices)))
                 meanwhile()
                 self._wait_until_ready(self._processes, range(len(self.devices)), timeout_s)
                 # Its imports would take the cores from the engines', and nothing of ours waits for it.
@@ -189,24 +195,32 @@ class Cluster:
                 if engine not in self._engines:
                     raise StartError(f"There is no engine {engine!r}; there are engines 0 to {len(self.devices) - 1}.")
             self._on_progress = on_progress
-            self._end(self._processes, [self._engines[engine].pid for engine in wanted])
+            if not wanted:
+                return
+            self._end(self._processes, wanted)
             try:
-                for engine in wanted:
-                    self._launch(self._processes, engine, replaces=True)
+                self._launch(self._processes, wanted, replaces=True)
                 self._wait_until_ready(self._processes, wanted, timeout_s)
             except BaseException:
-                self._end(self._processes, [self._engines[engine].pid for engine in wanted])
+                self._end(self._processes, wanted)
                 raise
 
-    def _launch(self, processes: Processes, engine: int, *, replaces: bool = False) -> None:
-        log = self._log_path(engine)
-        order = EngineOrder(engine, self.devices[engine], self.directory, log, self._agent, replaces)
+    def _launch(self, processes: Processes, engines: Sequence[int], *, replaces: bool = False) -> None:
+        orders = [
+            EngineOrder(
+                engine, self.devices[engine], self.directory, self._log_path(engine), self._agent, replaces=replaces
+            )
+            for engine in engines
+        ]
         with processes.changed:
             try:
-                pid = processes.launch(partial(self.ground.launch, order), partial(self._engine_ended, engine))
+                self.ground.launch(orders, processes, self._engine_launched, self._engine_ended)
             except OSError as error:
-                raise StartError(f"The process of engine {engine} could not be started: {error}.") from error
-            self._engines[engine] = EngineProcess(engine, pid, self.devices[engine])
+                which = f"engine{'s' if len(orders) > 1 else ''} {', '.join(map(str, engines))}"
+                raise StartError(f"The process of {which} could not be started: {error}.") from error
+
+    def _engine_launched(self, engine: int, pid: int) -> None:
+        self._engines[engine] = EngineProcess(engine, pid, self.devices[engine])
         record_group(self.directory, pid)
 
     def _wait_until_ready(self, processes: Processes, engines: Iterable[int], timeout_s: float) -> None:
@@ -318,9 +332,18 @@ class Cluster:
 
     # -- end --------------------------------------------------------------------------------------------------------
 
-    def _end(self, processes: Processes, pids: Sequence[int], ask: Callable[[], None] | None = None) -> None:
-        """End engines: they are let go, then come SIGTERM and SIGKILL."""
-        processes.end(pids, ask or self.ground.letting_go(pids), self.ground.patience_s)
+    def _end(
+        self,
+        processes: Processes,
+        engines: Iterable[int],
+        others: Sequence[int] = (),
+        ask: Callable[[], None] | None = None,
+    ) -> None:
+        """End engines, and other processes: they are let go, then come SIGTERM and SIGKILL."""
+        with processes.changed:  # no engine gets another process meanwhile
+            pids = {self._engines[engine].pid for engine in engines}.union(others)
+            processes.expect(pids)
+        processes.end([*pids], ask or self.ground.letting_go([*pids]), self.ground.patience_s)
 
     def stop(self, ask: Callable[[], None] | None = None) -> None:
         """End every process of the cluster and remove its files. Does nothing when it is not running.
@@ -338,22 +361,26 @@ class Cluster:
             if processes is not None:
                 with processes.changed:
                     self._stopping = True  # no controller is started any more
-            controller = [] if self._controller_pid is None else [self._controller_pid]
+            guardian = [] if self._controller_pid is None else [self._controller_pid]
+            # Whoever kills this process from here on leaves no key behind: the engines need theirs no more, and the
+            # guardian, which removes what is left, ends last.
+            if directory is not None:
+                connection_path(directory).unlink(missing_ok=True)
             try:
                 if processes is not None:
-                    pids = [process.pid for process in self._engines.values()]
-                    together = controller if self.ground.has_controller else []
-                    try:
-                        self._end(processes, [*pids, *together], ask)
-                    finally:
-                        processes.end([pid for pid in controller if pid not in together])
+                    self._end(processes, [*self._engines], ask=ask)
             finally:
                 self._processes = self._directory = self._controller_pid = None
                 atexit.unregister(self.stop)
-                if processes is not None:
-                    processes.watcher.close()
                 if directory is not None:
                     remove_run_directory(directory)
+                if processes is not None:
+                    try:
+                        processes.kill(guardian)
+                    finally:
+                        processes.watcher.close()
+                if directory is not None:
+                    remove_run_directory(directory)  # what the guardian wrote meanwhile
 
 
 def _engines(n: int) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +19,7 @@ __all__ = [
     "EngineProcessLauncher",
     "Watched",
     "launch_controller",
-    "launch_engine",
+    "launch_template",
     "launch_guard",
 ]
 
@@ -48,30 +50,57 @@ class Watched(LocalProcessLauncher):  # type: ignore[misc]
 
 
 class EngineProcessLauncher(Watched, LocalEngineLauncher):  # type: ignore[misc]
-    """Starts one engine."""
+    """Starts the process from which engines are forked."""
+
+    orders: socket.socket
+
+    def start(self) -> None:
+        """Start it, with a socket as its standard input."""
+        with open(self.output_file, "ab") as log:
+            started = self._popen_process = subprocess.Popen(
+                self.args,
+                env={**os.environ, **self.get_env()},
+                cwd=self.work_dir,
+                stdin=self.orders.fileno(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pid = started.pid
+        self.notify_start(self.pid)
+        self._start_waiting()
 
 
 class ControllerProcessLauncher(Watched, LocalControllerLauncher):  # type: ignore[misc]
     """Starts ipyparallel's controller."""
 
 
-def launch_engine(
-    engine: int, directory: Path, log: Path, environment: dict[str, str], watcher: Watcher, ended: Reaped
+def launch_template(
+    orders: socket.socket, directory: Path, log: Path, environment: dict[str, str], watcher: Watcher, ended: Reaped
 ) -> int:
-    """Start an engine and return its pid. `ended` is called in the watcher's thread."""
+    """Start the process from which engines are forked, and return its pid. `ended` is called in the watcher's thread.
+
+    Args:
+        orders: Its standard input.
+        log: Where it writes.
+    """
     launcher = EngineProcessLauncher(
         engine_cmd=[*_PYTHON, "distnb.engine"],
         environment=environment,
-        identifier=str(engine),
+        identifier="engines",
         output_file=str(log),
         profile_dir=str(directory),
         work_dir=os.getcwd(),
     )
+    launcher.orders = orders
     return _start(launcher, watcher, ended)
 
 
 def launch_controller(directory: Path, log: Path, watcher: Watcher, ended: Reaped) -> int:
-    """Start the controller and return its pid. One process, with its heart monitor, serves all on loopback."""
+    """Start the controller and return its pid. One process, with its heart monitor, serves all on loopback.
+
+    Its sockets are closed to all who cannot read its connection files, which have the key (CURVE).
+    """
     arguments = (
         f"--profile-dir={directory}",
         "--ip=127.0.0.1",
@@ -79,6 +108,7 @@ def launch_controller(directory: Path, log: Path, watcher: Watcher, ended: Reape
         "--usethreads",
         "--ping=1000",
         "--log-level=WARN",
+        "--IPController.enable_curve=True",
     )
     return _start(_guardian("controller", directory, log, *arguments), watcher, ended)
 

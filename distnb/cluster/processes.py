@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from distnb.cluster.orphans import end_group, end_process
+from distnb.cluster.orphans import end_group, end_process, is_ending
 from distnb.cluster.watcher import Watcher
 from distnb.errors import ClusterError
 
@@ -37,6 +37,11 @@ def describe_status(status: int | None) -> str:
     return f"exited with code {status}"
 
 
+def _watch(pid: int, watcher: Watcher, ended: Reaped) -> int:
+    watcher.watch(pid, partial(ended, pid))
+    return pid
+
+
 class Processes:
     """Leaders of process groups that this process has started.
 
@@ -63,6 +68,20 @@ class Processes:
         with self.changed:  # so that its end cannot be noted before whoever launches it knows the pid
             return start(self.watcher, partial(self._note, ended))
 
+    def adopt(self, pid: int, ended: Ended) -> None:
+        """Watch a process that is about to become a child of this one, and leads a group. To be called in the
+        watcher's thread."""
+        self.launch(partial(_watch, pid), ended)
+
+    def expect(self, pids: Iterable[int]) -> None:
+        """The ends of these processes, from now on, are our own doing."""
+        with self.changed:
+            self._expected.update(pids)
+
+    def expects(self, pid: int) -> bool:
+        """Whether the end of a process would be our own doing."""
+        return pid in self._expected
+
     def _note(self, ended: Ended, pid: int, status: int | None) -> None:
         with self.changed:
             self._statuses[pid] = status
@@ -77,6 +96,11 @@ class Processes:
     def has_ended(self, pid: int) -> bool:
         """Whether it is gone, and its listener has been told."""
         return pid in self._ended
+
+    def notice(self, pids: Iterable[int]) -> None:
+        """Return when the end is known of each that is gone, or is about to be: by a SIGKILL a moment ago, say."""
+        with self.changed:
+            self._wait([pid for pid in pids if pid not in self._ended and is_ending(pid)], _KILL_S)
 
     def status(self, pid: int) -> int | None:
         """The exit status of a process that has ended."""
@@ -95,8 +119,7 @@ class Processes:
         """
         if os.getpid() != self._owner:
             return  # a forked child: these are not its processes
-        with self.changed:
-            self._expected.update(pids)
+        self.expect(pids)
         try:
             if ask is not None:
                 ask()
@@ -112,8 +135,7 @@ class Processes:
         Raises:
             ClusterError: One did not even end by that.
         """
-        with self.changed:
-            self._expected.update(pids)
+        self.expect(pids)
         self._signal(pids, signal.SIGKILL)
         self._wait(pids, _KILL_S)
         stuck = [pid for pid in pids if pid not in self._ended]

@@ -19,6 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,13 +27,14 @@ from ipyparallel.cluster.launcher import LocalEngineLauncher
 
 from distnb import __version__
 from distnb.cluster.calling import LOST
+from distnb.cluster.capacity import Capacity, check_capacity, crowding
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
-from distnb.cluster.ground import EngineOrder, Ground
+from distnb.cluster.ground import EngineEnded, EngineOrder, Ground, Launched
 from distnb.cluster.keeper import KILLED, Assignment
 from distnb.cluster.launchers import Watched
 from distnb.cluster.orphans import end_group
-from distnb.cluster.processes import Reaped, describe_status
+from distnb.cluster.processes import Processes, Reaped, describe_status
 from distnb.cluster.surroundings import hash_seed, import_environment
 from distnb.cluster.watcher import REPORT_PIPE, Watcher
 from distnb.errors import DistnbError, StartError
@@ -48,6 +50,7 @@ BEARER = (sys.executable, "-P", "-m", "distnb.cluster.bearer")
 
 _PROBE_TIMEOUT_S = 90.0
 _ENDING_S = 10.0
+_SAID_CHARS = 2000
 
 
 class KeeperLauncher(Watched):
@@ -127,6 +130,10 @@ class Way(ABC):
     def network_name(self, host: str) -> str:
         """The name or address by which the network knows a machine."""
 
+    def cause(self, said: str) -> str:
+        """Why an engine ended, if the end of what its command said tells; else ""."""
+        return ""
+
     @abstractmethod
     def unreached(self, host: str) -> str:
         """What is told of a machine to which no connection is made; what was said follows."""
@@ -154,9 +161,17 @@ class Hosts(Ground):
         self._address = address
         self._way = way
         self._launchers: dict[int, KeeperLauncher] = {}
+        self._logs: dict[int, Path] = {}
 
-    def launch(self, order: EngineOrder, watcher: Watcher, ended: Reaped) -> int:
-        """Start an engine's keeper."""
+    def launch(
+        self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
+    ) -> None:
+        """Start a keeper for each engine."""
+        for order in orders:
+            pid = processes.launch(partial(self._start_keeper, order), partial(ended, order.engine))
+            launched(order.engine, pid)
+
+    def _start_keeper(self, order: EngineOrder, watcher: Watcher, ended: Reaped) -> int:
         host = self._hosts[order.engine]
         assignment = Assignment(
             self._connection,
@@ -175,6 +190,7 @@ class Hosts(Ground):
         launcher.told, launcher.watcher, launcher.ended = assignment.encode(), watcher, ended
         launcher.start()
         self._launchers[launcher.pid] = launcher
+        self._logs[order.engine] = order.log
         return int(launcher.pid)
 
     def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:
@@ -198,7 +214,14 @@ class Hosts(Ground):
             return f"was lost: its machine {host} cannot be reached any more"
         if status is not None and KILLED < status < KILLED + signal.NSIG:
             words = describe_status(KILLED - status)
-        return f"(on {host}) {words}"
+        cause = self._way.cause(self._said(engine))
+        return f"(on {host}) {words}" + (f" ({cause})" if cause else "")
+
+    def _said(self, engine: int) -> str:
+        try:
+            return self._logs[engine].read_text(errors="replace")[-_SAID_CHARS:]
+        except (KeyError, OSError):
+            return ""
 
     def lost_with(self, engine: int, status: int | None) -> tuple[int, ...]:
         """The others on its machine, when that is not reached any more: their processes here end a moment later."""
@@ -211,8 +234,8 @@ class Hosts(Ground):
 # -- before the start ------------------------------------------------------------------------------------------------
 
 
-def probe(hosts: Sequence[str], way: Way) -> dict[str, int]:
-    """Ask each machine, all at once, how many GPUs it has.
+def probe(hosts: Sequence[str], way: Way) -> dict[str, tuple[int, Capacity]]:
+    """Ask each machine, all at once, how many GPUs it has, and how many engines it takes.
 
     Raises:
         StartError: One cannot be reached, or has not what engines need.
@@ -242,7 +265,7 @@ def probe(hosts: Sequence[str], way: Way) -> dict[str, int]:
             process.communicate()
 
 
-def _answer(host: str, process: subprocess.Popen[str], deadline: float, way: Way) -> int:
+def _answer(host: str, process: subprocess.Popen[str], deadline: float, way: Way) -> tuple[int, Capacity]:
     try:
         out, err = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -260,14 +283,14 @@ def _answer(host: str, process: subprocess.Popen[str], deadline: float, way: Way
     )
 
 
-def _checked(host: str, found: Mapping[str, Any]) -> int:
+def _checked(host: str, found: Mapping[str, Any]) -> tuple[int, Capacity]:
     theirs, ours = str(found["python"]).rpartition(".")[0], platform.python_version().rpartition(".")[0]
     if found["distnb"] != __version__ or theirs != ours:
         raise StartError(
             f"{host} has distnb {found['distnb']} on Python {found['python']}, and this is distnb {__version__} on "
             f"Python {platform.python_version()}. Functions travel between them: make them the same."
         )
-    return int(found["gpus"])
+    return int(found["gpus"]), Capacity(**found["capacity"])
 
 
 def plan_hosts(
@@ -278,14 +301,16 @@ def plan_hosts(
     *,
     oversubscribe: bool,
     without_gpus: Mapping[str, int] | None = None,
-) -> tuple[tuple[str, ...], tuple[Device, ...]]:
-    """The machine and the device of each engine, in order. The same devices are asked of every machine.
+) -> tuple[tuple[str, ...], tuple[Device, ...], tuple[str, ...]]:
+    """The machine and the device of each engine, in order, and what the user should know of that.
+
+    The same devices are asked of every machine.
 
     Args:
         names: The machines.
         way: How they are reached.
         per_host: How many engines each gets; None for one per GPU.
-        devices, oversubscribe: As `plan_devices` takes them.
+        devices, oversubscribe: As `plan_devices` and `check_capacity` take them.
         without_gpus: How many engines a machine gets that has no GPUs, where neither `per_host` nor `devices` says.
 
     Raises:
@@ -294,14 +319,17 @@ def plan_hosts(
     """
     hosts: list[str] = []
     planned: list[Device] = []
-    for host, gpus in probe(names, way).items():
+    notices: list[str] = []
+    for host, (gpus, capacity) in probe(names, way).items():
         count = per_host.get(host) if isinstance(per_host, Mapping) else per_host
         if count is None and devices is None and not gpus:
             count = (without_gpus or {}).get(host)
         try:
             there = plan_devices(count, devices, oversubscribe=oversubscribe, gpus=gpus)
+            check_capacity(len(there), capacity, oversubscribe=oversubscribe)
         except DistnbError as error:
             raise type(error)(f"{host}: {error}") from None
         hosts += [host] * len(there)
         planned += there
-    return tuple(hosts), tuple(planned)
+        notices += filter(None, [crowding(len(there), capacity, host)])
+    return tuple(hosts), tuple(planned), tuple(notices)

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 
 from distnb.cluster.orphans import die_with
-from distnb.cluster.surroundings import keep_temporary_sockets_in
+from distnb.cluster.store import meet_in
+from distnb.cluster.surroundings import STORE_VARIABLE, keep_temporary_sockets_in
 from distnb.cluster.watcher import report
 
 __all__ = ["error_path", "main", "run"]
@@ -30,6 +31,8 @@ def main(arguments: list[str]) -> None:
     launcher, directory, rank, *command = arguments
     die_with(int(launcher))
     keep_temporary_sockets_in(Path(directory))
+    if os.environ.get(STORE_VARIABLE):
+        meet_in(os.environ[STORE_VARIABLE])
     try:
         run(command)
     except SystemExit:

@@ -21,7 +21,7 @@ from distnb.cluster.orphans import end_process, record_group
 from distnb.cluster.placement import Placement, network_environment, own_interface, split_address
 from distnb.cluster.processes import Processes, Reaped, describe_status
 from distnb.cluster.replica import error_path
-from distnb.cluster.store import RendezvousStore
+from distnb.cluster.store import RendezvousStore, free_port
 from distnb.cluster.surroundings import Seat, import_environment, script_environment
 from distnb.cluster.watcher import Watcher
 from distnb.errors import StartError
@@ -61,7 +61,7 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Pla
     with ExitStack() as undo:  # each step is undone, also when undoing another fails
         directory = make_run_directory()
         undo.callback(remove_run_directory, directory)
-        store, seat = _store_and_seat(placement)
+        store, seat = _store_and_seat(placement, directory)
         # torch loads here while it loads in the replicas; who asks early waits in the queue.
         serving = None
         if store is not None:
@@ -86,16 +86,16 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Pla
             raise
 
 
-def _store_and_seat(placement: Placement | None) -> tuple[RendezvousStore | None, Seat]:
+def _store_and_seat(placement: Placement | None, directory: Path) -> tuple[RendezvousStore | None, Seat]:
     """The store, if it is served here, and where this worker's replicas stand."""
     if placement is None:
-        store = RendezvousStore()
-        return store, Seat(store.host, store.port)
+        return None, Seat("127.0.0.1", free_port(), str(directory / "store"))
     interface, address = own_interface(placement)
     host, port = split_address(placement.chief.address)
     served = RendezvousStore(port, address) if placement.index == 0 else None
     network = network_environment(interface)
-    return served, Seat(address if served else host, port, placement.index, len(placement.workers), network)
+    where = address if served else host
+    return served, Seat(where, port, worker=placement.index, workers=len(placement.workers), network=network)
 
 
 def _finish(thread: threading.Thread) -> None:

@@ -85,6 +85,7 @@ class Server:
         job_name: The job of this task.
         task_index: Its index in the job.
         protocol: "distnb", or None for the same: there is no other.
+        start: Listen at once; with False `start()` does so.
         secret: The secret file (mode 0600); None for the one that DISTNB_SECRET_FILE names.
 
     Raises:
@@ -104,6 +105,7 @@ class Server:
         task_index: int,
         protocol: str | None = None,
         *,
+        start: bool = True,
         secret: str | os.PathLike[str] | None = None,
     ) -> None:
         if protocol not in (None, _PROTOCOL):
@@ -114,6 +116,7 @@ class Server:
         self._who = f"{job_name} {task_index}"
         keys = read_secret(secret_path(secret))
         self._calls: dict[bytes, _Keeper] = {}
+        self._listens = False
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
@@ -126,9 +129,33 @@ class Server:
         self._socket.linger = 500
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
+        if start:
+            self.start()
+
+    @classmethod
+    def create_local_server(cls, start: bool = True, *, secret: str | os.PathLike[str] | None = None) -> Server:
+        """A server of this machine alone, on a free port of the loopback interface: job "local", task 0.
+
+        Args:
+            start, secret: As above.
+        """
+        return cls({"local": ["127.0.0.1:0"]}, "local", 0, start=start, secret=secret)
+
+    def start(self) -> None:
+        """Listen, if it does not yet.
+
+        Raises:
+            StartError: The address is none of this machine's, or is taken.
+        """
+        if self._listens or self._closed:
+            return
         try:
             self._socket.ipv6 = True
             self._socket.bind(_own_url(self.address))
+            self._listens = True
+            if self.address.endswith(":0"):  # the system has chosen a port
+                port = self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+                self.address = f"{self.address.rpartition(':')[0]}:{port}"
         except BaseException as error:
             self._close()
             if isinstance(error, zmq.ZMQError):
@@ -145,6 +172,7 @@ class Server:
 
     def join(self) -> None:
         """Serve until told to stop: by `stop`, or by an interrupt, which is raised when all engines have ended."""
+        self.start()
         try:
             while not self._closed and not self._told_to_stop():
                 self._serve_once()
@@ -238,18 +266,19 @@ class Server:
 
 
 def _own_url(address: str) -> str:
-    """Where to listen for an address of the cluster, as a number.
+    """Where to listen for an address of the cluster, as a number; port 0 is one that the system chooses.
 
     Raises:
         StartError: It is none of this machine's.
     """
-    host, port = split_address(address)
+    anywhere = address.endswith(":0")
+    host, port = split_address(f"{address}1" if anywhere else address)
     try:
         number = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise StartError(f"The address {address} is unknown on this machine: {error}.") from error
     interface_of(number)
-    return f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}"
+    return f"tcp://{f'[{number}]' if ':' in number else number}:{'*' if anywhere else port}"
 
 
 def serve_until_signal(server: Server) -> None:

@@ -32,6 +32,7 @@ _NEEDED = (
 )
 _USUAL = ("--job-name=distnb", "--cpu-bind=none", "--mpi=none")
 _KEPT = re.compile(r"SLURM_(JOB.*|CONF|CLUSTERS|JWT|WORKING_CLUSTER)")
+_CANCELLED = re.compile(r"\*\*\* (\S+ \S+ ON \S+ CANCELLED .*?) \*\*\*")
 _ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
 
 
@@ -79,6 +80,11 @@ class Slurm(Way):
             said = (done.stderr or done.stdout).strip()
             raise StartError(f"Slurm gives no address of the node {host}. `{' '.join(command)}` says: {said}")
         return found[1]
+
+    def cause(self, said: str) -> str:
+        """What Slurm says of a step that it cancelled: by scancel, or since its time was over."""
+        found = _CANCELLED.findall(said)
+        return f"Slurm says: {found[-1]}" if found else ""
 
     def unreached(self, host: str) -> str:
         """What has to be so."""

@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlparse
 
 from distnb.errors import StartError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["RendezvousStore"]
+__all__ = ["RendezvousStore", "free_port", "meet_in"]
 
 _LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
 _TIMEOUT_S = 60.0
+
+
+def free_port() -> int:
+    """A port of loopback on which nobody listens now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as found:
+        found.bind((_LOOPBACK, 0))
+        return int(found.getsockname()[1])
+
+
+def meet_in(path: str) -> None:
+    """Let `env://`, by which scripts find each other in torch, mean files of a private directory in this process.
+
+    Imports torch.
+    """
+    from torch.distributed import FileStore, rendezvous  # type: ignore[attr-defined]
+
+    calls = count()
+
+    def by_file(url: str, timeout: timedelta = timedelta(minutes=30), **given: Any) -> Iterator[tuple[Any, int, int]]:
+        asked = {name: values[-1] for name, values in parse_qs(urlparse(url).query).items()}
+        rank, size = (int(asked.get(name, os.environ[name.upper()])) for name in ("rank", "world_size"))
+        store = FileStore(f"{path}-{next(calls)}")  # what a group that was destroyed has left there is not found again
+        store.set_timeout(timeout)
+        yield store, rank, size
+
+    sys.modules[rendezvous.__module__]._rendezvous_handlers["env"] = by_file
 
 
 class RendezvousStore:

@@ -19,11 +19,13 @@ __all__ = [
     "DEVICE_VARIABLE",
     "ENGINE_VARIABLE",
     "REPLACES_VARIABLE",
+    "STORE_VARIABLE",
     "Seat",
     "THREADS_VARIABLE",
     "compute_environment",
     "cores",
     "engine_environment",
+    "engines_environment",
     "hash_seed",
     "import_environment",
     "keep_temporary_sockets_in",
@@ -37,6 +39,8 @@ ENGINE_VARIABLE = "DISTNB_ENGINE_ID"
 DEVICE_VARIABLE = "DISTNB_DEVICE"
 THREADS_VARIABLE = "DISTNB_THREADS"
 REPLACES_VARIABLE = "DISTNB_REPLACES"
+STORE_VARIABLE = "DISTNB_STORE_FILE"
+"""Where replicas of a script on this machine meet."""
 AGENT_VARIABLE = "DISTNB_AGENT"
 """Module whose `install` makes an engine of the process; tests put a small one in the agent's place."""
 
@@ -69,6 +73,8 @@ def compute_environment(processes: int) -> dict[str, str]:
         "NCCL_SOCKET_IFNAME": _LOOPBACK,
         "NCCL_RAS_ENABLE": "0",  # a monitoring port of its own, which nobody here reads
         "PYTHONHASHSEED": hash_seed(),
+        # Without it torch's C++ code warns, in a cell's output, that a machine's address has no name.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     return environment | import_environment()
 
@@ -104,21 +110,26 @@ def keep_temporary_sockets_in(directory: Path) -> None:
     multiprocessing.current_process()._config["tempdir"] = str(directory)  # type: ignore[attr-defined]
 
 
-def engine_environment(
-    engine: int, device: Device, engines: int, directory: Path, *, agent: str, replaces: bool
-) -> dict[str, str]:
-    """For one engine of a cluster of `engines` on this machine, whose run directory is `directory`.
+def engines_environment(engines: int, directory: Path, *, agent: str) -> dict[str, str]:
+    """What is the same for all engines of a cluster of `engines` on this machine, whose run directory is `directory`.
 
     Args:
         agent: Module whose `install` makes an engine of the process.
-        replaces: Whether an engine of the same id was there before.
     """
     environment = compute_environment(engines)
     environment[THREADS_VARIABLE] = environment["OMP_NUM_THREADS"]
-    environment[ENGINE_VARIABLE] = str(engine)
-    environment[DEVICE_VARIABLE] = str(device)
     environment[CONNECTION_VARIABLE] = str(connection_path(directory))
     environment[AGENT_VARIABLE] = agent
+    return environment
+
+
+def engine_environment(engine: int, device: Device, *, replaces: bool) -> dict[str, str]:
+    """What is one engine's own.
+
+    Args:
+        replaces: Whether an engine of the same id was there before.
+    """
+    environment = {ENGINE_VARIABLE: str(engine), DEVICE_VARIABLE: str(device)}
     return environment | ({REPLACES_VARIABLE: "1"} if replaces else {})
 
 
@@ -127,13 +138,17 @@ class Seat:
     """Where one worker's replicas stand among those of a cluster of machines; by default it is the only one.
 
     Attributes:
-        store_host, store_port: Where the rendezvous store listens.
+        store_host, store_port: Where the rendezvous store listens; with `store_file` an address that nobody listens
+            on, for the script's own use.
+        store_file: The file, in a private directory, that is the rendezvous store; "" where workers meet over a
+            network.
         worker, workers: Which of how many workers this is; all have as many replicas.
         network: See `placement.network_environment`; empty to stay on loopback.
     """
 
     store_host: str
     store_port: int
+    store_file: str = ""
     worker: int = 0
     workers: int = 1
     network: Mapping[str, str] = field(default_factory=dict)
@@ -149,8 +164,9 @@ def rank_environment(local_rank: int, replicas: int, seat: Seat) -> dict[str, st
         "LOCAL_WORLD_SIZE": str(replicas),
         "MASTER_ADDR": seat.store_host,
         "MASTER_PORT": str(seat.store_port),
+        STORE_VARIABLE: seat.store_file,
         # We serve the store, on one address: torch is not to listen for it, on every interface, itself.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": str(not seat.store_file),
         "TORCHELASTIC_RUN_ID": f"distnb-{os.getpid()}",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import selectors
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,7 @@ class Watcher:
         self._pipe = os.open(directory / REPORT_PIPE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._pipe, selectors.EVENT_READ, self._hear)
         self._rest = b""
+        self._sources: set[socket.socket] = set()
         self._closing = self._released_here = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="distnb-watcher", daemon=True)
@@ -74,6 +76,24 @@ class Watcher:
                 os.close(descriptor)
 
         self._selector.register(descriptor, selectors.EVENT_READ, end)
+        os.eventfd_write(self._wake, 1)
+
+    def listen(self, source: socket.socket, hear: Callable[[socket.socket], bool]) -> None:
+        """Call `hear(source)` in the watcher's thread when there is something to read, for as long as it says True;
+        then close the socket."""
+
+        def look() -> None:
+            more = False
+            try:
+                more = hear(source)
+            finally:
+                if not more:
+                    self._selector.unregister(source)
+                    self._sources.discard(source)
+                    source.close()
+
+        self._sources.add(source)
+        self._selector.register(source, selectors.EVENT_READ, look)
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
@@ -99,6 +119,8 @@ class Watcher:
 
     def _release(self) -> None:
         self._selector.close()
+        for source in self._sources:
+            source.close()
         os.close(self._pipe)
         os.close(self._wake)
 

@@ -20,7 +20,16 @@ import torch.autograd
 
 from distnb.collectives.eager import always_eager
 
-__all__ = ["Listener", "calling_frame", "describe_frame", "listen", "name_of", "nesting_seen", "stop_listening"]
+__all__ = [
+    "Listener",
+    "any_aggregates",
+    "calling_frame",
+    "describe_frame",
+    "listen",
+    "name_of",
+    "nesting_seen",
+    "stop_listening",
+]
 
 _LIBRARIES = tuple(
     str(Path(file).parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent), os.__file__)
@@ -30,6 +39,10 @@ _ENTRY = "_engine_run_backward"
 
 class Listener(Protocol):
     """Told of every outermost backward pass that accumulates into `.grad`."""
+
+    @property
+    def aggregates(self) -> bool:
+        """Whether there is anything to do now: one replica alone has nothing, and is told nothing."""
 
     def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
         """A pass is about to run from these outputs."""
@@ -97,7 +110,7 @@ class _Watch:
 
     @always_eager
     def _run(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.listeners or not kwargs.get("accumulate_grad"):
+        if not kwargs.get("accumulate_grad") or not any_aggregates():
             return self._original(outputs, *args, **kwargs)
         with self._lock:
             self.running += 1
@@ -142,6 +155,11 @@ def stop_listening(listener: Listener) -> None:
         _watch.listeners.remove(listener)
     if not _watch.listeners:
         _watch.remove()
+
+
+def any_aggregates() -> bool:
+    """Whether gradients are aggregated in this process now: somebody listens, and is one of several replicas."""
+    return any(listener.aggregates for listener in _watch.listeners)
 
 
 def nesting_seen() -> bool:

@@ -13,7 +13,7 @@ import os
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 __all__ = [
     "HEADER_NBYTES",
@@ -22,8 +22,10 @@ __all__ = [
     "SLOT_NBYTES",
     "TEXT_NBYTES",
     "Board",
+    "Leaving",
     "Phase",
     "Record",
+    "Stand",
     "Wait",
     "create_memory",
     "open_memory",
@@ -38,14 +40,18 @@ _WAIT_AT: Final = 24
 _WAIT_NBYTES: Final = 512
 _VERDICT_AT: Final = _WAIT_AT + 8 + _WAIT_NBYTES
 _VERDICT_NBYTES: Final = 1024
-HEADER_NBYTES: Final = _VERDICT_AT + 8 + _VERDICT_NBYTES
+_LEAVING_AT: Final = _VERDICT_AT + 8 + _VERDICT_NBYTES
+_LEAVING = struct.Struct("<QII64s")
+HEADER_NBYTES: Final = _LEAVING_AT + _LEAVING.size
 SLOT_NBYTES: Final = 256
-# A slot: number, the record's key, program, length of text (each number 8 bytes), text.
+# A slot: number, the record's key, program, stand, length of text, text. What is compared at once stands together.
 KEY_NBYTES: Final = 40
 _KEY_END: Final = 8 + KEY_NBYTES
-_FIXED_NBYTES: Final = _KEY_END + 16
+_STAND = struct.Struct("<IIIIQ")
+_STAND_AT: Final = _KEY_END + 8
+_SAME_END: Final = _STAND_AT + 8
+_FIXED_NBYTES: Final = _STAND_AT + _STAND.size + 8
 TEXT_NBYTES: Final = SLOT_NBYTES - _FIXED_NBYTES
-_TAIL = struct.Struct("<QQ")
 _LENGTH = struct.Struct("<Q")
 _PART_NBYTES: Final = HEADER_NBYTES + RING * SLOT_NBYTES
 
@@ -67,6 +73,53 @@ class Wait:
     absent: tuple[int, ...]
     text: str
 
+    @property
+    def group(self) -> str:
+        """The group's name."""
+        return self.where.rpartition("#")[0]
+
+
+class Stand(NamedTuple):
+    """Where in its program a replica is as it calls a collective. Regions are calls of `run` and scopes, numbered.
+
+    Attributes:
+        low, high: The regions that errors have left since the collective before this one; zeros if none did.
+        outer, inner: The outermost and the innermost region that it is in; zeros outside.
+        serial: The newest region that it entered.
+    """
+
+    low: int = 0
+    high: int = 0
+    outer: int = 0
+    inner: int = 0
+    serial: int = 0
+
+    @property
+    def left(self) -> bool:
+        """Whether an error left a region."""
+        return self.high > 0
+
+    def misses(self, other: Stand) -> bool:
+        """Whether this replica left, by an error, where the other one is: it does not come there any more."""
+        return self.left and (
+            self.low <= other.outer <= self.high or self.low <= other.inner <= self.high or self.serial > other.serial
+        )
+
+
+class Leaving(NamedTuple):
+    """An error left regions of a replica.
+
+    Attributes:
+        number: That of the replica's newest collective then.
+        low, high: The regions.
+        text: What it left and by which error, for people.
+    """
+
+    number: int
+    low: int
+    high: int
+    text: str
+
 
 @dataclass(frozen=True)
 class Record:
@@ -86,6 +139,11 @@ class Record:
         """The text as it is written to the board, its length first."""
         text = self.text.encode()[:TEXT_NBYTES]
         return _LENGTH.pack(len(text)) + text
+
+    @cached_property
+    def without_words(self) -> Record:
+        """The same without the source text."""
+        return Record(self.key, f"{self.operation}\0{self.place}")
 
     @property
     def signature(self) -> bytes:
@@ -161,8 +219,19 @@ class Board:
         self.size = size
         self._mine = me * _PART_NBYTES + HEADER_NBYTES
 
+    @property
+    def untold(self) -> bool:
+        """Whether something that is written here has yet to be told to the others, by `exchange`."""
+        return False
+
     def exchange(self) -> None:
         """Bring this copy and the others' up to date; there is one board only where memory is shared."""
+
+    def tell_soon(self) -> None:
+        """Have what is written here told to the others, without waiting for that."""
+
+    def publish(self) -> None:
+        """As `exchange`, for certain: what was written before is there for the others."""
 
     def told(self, replica: int) -> int:
         """Up to which number another replica surely has this one's records."""
@@ -178,10 +247,10 @@ class Board:
         """Where a replica's part lies."""
         return slice(replica * _PART_NBYTES, (replica + 1) * _PART_NBYTES)
 
-    def write(self, number: int, record: Record, program: int) -> None:
+    def write(self, number: int, record: Record, program: int, stand: Stand = Stand()) -> None:  # noqa: B008
         """Post this replica's collective of that number (numbers begin with 1)."""
         at = self._mine + number % RING * SLOT_NBYTES
-        content = record.key + _NUMBER.pack(program) + record.stored
+        content = record.key + _NUMBER.pack(program) + _STAND.pack(*stand) + record.stored
         memory = self.memory
         # The number goes last: it says that the rest is valid.
         memory[at + 8 : at + 8 + len(content)] = content
@@ -193,19 +262,27 @@ class Board:
         slot = bytes(self.memory[at : at + SLOT_NBYTES])
         if _NUMBER.unpack_from(slot)[0] != number:
             return None
-        program, length = _TAIL.unpack_from(slot, _KEY_END)
+        program, length = _NUMBER.unpack_from(slot, _KEY_END)[0], _LENGTH.unpack_from(slot, _FIXED_NBYTES - 8)[0]
         text = slot[_FIXED_NBYTES : _FIXED_NBYTES + length].decode(errors="replace")
         return Record(slot[8:_KEY_END], text), program
 
+    def stand(self, replica: int, number: int) -> Stand:
+        """Where a replica was as it called its collective of that number, which must be remembered."""
+        return Stand(*_STAND.unpack_from(self.memory, self._slot(replica, number) + _STAND_AT))
+
     def same(self, replica: int, number: int) -> bool:
-        """Whether another replica posted the very same under that number: signature, place and program."""
+        """Whether another replica posted the very same under that number: signature, place, program, regions left."""
         mine, other = self._slot(self.me, number), self._slot(replica, number)
-        end = _KEY_END + _NUMBER.size
-        return bool(self.memory[mine : mine + end] == self.memory[other : other + end])
+        return bool(self.memory[mine : mine + _SAME_END] == self.memory[other : other + _SAME_END])
 
     def last(self, replica: int) -> int:
         """The number of a replica's newest collective; 0 before the first."""
         return int(_NUMBER.unpack_from(self.memory, replica * _PART_NBYTES + 16)[0])
+
+    @staticmethod
+    def last_of(header: bytes) -> int:
+        """The same of a copy of a replica's header."""
+        return int(_HEADER.unpack_from(header)[2])
 
     def advance(self, number: int) -> None:
         """Say that this replica's newest collective is that one."""
@@ -235,6 +312,16 @@ class Board:
         at = replica * _PART_NBYTES + _VERDICT_AT
         length = _NUMBER.unpack_from(self.memory, at)[0]
         return bytes(self.memory[at + _NUMBER.size : at + _NUMBER.size + length]).decode(errors="replace")
+
+    def set_leaving(self, leaving: Leaving) -> None:
+        """Tell the others that an error left regions here."""
+        text = leaving.text.encode()[: _LEAVING.size - 16]
+        _LEAVING.pack_into(self.memory, self.me * _PART_NBYTES + _LEAVING_AT, *leaving[:3], text)
+
+    def leaving_of(self, replica: int) -> Leaving:
+        """The latest regions that an error left on a replica; zeros if none did."""
+        number, low, high, text = _LEAVING.unpack_from(self.memory, replica * _PART_NBYTES + _LEAVING_AT)
+        return Leaving(number, low, high, text.rstrip(b"\0").decode(errors="replace"))
 
     def set_wait(self, wait: Wait | None) -> None:
         """Say what this replica waits in, or that it does not wait."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import linecache
 import os
 import sys
 import sysconfig
@@ -17,7 +19,7 @@ import distnb
 from distnb.collectives import wording
 from distnb.collectives.backward import name_of
 
-__all__ = ["IDENTITY_NBYTES", "CallSite", "current", "find"]
+__all__ = ["IDENTITY_NBYTES", "CallSite", "current", "find", "words_of"]
 
 IDENTITY_NBYTES: Final = 32
 
@@ -106,6 +108,28 @@ def current() -> CallSite:
 def find(identity: bytes) -> CallSite:
     """The call site of this process with that identity."""
     return _by_identity.get(identity, NOWHERE)
+
+
+def words_of(identity: bytes, place: str) -> str:
+    """A call of another replica as it is written in this one's source; empty if it is not there, or another one is.
+
+    Args:
+        identity: As in `CallSite`.
+        place: Its text there.
+    """
+    known = _by_identity.get(identity)
+    return known.words if known is not None else _words_at(identity[16:24], place)
+
+
+@functools.lru_cache(maxsize=1000)
+def _words_at(about: bytes, place: str) -> str:
+    name, _, line = place.rpartition(", line ")
+    files = {code.co_filename for kind, code in list(_kinds.values()) if kind == _USER}
+    for file in (each for each in files if name_of(each) == name and line.isdigit()):
+        for text in wording.calls_at("".join(linecache.getlines(file)), int(line)):
+            if _digest([wording.subject(text)]) == about:
+                return text
+    return ""
 
 
 def _describe(key: tuple[int, ...]) -> CallSite:

@@ -86,12 +86,16 @@ class Crossings:
         them = others()
         who = f"replica{'s' if len(them) > 1 else ''} {', '.join(map(str, them))}"
         self._warn(
-            f"One collective, {mine.operation}, was called as `{mine.words}` on replica {replica} ({mine.place}) and "
-            f"as `{other.words}` on {who} ({other.place}). If these are not parts of the same thing, the result is "
+            f"One collective, {mine.operation}, was called{_as(mine)} on replica {replica} ({mine.place}) and"
+            f"{_as(other)} on {who} ({other.place}). If these are not parts of the same thing, the result is "
             "wrong: the replicas may call their collectives in different orders. If they are, say so by a single call "
             "that all replicas make, with the value chosen in a line before it.",
             mine.site,
         )
+
+
+def _as(record: Record) -> str:
+    return f" as `{record.words}`" if record.words else ""
 
 
 def _warn_at(text: str, identity: bytes) -> None:

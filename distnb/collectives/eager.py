@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
-__all__ = ["always_eager"]
+__all__ = ["always_eager", "methods_always_eager"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_C = TypeVar("_C", bound=type)
+
+
+def methods_always_eager(cls: _C) -> _C:
+    """The same for every method that a class defines: C++ calls them while the tracer is at work."""
+    for member in vars(cls).values():
+        if isinstance(member, FunctionType):
+            always_eager(member)
+    return cls
 
 
 def always_eager(function: _F) -> _F:

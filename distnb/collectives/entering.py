@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from distnb.collectives import signature
 from distnb.collectives.board import Record
-from distnb.collectives.ledger import Ledger
+from distnb.collectives.ledger import Ledger, Superseded
 from distnb.collectives.process_group import GroupCore
 from distnb.collectives.shared_sum import SharedWork
 from distnb.collectives.staging import Staging
 from distnb.collectives.work import Beginning, CollectiveWork, DeviceWork, MessageWork, positive_seconds
-from distnb.errors import CollectiveMismatchError, ProgramAborted
+from distnb.errors import CollectiveError, ProgramAborted
 
 __all__ = ["OWN", "Entering"]
 
@@ -62,9 +62,13 @@ class Entering(GroupCore):
         ):
             return None
         record = signature.record(key)
-        with self._issuing:
-            number = self._post(ledger, record)
-            own = shared.post(tensor, self, number, wanted)
+        try:
+            with self._issuing:
+                number = self._post(ledger, record)
+                own = shared.post(tensor, self, number, wanted)
+        except Superseded as found:
+            self.supersede(found)
+            return self.start_in_memory(key, tensor, op, sources, wanted)
         return SharedWork(shared, own, tensor, op, self, number, sources)
 
     def note(self, key: signature.Key) -> int:
@@ -74,8 +78,12 @@ class Entering(GroupCore):
         ledger = self._ledger
         if ledger is None:
             self.raise_failure()
-        with self._issuing:
-            return self._post(ledger, record)
+        try:
+            with self._issuing:
+                return self._post(ledger, record)
+        except Superseded as found:
+            self.supersede(found)
+            return self.note(key)
 
     def _run(
         self,
@@ -95,6 +103,21 @@ class Entering(GroupCore):
             rest: The other arguments.
             timeout: The caller's own time limit.
         """
+        while True:
+            try:
+                return self._enter(key, method, tensors, written, *rest, timeout=timeout)
+            except Superseded as found:
+                self.supersede(found)
+
+    def _enter(
+        self,
+        key: signature.Key,
+        method: str,
+        tensors: tuple[Any, ...],
+        written: tuple[bool, ...],
+        *rest: Any,
+        timeout: timedelta | None,
+    ) -> dist.Work:
         transport = self._ready()
         device = key[3]
         record = signature.record(key)
@@ -143,15 +166,18 @@ class Entering(GroupCore):
         while not ledger.room():
             time.sleep(_PAUSE_S)
             self.examine(epoch, None)
-        new = ledger.is_new(record)
+        # After an error nothing is entered before all are known to be there: others may wait somewhere else.
+        careful = self._standing.excused | ledger.is_new(record) | (ledger.breaks > 0 and ledger.number == 0)
         try:
             number = ledger.post(record)
-        except CollectiveMismatchError as error:
-            self.fail(error)
+        except CollectiveError as error:
+            self.fail(error, mendable=True, told=True)
             raise
-        while new and not ledger.agreed(number):
-            self.examine(epoch, number)
-            time.sleep(_PAUSE_S)
+        if careful:
+            while not ledger.agreed(number):
+                self.examine(epoch, number)
+                time.sleep(_PAUSE_S)
+            ledger.entered()
         return number
 
     def _message(self, method: str, tensors: list[torch.Tensor], written: bool, *rest: Any) -> dist.Work:

@@ -64,6 +64,7 @@ class Family:
         serial: The number of the last aggregation that this family had part in.
         unused: Places that had no gradient on any replica in that aggregation.
         tainted: Places whose gradient also holds something that was never aggregated, put there by hand.
+        versions: How often each parameter was written to, as far as all replicas did so alike, by place.
         layout_version: Grows when the places, dtypes or shapes that take part change.
     """
 
@@ -81,6 +82,7 @@ class Family:
         self.serial = 0
         self.unused: frozenset[int] = frozenset()
         self.tainted: set[int] = set()
+        self.versions: dict[int, int] = {}
         self.layout_version = 0
         self.active: list[int] = []
         self.slots: list[Slot] = []

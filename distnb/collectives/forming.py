@@ -65,7 +65,7 @@ class Forming:
         self._local = self._abandoned = False
 
     def _connect_store(self) -> None:
-        self._store = PrefixStore(f"{self.prefix}/{self.group.label}", self.client.store())
+        self._store = PrefixStore(f"{self.prefix}/{self.group.meeting}", self.client.store())
 
     def _abandon(self) -> None:
         """A thread is left behind that may block in the connection to the store: use another one from now on."""

@@ -20,13 +20,15 @@ from distnb.collectives.agreement import agree
 from distnb.collectives.backward import calling_frame, describe_frame, listen, nesting_seen, stop_listening
 from distnb.collectives.buckets import Bucket, Plan, ReducingGroup, Sums, bucket_nbytes, is_large
 from distnb.collectives.cross_device.packs import Packs
+from distnb.collectives.drift import changed_by_hand, note_versions
+from distnb.collectives.equal_gradients import check_equal, keep_equal
 from distnb.collectives.families import Family
 from distnb.collectives.finishing import finish, finish_with_graph, keep_local
 from distnb.collectives.healing import Buffers, HealingGroup, heal
 from distnb.collectives.mean_loss import Finding, MeanLossCheck
 from distnb.collectives.mirrored import forget_mirrors, is_mirrored, note_mirror
 from distnb.collectives.optimizer_guard import guard_optimizers
-from distnb.collectives.weighting import Weighting, exact, weighting_of
+from distnb.collectives.weighting import Weighting, exact, sum_of_weights, weighting_of
 from distnb.collectives.wrapping import refuse_wrapping
 from distnb.errors import OptionError
 
@@ -40,6 +42,7 @@ class _Pass:
     group: ReducingGroup
     sums: Sums
     synced: bool
+    equal: bool
     create_graph: bool
     finding: Finding | None
     weighting: Weighting
@@ -47,7 +50,7 @@ class _Pass:
     @property
     def may_overlap(self) -> bool:
         """Whether buckets may start before the pass has ended."""
-        plain = self.synced and not self.create_graph and self.finding is None
+        plain = self.synced and not (self.equal or self.create_graph) and self.finding is None
         return plain and not self.weighting.divide_by_weight and not nesting_seen()
 
 
@@ -77,6 +80,8 @@ class GradientSync:
         check_mean_loss: With "sum", raise MeanLossError where a loss is a mean.
         packs: How gradients are packed, those of each device and dtype; None to choose.
         sums: Gives what adds up gradients, after the backward pass; None for the group, which may do so during it.
+        in_replica: Whether a pass that begins now is one replica's part of a step; else all replicas do the same, and
+            nothing is added up.
         after_pass: Called at the end of each pass that aggregated, with the families that it reached (as `adopt` was
             given them), the same on every replica.
     """
@@ -90,6 +95,7 @@ class GradientSync:
         packs: Packs | None = None,
         sums: Callable[[], Sums] | None = None,
         after_pass: Callable[[Sequence[object]], None] | None = None,
+        in_replica: Callable[[], bool] = lambda: True,
     ) -> None:
         if reduction not in ("sum", "mean"):
             raise OptionError(f"gradient_reduction={reduction!r}: write 'sum' or 'mean'.")
@@ -97,6 +103,7 @@ class GradientSync:
         self._group: Callable[[], ReducingGroup] = group
         self._sums = sums
         self._after_pass = after_pass
+        self._in_replica = in_replica
         self._packs = packs or Packs()
         self._mean_loss = MeanLossCheck() if check_mean_loss and reduction == "sum" else None
         self._families: list[Family] = []
@@ -175,9 +182,31 @@ class GradientSync:
         """The generation of the group for which `heal` was called last."""
         return self._healed
 
+    def note_equal(self) -> None:
+        """What was adopted since is equal on all replicas."""
+        note_versions(self._families)
+
+    def changed_by_hand(self) -> dict[str, int]:
+        """See `drift.changed_by_hand`; nothing where there is one replica."""
+        return changed_by_hand(self._families) if self.aggregates else {}
+
     def is_mirrored(self, parameter: object) -> bool:
         """Whether a parameter was made in a scope (of any strategy of this process)."""
         return is_mirrored(parameter)
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a backward pass is under way."""
+        return self._pass is not None
+
+    def global_loss(self, loss: Any) -> Any:
+        """The loss of the whole batch, of which each replica gives its part."""
+        if not self._in_replica() or not isinstance(loss, torch.Tensor):
+            return loss
+        group, weighting = self._group(), weighting_of(self.reduction, self._slice, self._group().size)
+        total = loss.detach() * weighting.scale
+        cast("Any", group).all_reduce(total)
+        return total / sum_of_weights(group, weighting.weight, total.device) if weighting.divide_by_weight else total
 
     @property
     def aggregates(self) -> bool:
@@ -204,8 +233,8 @@ class GradientSync:
             return
         if group.generation != self._generation:
             self._enter_generation(group.generation)
-        finding = None
-        if self._mean_loss is not None:
+        finding, equal = None, not self._in_replica()
+        if self._mean_loss is not None and not equal:
             finding = self._mean_loss.look(roots, group.size, *(self._slice or (None, None)))
         for family in self._families:
             family.set_aside()
@@ -213,7 +242,7 @@ class GradientSync:
                 self._drop_entries([family])
         sums = group if self._sums is None else self._sums()
         weighting = weighting_of(self.reduction, self._slice, group.size)
-        self._pass = _Pass(group, sums, not self._unsynced, create_graph, finding, weighting)
+        self._pass = _Pass(group, sums, not self._unsynced, equal, create_graph, finding, weighting)
 
     def end(self) -> None:
         """The pass is over: its gradients are aggregated, and added to what was there before."""
@@ -230,7 +259,10 @@ class GradientSync:
         if touched:
             if self._pass.finding is not None:
                 raise self._pass.finding.error(self._pass.group.size)
-            if self._pass.synced:
+            if self._pass.equal:
+                check_equal(self._pass.group, touched, describe_frame(calling_frame()))
+                keep_equal(touched)
+            elif self._pass.synced:
                 reduced = self._reduce(self._pass, tuple(touched), fresh)
             else:
                 keep_local(touched, self._pass.weighting)

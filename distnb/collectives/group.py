@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOption
 
 from distnb.collectives.entering import OWN
 from distnb.collectives.operations import GuardedProcessGroup
+from distnb.collectives.regions import Regions
 from distnb.collectives.shared_sum import GATHER, SharedWork
 from distnb.collectives.signature import of_tensors
 from distnb.errors import CollectiveMismatchError, OptionError
@@ -67,8 +68,8 @@ class Group:
         rank: This replica's id.
         size: How many replicas there are.
         device: This replica's device.
-        generation: Which generation of the team's group this is.
         devices: Every replica's device, in replica order.
+        regions: Where this replica is in its program.
     """
 
     def __init__(
@@ -78,9 +79,16 @@ class Group:
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self.device = device
-        self.generation = generation
+        self._generation = generation
         self.devices = tuple(devices)
+        self.regions: Regions = process_group.regions
         self._epoch = process_group.epoch
+
+    @property
+    def generation(self) -> int:
+        """Grows with the team's generation, and with errors that replicas caught: what they agreed on may be half."""
+        breaks, number = self.process_group.disturbances
+        return self._generation + (breaks << 32) + (number << 64)
 
     @property
     def aborted(self) -> bool:

@@ -72,8 +72,7 @@ def join(team: Team, rank: int, device: Device, *, timeout_s: float | None = Non
     member = _members.get(team.engines)
     if member is not None and member is _active and member.generation == team.generation and _group is not None:
         return _group
-    client = StoreClient.at(team.store_host, team.store_port)
-    return _join(team.engines, team, rank, device, client, timeout_s, apart=team.apart)
+    return _join(team.engines, team, rank, device, StoreClient.of(team), timeout_s, apart=team.apart)
 
 
 def _join(
@@ -209,20 +208,27 @@ def program_began(program: int) -> None:
         program: Its serial number, equal on all replicas and growing.
     """
     if _active is not None:
+        world.program_began()
         _active.begin(program)
 
 
-def program_ended(failed: bool | None = None) -> None:
+def program_ended(failed: bool | None = None) -> bool:
     """The program ended on this replica: it will call no further collectives.
 
     Args:
         failed: Whether by an error, which others will be told of in another way. None: an exception is being handled.
 
+    Returns:
+        Whether it caught errors that left the group less than whole: the next program is to have a new generation.
+
     Raises:
         CollectiveMismatchError: It ended well, as did another replica's part, but with more or fewer collectives.
     """
-    if _active is not None:
-        _active.end(sys.exc_info()[1] is not None if failed is None else failed)
+    if _active is None:
+        return False
+    disturbed = _active.was_disturbed
+    _active.end(sys.exc_info()[1] is not None if failed is None else failed)
+    return disturbed
 
 
 def _at_exit() -> None:
@@ -246,11 +252,13 @@ def _in_forked_child() -> None:
 
     It takes no lock, which the parent's threads may hold, and destroys nothing, which would wait for those threads.
     """
-    global _active, _group
+    global _active, _group, _pid
     members = list(_members.values())
     if members:
         # Garbage of the parent can be the last to hold what Gloo's threads served.
         gc.freeze()
+    else:
+        _pid = os.getpid()  # what it joins from now on is its own
     for member in members:
         member.forget_in_child()
     _active = _group = None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distnb.collectives.eager import methods_always_eager
 from distnb.collectives.transport import Transport
 
 __all__ = ["GroupIdentity"]
@@ -16,6 +17,7 @@ __all__ = ["GroupIdentity"]
 _ProcessGroup: Any = dist.ProcessGroup
 
 
+@methods_always_eager
 class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
     """Name, rank, size, devices and backends of a group. C++ is told no backends: it could go around the guard.
 

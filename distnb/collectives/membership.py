@@ -128,7 +128,7 @@ class Member:
     def advance(self, team: Team, client: StoreClient, attempt: Attempt, timeout_s: float | None) -> None:
         """Be connected in the team's generation."""
         if self.generation == team.generation:
-            if self.group.failure is not None:
+            if self.group.has_ended:
                 raise CollectiveError(
                     f"Generation {team.generation} of this team's process group was aborted. Join a newer one."
                 )
@@ -200,6 +200,11 @@ class Member:
                 problem = problem or error
         if problem is not None:
             raise problem
+
+    @property
+    def was_disturbed(self) -> bool:
+        """Whether errors that the program caught have left a group less than whole."""
+        return any(group.was_disturbed for group in self.groups())
 
     def end_process(self, until: float) -> None:
         """Before the interpreter ends: see to it that no thread of the groups' backends needs it any more."""

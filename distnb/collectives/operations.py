@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BarrierOptions
 
+from distnb.collectives.eager import methods_always_eager
 from distnb.collectives.entering import Entering
 from distnb.collectives.signature import Key, of_tensors
 from distnb.collectives.time_limit import TimeLimit
@@ -36,6 +37,7 @@ def _reduce_options(opts: Any) -> Any:
     return made
 
 
+@methods_always_eager
 class GuardedProcessGroup(Entering):
     """A process group whose operations are recorded, compared and can be aborted.
 

@@ -7,39 +7,36 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distnb.collectives.aggregated import aggregated
+from distnb.collectives.backward import any_aggregates
+from distnb.collectives.drift import StepWatch
 from distnb.collectives.eager import always_eager
-from distnb.collectives.mirrored import Mirror, find_mirror, is_mirrored
+from distnb.collectives.mirrored import Mirror, find_mirror
 from distnb.errors import UnsyncedGradientError
 
-__all__ = ["guard_optimizers", "guarded_optimizers"]
+__all__ = ["guard_optimizers"]
 
 # Per optimizer: the number of the last aggregation that one of its steps has used.
 _stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _installed = False
+_steps = StepWatch()
 
 
 def guard_optimizers() -> None:
-    """Check every step of every optimizer from now on. Idempotent; steps on one replica cost next to nothing."""
+    """Check every step of every optimizer from now on. Idempotent; steps on one replica cost nothing."""
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
         _installed = True
 
 
-def guarded_optimizers() -> list[torch.optim.Optimizer]:
-    """The living optimizers that have stepped and hold mirrored parameters."""
-    return [
-        optimizer
-        for optimizer in _stepped
-        if any(is_mirrored(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    ]
-
-
 @always_eager
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    if not any_aggregates():
+        return None
     known = aggregated.identities
     unknown = [
         parameter
@@ -53,6 +50,36 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if suspects:
             _judge(optimizer, suspects)
     _stepped[optimizer] = aggregated.stepped = aggregated.serial
+    _steps.before(optimizer)
+    if len(args) > 1 or kwargs:
+        return _with_global_loss(optimizer, args, kwargs)
+    return None
+
+
+def _with_global_loss(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Have an optimizer that computes with its closure's loss (a line search) get that of the whole batch.
+
+    Those of torch but LBFGS only hand it on.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    mirrors = (find_mirror(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    sync = next((sync for mirror in mirrors if mirror is not None and (sync := mirror.sync()) is not None), None)
+    if not callable(closure) or sync is None or not sync.aggregates:
+        return None
+
+    def whole() -> Any:
+        return sync.global_loss(closure())
+
+    return ((args[0], whole, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": whole})
+
+
+@always_eager
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if any_aggregates():
+        _steps.after(optimizer)
 
 
 def _judge(optimizer: torch.optim.Optimizer, unknown: Sequence[Mirror]) -> None:
@@ -61,7 +88,8 @@ def _judge(optimizer: torch.optim.Optimizer, unknown: Sequence[Mirror]) -> None:
     wrong = [
         mirror
         for mirror in unknown
-        if mirror.place in mirror.family.local
+        if _in_pass(mirror)
+        or mirror.place in mirror.family.local
         or mirror.place in mirror.family.tainted
         or not _aggregated_since(mirror, before)
     ]
@@ -70,7 +98,10 @@ def _judge(optimizer: torch.optim.Optimizer, unknown: Sequence[Mirror]) -> None:
     first = wrong[0]
     parameter = first.parameter()
     shape = list(parameter.shape) if parameter is not None else "?"
-    if first.place in first.family.local:
+    if _in_pass(first):
+        cause = "they are the sums over all replicas at the end of the backward pass, and it is still under way"
+        cure = "Take the step after loss.backward(), and not in a hook (register_post_accumulate_grad_hook)."
+    elif first.place in first.family.local:
         cause = "so far they come from backward passes under no_sync() only"
         cure = "Run the last backward pass before each optimizer step outside no_sync()."
     else:
@@ -84,6 +115,11 @@ def _judge(optimizer: torch.optim.Optimizer, unknown: Sequence[Mirror]) -> None:
         f"aggregated over the replicas: {cause}. The first is parameter {first.place} of {first.family.description}, "
         f"shape {shape}. Each replica would make another step, and the replicas would drift apart. {cure}"
     )
+
+
+def _in_pass(mirror: Mirror) -> bool:
+    sync = mirror.sync()
+    return sync is not None and sync.in_pass
 
 
 def _aggregated_since(mirror: Mirror, serial: int) -> bool:

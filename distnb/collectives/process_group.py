@@ -1,7 +1,8 @@
 """The process group that torch and everyone above it see: each of its operations is recorded and can be aborted.
 
 It stands in for Gloo's or NCCL's own group, which it holds inside. It outlives them: after an abort it forms new ones
-for the next generation, so that a DistributedDataParallel module or a subgroup made in an earlier cell stays good.
+for the next generation, so that a DistributedDataParallel module or a subgroup made in an earlier cell stays good. A
+program that catches an error of a collective goes on: the next one that all replicas reach forms the group anew.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any, NoReturn, Protocol
 
 from distnb.collectives.board import Board
 from distnb.collectives.identity import GroupIdentity
-from distnb.collectives.ledger import Ledger
+from distnb.collectives.ledger import Ledger, Superseded
+from distnb.collectives.regions import Regions, Standing
 from distnb.collectives.shared_sum import SharedSum
 from distnb.collectives.time_limit import TimeLimit, out_of_time
 from distnb.collectives.transport import Transport
@@ -25,13 +27,9 @@ __all__ = ["Formed", "GroupCore"]
 
 _ABORT_GRACE_S = 0.5
 _FAILED_GRACE_S = 3.0
+_LEFT_GRACE_S = 0.5  # an error that nobody catches ends the program by then, and is told as itself
 _NOT_CONNECTED = (
     "This process group belongs to a team of replicas that is not the one that runs now, or to a generation that ended."
-)
-
-_OVER = (
-    "That ended this process group, and no other collective can follow in it. A notebook's next cell gets a new group; "
-    "a script has one for its whole run: correct what differs and start it again, instead of catching this error."
 )
 
 
@@ -54,6 +52,12 @@ class GroupCore(GroupIdentity):
         device_types: The types of device whose tensors the group carries.
         make_subgroup: Makes the part of the group that `new_group` asks for: of this group, of these ranks, by name.
         parent: The group that this one is a part of.
+
+    Attributes:
+        failure: What ended the group, or this forming of it.
+        breaks: How often it was formed anew in this generation.
+        half_met: Whether what ended it last was a replica that an error had taken elsewhere.
+        regions: Where this replica is in its program.
     """
 
     def __init__(
@@ -72,6 +76,13 @@ class GroupCore(GroupIdentity):
         super().__init__(rank, size, label, backend_name, device_types)
         self.epoch = 0
         self.failure: BaseException | None = None
+        self.breaks = 0
+        self.half_met = False
+        self.regions: Regions = parent.regions if parent is not None else Regions()
+        self.regions.tell(self)
+        self._standing = Standing(self.regions)
+        self._mendable = self._told = self._broke_in_program = False
+        self._former: Ledger | None = None
         self.replicas = tuple(replicas)
         self.program: int = parent.program if parent is not None else 0
         self.label = label
@@ -84,9 +95,11 @@ class GroupCore(GroupIdentity):
         self._shared: SharedSum | None = None
         self._issuing = threading.RLock()
         self._forming = threading.Lock()
+        self._failing = threading.Lock()
         self._open: dict[int, Any] = {}
         self._watched: set[Any] = set()
         self._failed_since: float | None = None
+        self._left_since: float | None = None
         self._destroyed = False
         self._time_limit = TimeLimit()
         self.in_memory = True
@@ -115,13 +128,19 @@ class GroupCore(GroupIdentity):
 
     def reset(self) -> None:
         """Forget the connections; every operation is refused until `renew`. Never blocks."""
+        self._drop()
+        self.failure, self._mendable = CollectiveError(_NOT_CONNECTED), False
+        self._former, self.breaks = None, 0
+        self._standing.forget()
+
+    def _drop(self) -> None:
         transport, opened, watched = self._transport, self._open, self._watched
         self.epoch += 1
         self._transport = self._ledger = self._shared = None
         self._open, self._watched = {}, set()
         self._time_limit.forget()
         self._waiting_since.clear()
-        self.failure, self._failed_since = CollectiveError(_NOT_CONNECTED), None
+        self._failed_since = self._left_since = None
         if transport is not None:
             transport.abort()
             transport.release(lambda: not _under_way(opened, watched))
@@ -131,20 +150,26 @@ class GroupCore(GroupIdentity):
         if not self._destroyed:
             self.failure = None
 
-    def fail(self, error: BaseException, end_transport: bool = True) -> None:
+    def fail(
+        self, error: BaseException, end_transport: bool = True, *, mendable: bool = False, told: bool = False
+    ) -> None:
         """End every operation under way, and all later ones until `reset`, with an error. Safe from any thread.
 
         Args:
             error: What all of them raise.
             end_transport: Whether to abort the transport too; else the caller does.
+            mendable: Whether the next operation after the program has heard of it forms the group anew.
+            told: Whether the program hears of it from the caller.
         """
-        if self.failure is not None:
-            return
-        self.failure = error
-        if isinstance(error, CollectiveMismatchError):
-            for ledger in (self._ledger, self._parent._ledger if self._parent is not None else None):
-                if ledger is not None:
-                    ledger.tell(error)
+        with self._failing:
+            if self.failure is not None and (mendable or not self._mendable):
+                self._told |= told
+                return
+            self.failure, self._mendable, self._told = error, mendable, told
+        ledger = self._ledger
+        if mendable and ledger is not None and isinstance(error, CollectiveError):
+            self._broke_in_program, self.half_met = True, ledger.half_met
+            ledger.tell(error)
         if self._transport is not None and end_transport:
             self._transport.abort()
         for work in list(self._watched):
@@ -193,26 +218,80 @@ class GroupCore(GroupIdentity):
             self._transport.connections.forget_in_child()
 
     def _ready(self) -> Transport:
-        self._raise_if_failed()
+        if self.failure is not None:
+            self._mend()
         if self._transport is None:
             with self._forming:
                 if self._transport is None:
-                    formed = self._form(self)
-                    ledger = Ledger(formed.board, self.replicas)
-                    ledger.begin(self.program)
-                    self._own_waits = Waits(formed.board)
-                    self._shared = SharedSum.of(formed.board)
-                    self._ledger, self._transport = ledger, formed.transport
+                    self._connect()
             if self.failure is not None:  # aborted meanwhile
-                self._transport.abort()
+                if (made := self.transport) is not None:
+                    made.abort()
                 self.raise_failure()
-        return self._transport
+        transport = self.transport
+        assert transport is not None
+        return transport
+
+    def _connect(self) -> None:
+        try:
+            formed = self._form(self)
+        except BaseException as error:
+            if self.breaks:
+                text = str(error) if isinstance(error, CollectiveError) else "The forming of a group was broken off."
+                self.fail(CollectiveError(text))
+            raise
+        ledger = Ledger(formed.board, self.replicas, standing=self._standing, breaks=self.breaks)
+        ledger.begin(self.program)
+        self._own_waits = Waits(formed.board)
+        self._shared = SharedSum.of(formed.board)
+        self._ledger, self._transport, self._former = ledger, formed.transport, None
+
+    def _mend(self) -> None:
+        """Leave a group that broke, so that a new one is formed; raise if nobody has heard of it, or it is the end."""
+        if not (self._mendable and self._told):
+            self.raise_failure()
+        with self._forming:
+            if self.failure is None:
+                return  # another thread has done it
+            self._former = self._ledger or self._former
+            self._drop()
+            self.breaks += 1
+            with self._failing:
+                if self._mendable:  # and no order to end has come meanwhile
+                    self.failure, self._mendable = None, False
+
+    def supersede(self, found: Superseded) -> None:
+        """Leave this group for a new one without an error, since this replica had its own."""
+        if self._ledger is not None:
+            self._ledger.begin_again()
+        self.fail(found.error, mendable=True, told=True)
+
+    @property
+    def meeting(self) -> str:
+        """Where in the store the replicas meet to form the group: another place each time."""
+        return f"{self.label}/{self.breaks}" if self.breaks else self.label
+
+    @property
+    def disturbances(self) -> tuple[int, int]:
+        """Grows where replicas meet after an error, at the same collective on all: state may be half-way."""
+        return self._standing.disturbed
+
+    def left(self, low: int, high: int, text: str) -> None:
+        """An error left these regions on this replica."""
+        if self._ledger is not None:
+            self._ledger.left(low, high, text)
+        else:
+            self._standing.leave(low, high, text)
 
     # -- programs --------------------------------------------------------------------------------------------------
 
     def begin(self, program: int) -> None:
         """A program began on this replica."""
         self.program = program
+        self._broke_in_program = False
+        if self._parent is None:
+            self.regions.begin_program()
+        self._standing.forget()
         if self._ledger is not None:
             self._ledger.begin(program)
         if self._own_waits is not None:
@@ -225,26 +304,32 @@ class GroupCore(GroupIdentity):
             CollectiveMismatchError: It ended well, but so did others, with other counts.
             BaseException: It ended well, but the group had failed before, and nobody saw it.
         """
-        ledger, failure = self._ledger, self.failure
+        ledger, failure = self._ledger or self._former, self.failure
+        caught = self._mendable and self._told
         if ledger is not None:
             with self._issuing:
-                ledger.end(failed or failure is not None)
-            if failure is not None and not failed:
+                ledger.end(failed or (failure is not None and not caught), whole=failure is None and not self._former)
+            if failure is not None and not failed and not caught:
                 self.raise_failure()
 
-    # -- failure ---------------------------------------------------------------------------------------------------
+    @property
+    def has_ended(self) -> bool:
+        """Whether no operation can follow in this generation."""
+        return self.failure is not None and not self._mendable
 
-    def _raise_if_failed(self) -> None:
-        """Raise if an operation that begins now cannot: the group has ended before it."""
-        if isinstance(self.failure, CollectiveMismatchError):
-            raise CollectiveMismatchError(f"{self.failure} {_OVER}")
-        if self.failure is not None:
-            self.raise_failure()
+    @property
+    def was_disturbed(self) -> bool:
+        """Whether the program's errors have left the group, or what replicas agreed on, less than whole."""
+        standing = self._standing
+        return self._broke_in_program or self.failure is not None or standing.excused or standing.disturbed > (0, 0)
+
+    # -- failure ---------------------------------------------------------------------------------------------------
 
     def raise_failure(self) -> NoReturn:
         """Raise what ended the group."""
         failure = self.failure
         assert failure is not None
+        self._told = True
         raise type(failure)(*failure.args) from None  # anew: one object would collect the traceback of every raise
 
     @property
@@ -262,21 +347,25 @@ class GroupCore(GroupIdentity):
             BaseException: The one that ended this group or the whole one, or CollectiveMismatchError if a replica
                 cannot come any more.
         """
-        parent = self._parent
+        parent, former = self._parent, self._former
         if self.failure is not None:
             self.raise_failure()
-        if parent is None:
+        if former is not None:
+            self._mourn(former.check_gone())
+        if parent is not None:
+            parent.examine(parent.epoch, None)
+        elif former is None:
             return
-        parent.examine(parent.epoch, None)
         try:
-            if parent._ledger is not None:
+            if parent is not None and parent._ledger is not None:
                 parent._mourn(parent._ledger.check_present(self.replicas))
             if self._waits is not None:
                 names = [self.replicas[rank] for rank in absent()]
                 what = f"the first collective of the process group of replicas {list(self.replicas)}"
-                self._waits.on(self.label, 0, names, what)
+                self._waits.on(self.meeting, 0, names, what)
         except CollectiveMismatchError as error:
-            parent.fail(error)
+            if parent is not None:
+                parent.fail(error, mendable=True, told=True)
             raise
 
     def examine(
@@ -301,28 +390,49 @@ class GroupCore(GroupIdentity):
         ledger = self._ledger
         if ledger is None:
             return
+        if not (waiting and number in self._open):  # the thread that tends the groups does it for who waits there
+            ledger.exchange()
         try:
             with self._issuing:
                 ledger.check()
                 failed = ledger.check_departed(number) if number is not None else []
+                left = ledger.departed(number) if number is not None else ""
             if waiting and number is not None and self._waits is not None:
                 absent = [self.replicas[rank] for rank in ledger.absent(number)]
-                self._waits.on(self.label, number, absent, ledger.told(number))
-        except CollectiveMismatchError as error:
-            self.fail(error)
+                self._wait_on(number, absent, ledger.told(number))
+            self._miss(ledger, left)
+        except CollectiveError as error:
+            self.fail(error, mendable=True, told=waiting)
             raise
         if waiting and number is not None and self._patience_s is not None:
             since = self._waiting_since.setdefault(number, time.monotonic())
             if time.monotonic() - since > self._patience_s:
-                self.fail(self._out_of_time(number, self._patience_s))
+                self.fail(self._out_of_time(number, self._patience_s), mendable=True)
                 self.raise_failure()
         if self._parent is not None:
             try:
-                self._parent.examine(self._parent.epoch, None)
+                self._parent.examine(self._parent.epoch, None, waiting)
             except Exception as error:
-                self.fail(error)
+                self.fail(error, mendable=self._parent._mendable, told=waiting)
                 raise
         self._mourn(failed, mourning_s)
+
+    def _wait_on(self, number: int, absent: list[int], text: str) -> None:
+        """Tell for whom this replica waits. A circle of waits breaks the whole group too, in which others wait."""
+        assert self._waits is not None
+        try:
+            self._waits.on(self.label, number, absent, text)
+        except CollectiveMismatchError as error:
+            if self._parent is not None:
+                self._parent.fail(error, mendable=True, told=True)
+            raise
+
+    def _miss(self, ledger: Ledger, text: str) -> None:
+        """Raise if a replica left where this one waits, some time after its error did."""
+        self._left_since = (self._left_since or time.monotonic()) if text else None
+        if self._left_since is not None and time.monotonic() - self._left_since >= _LEFT_GRACE_S:
+            ledger.half_met = True
+            raise CollectiveError(text)
 
     def _mourn(self, failed: list[int], mourning_s: float = _FAILED_GRACE_S) -> None:
         """Raise if replicas ended their program with an error, some time after they did."""
@@ -384,14 +494,31 @@ class GroupCore(GroupIdentity):
                 self._open.pop(number, None)
         overdue = self._time_limit.overdue()
         if overdue is not None:
-            self.fail(self._out_of_time(*overdue))
-        numbers, epoch = list(self._open), self.epoch
-        if numbers and self.failure is None:
+            self.fail(self._out_of_time(*overdue), mendable=True)
+        numbers, epoch, ledger = list(self._open), self.epoch, self._ledger
+        if ledger is None or self.failure is not None:
+            return
+        if numbers:
             try:
                 self.examine(epoch, min(numbers), waiting=False)
+            except Superseded:
+                pass  # the thread that posts next goes on in a new group
             except Exception as error:  # noqa: BLE001  (raised where somebody waits)
-                if epoch == self.epoch:
+                if epoch == self.epoch and self.failure is None:
                     self.fail(error)
+            return
+        if ledger.untold:
+            ledger.exchange()  # only that: an error of this replica's own may be on its way to who catches it
+        if self._backend_name != "gloo":
+            self._tend_device(ledger, epoch)
+
+    def _tend_device(self, ledger: Ledger, epoch: int) -> None:
+        """Waits for an accelerator see nothing: look for them whether a replica has left where this one is."""
+        try:
+            self._miss(ledger, ledger.departed(ledger.number))
+        except CollectiveError as error:
+            if epoch == self.epoch:
+                self.fail(error, mendable=True)
 
 
 def _under_way(opened: dict[int, Any], watched: set[Any]) -> bool:

@@ -11,9 +11,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from distnb.errors import CollectiveError
+from distnb.topology import Team
 
 __all__ = ["Card", "StoreClient", "all_agree", "host", "meet"]
 
@@ -59,6 +60,17 @@ class StoreClient:
         self._store: Store | None = None
 
     @classmethod
+    def of(cls, team: Team) -> StoreClient:
+        """The client of the store where a team of a generation meets; one for the whole process."""
+        if not team.store_directory:
+            return cls.at(team.store_host, team.store_port)
+        # A file for each generation: a replica that is killed while it writes spoils none but that.
+        path = os.path.join(team.store_directory, f"store-{team.generation}")
+        if path not in _files:
+            _files[path] = cls(lambda: _open(path))
+        return _files[path]
+
+    @classmethod
     def at(cls, address: str, port: int) -> StoreClient:
         """The client of the TCPStore that listens there; one for the whole process."""
         if (address, port) not in _clients:
@@ -77,6 +89,13 @@ class StoreClient:
 
 
 _clients: dict[tuple[str, int], StoreClient] = {}
+_files: dict[str, StoreClient] = {}
+
+
+def _open(path: str) -> Store:
+    store = FileStore(path)
+    store.set_timeout(timedelta(seconds=_CONNECT_S))
+    return store
 
 
 def _connect(address: str, port: int) -> Store:

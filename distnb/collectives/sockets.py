@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import socket
 import stat
 import struct
 from collections.abc import Iterable
+from typing import Any
 
-__all__ = ["LOST_AFTER_S", "Connections", "give_up_on_silence", "pollers"]
+from distnb.errors import CollectiveError
+
+__all__ = ["LOST_AFTER_S", "Connections", "give_up_on_silence", "owner_of_peer", "pollers"]
 
 LOST_AFTER_S = 10.0
 """How long a machine may leave what was sent to it unconfirmed. Its kernel confirms, however busy its programs are."""
@@ -86,6 +90,33 @@ def give_up_on_silence(port: int) -> None:
             pass  # no socket, or not connected, or not of this kind
 
 
+def owner_of_peer(connected: socket.socket) -> int | None:
+    """The user who holds the other end of a connection within this machine; None if nobody does any more.
+
+    Raises:
+        CollectiveError: The kernel does not tell.
+    """
+    table = "/proc/net/tcp6" if connected.family == socket.AF_INET6 else "/proc/net/tcp"
+    # Of the peer's own line: its address comes first.
+    ends = f"{_in_hexadecimal(connected.getpeername())} {_in_hexadecimal(connected.getsockname())}"
+    try:
+        with open(table) as lines:
+            found = next((line.split() for line in lines if ends in line), None)
+    except OSError as error:
+        raise CollectiveError(
+            f"Who holds the other end of a connection cannot be told, since {table} cannot be read: {error}. Replicas "
+            "of one machine need it, so that no other user can take the place of one."
+        ) from error
+    # Its last fields: user, timeout, inode. A socket that was closed already has no inode.
+    return int(found[7]) if found is not None and found[9] != "0" else None
+
+
+def _in_hexadecimal(address: tuple[Any, ...]) -> str:
+    family = socket.AF_INET6 if len(address) == 4 else socket.AF_INET
+    words = struct.unpack("=" + "I" * (4 if len(address) == 4 else 1), socket.inet_pton(family, address[0]))
+    return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"
+
+
 class Connections:
     """Duplicates of the connected sockets of one Gloo device.
 
@@ -94,9 +125,11 @@ class Connections:
 
     Args:
         descriptors: The sockets, as Gloo holds them.
+        listening: The socket where it listens for them, as Gloo holds it, and the epoll instance that watches that.
     """
 
-    def __init__(self, descriptors: Iterable[int] = ()) -> None:
+    def __init__(self, descriptors: Iterable[int] = (), listening: Iterable[tuple[int, int]] = ()) -> None:
+        self._listening = list(listening)
         self._originals = {number: os.fstat(number).st_ino for number in descriptors}
         self._sockets = [socket.socket(fileno=os.dup(number)) for number in self._originals]
         self._probed = False
@@ -112,12 +145,42 @@ class Connections:
             candidates: The epoll instances that were made while the device was.
         """
         found: list[int] = []
+        listening: list[tuple[int, int]] = []
         for poller in candidates:
             states = {number: _state(number) for number in _watched(poller)}
             kinds = list(states.values())
             if "pipe" in kinds and kinds.count("listening") == 1:
                 found += [number for number, state in states.items() if state == "connected"]
-        return cls(found)
+                listening += [(number, poller) for number, state in states.items() if state == "listening"]
+        return cls(found, listening)
+
+    def stop_listening(self) -> None:
+        """Nobody can connect any more. Only when all have; and once, before any other file is closed by Gloo.
+
+        Gloo would listen for as long as the group lives. What stands in the socket's place is never ready.
+        """
+        for number, poller in self._listening:
+            nothing = os.eventfd(0, os.EFD_CLOEXEC)
+            os.dup2(nothing, number, inheritable=False)
+            os.close(nothing)
+            with select.epoll.fromfd(os.dup(poller)) as watched:
+                watched.register(number, 0)  # Gloo takes it out again when it ends
+        self._listening = []
+
+    def check_peers(self) -> None:
+        """See to it that all peers are processes of this user, where all are on this machine.
+
+        Raises:
+            CollectiveError: Another user's process came in the place of a replica.
+        """
+        for opened in self._sockets:
+            owner = owner_of_peer(opened)
+            if owner is not None and owner != os.geteuid():
+                raise CollectiveError(
+                    f"A process of another user (uid {owner}) connected in the place of a replica. The process group "
+                    "was ended before anything was sent to it. Run the cell again, and ask that user, or the "
+                    "administrator of this machine, what it was."
+                )
 
     def expect_silence(self) -> None:
         """The peers are on other machines: have the kernel find out when one of them is gone, also where nobody sends.

@@ -28,6 +28,8 @@ FOREVER = timedelta(days=3650)
 _DRAIN_S = 5.0
 _END_S = 1.0
 _HOPELESS_S = 60.0
+_THREADS = 2  # of Gloo's, as in torch: so many collectives are under way at once
+_THREADS_ACROSS = 8  # between machines a model's buckets wait for the network, not for a core, and not for each other
 
 _device_making = threading.Lock()
 
@@ -219,9 +221,17 @@ def _make(
         before = pollers()
         device = _gloo_device(local)
         made = pollers() - before
-    gloo = _gloo(PrefixStore("gloo", store), rank, size, device)
+    gloo = _gloo(PrefixStore("gloo", store), rank, size, device, _THREADS if local else _THREADS_ACROSS)
     connections = Connections.of_device(made)
-    if not local:
+    connections.stop_listening()
+    if local:
+        try:
+            connections.check_peers()
+        except CollectiveError:
+            connections.shut_down()
+            connections.close()
+            raise
+    else:
         connections.expect_silence()
     backends: dict[str, Any] = {"cpu": gloo}
     if carrier is not None:
@@ -249,14 +259,14 @@ def _type_of(backend: Backend) -> Any:
 def _gloo_device(local: bool) -> Any:
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if local else "")
     if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
-    return dist.ProcessGroupGloo.create_default_device()
+        return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0], lazy_init=False)
+    return dist.ProcessGroupGloo.create_default_device(lazy_init=False)
 
 
-def _gloo(store: Store, rank: int, size: int, device: Any) -> Any:
+def _gloo(store: Store, rank: int, size: int, device: Any, threads: int) -> Any:
     options = cast(Any, dist.ProcessGroupGloo)._Options()
     options._devices = [device]
-    options._threads = 2
+    options._threads = threads
     options._timeout = FOREVER
     return dist.ProcessGroupGloo(store, rank, size, options)
 

@@ -48,7 +48,7 @@ class Waits:
         """This replica waits no longer."""
         if self._board.wait_of(self._board.me) is not None:
             self._board.set_wait(None)
-            self._board.exchange()
+            self._board.tell_soon()
         self._seen = {}
 
     def on(self, group: str, number: int, absent: list[int], text: str) -> None:
@@ -79,7 +79,11 @@ class Waits:
             )
 
     def _circle(self, me: int) -> dict[int, Wait]:
-        """The waits by which this replica waits for itself; empty if it does not."""
+        """The waits by which this replica waits for itself; empty if it does not.
+
+        In one group nobody waits for who is further than himself. A circle there is of news that are overtaken, or that
+        no longer come: the others' machine may be lost, which is told by who watches over it.
+        """
         waits = {rank: wait for rank in range(self._board.size) if (wait := self._board.wait_of(rank)) is not None}
 
         def follow(rank: int, path: tuple[int, ...]) -> tuple[int, ...]:
@@ -92,4 +96,5 @@ class Waits:
                         return found
             return ()
 
-        return {rank: waits[rank] for rank in follow(me, (me,))} if me in waits else {}
+        circle = {rank: waits[rank] for rank in follow(me, (me,))} if me in waits else {}
+        return circle if len({wait.group for wait in circle.values()}) > 1 else {}

@@ -12,7 +12,7 @@ import warnings
 from itertools import islice
 from types import CodeType
 
-__all__ = ["subject", "words"]
+__all__ = ["calls_at", "subject", "words"]
 
 # Arguments that say how a collective is done. Its signature holds what they mean, or it does not matter.
 _SETTINGS = frozenset({"async_op", "group", "op"})
@@ -40,6 +40,23 @@ def words(code: CodeType, instruction: int) -> str | None:
     lines[-1] = lines[-1][:end]  # columns count bytes
     lines[0] = lines[0][begin:]
     return b" ".join(line.strip() for line in lines).decode(errors="replace")
+
+
+def calls_at(source: str, line: int) -> list[str]:
+    """The texts of all calls that a line is part of, each on one line, the shortest first; none if it is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return []
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    found = [ast.get_source_segment(source, node) or "" for node in calls if node.lineno <= line <= _last(node)]
+    return sorted((" ".join(map(str.strip, text.splitlines())) for text in found), key=len)
+
+
+def _last(node: ast.Call) -> int:
+    return node.end_lineno or node.lineno
 
 
 def subject(text: str) -> str:

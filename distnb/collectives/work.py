@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distnb.collectives import exits
+from distnb.collectives.eager import methods_always_eager
 
 if TYPE_CHECKING:
     from distnb.collectives.process_group import GroupCore
@@ -50,6 +51,7 @@ class Beginning:
         return False
 
 
+@methods_always_eager
 class _GuardedWork(dist.Work):
     """What works have in common: they stand in front of the backend's own, and end with their group's generation.
 
@@ -79,6 +81,7 @@ class _GuardedWork(dist.Work):
     _source_rank = source_rank
 
 
+@methods_always_eager
 class DeviceWork(_GuardedWork):
     """An operation under way in NCCL: waiting only makes the current stream wait, and never blocks."""
 
@@ -111,6 +114,7 @@ class DeviceWork(_GuardedWork):
         return False
 
 
+@methods_always_eager
 class _HostWork(_GuardedWork):
     """A work of Gloo's.
 
@@ -163,6 +167,7 @@ class _HostWork(_GuardedWork):
                 pass  # another thread was faster
 
 
+@methods_always_eager
 class CollectiveWork(_HostWork):
     """A collective under way in Gloo."""
 
@@ -238,6 +243,7 @@ class CollectiveWork(_HostWork):
         return not self._inner.is_completed() or not self._heard
 
 
+@methods_always_eager
 class MessageWork(_HostWork):
     """A send or a receive under way in Gloo.
 

@@ -204,19 +204,27 @@ def _init(
     if timeout is not None:
         c10d._check_valid_timeout(timeout)
     group.set_timeout(timeout)
+    program_began()
     return None
+
+
+def program_began() -> None:
+    """A program finds the default group, also where an earlier one has destroyed it."""
+    if _current is not None and not dist.is_initialized():
+        c10d._update_default_pg(_current.group)
 
 
 def _destroy(original: Callable[..., None], group: Any = None) -> None:
     if _current is None:
         return original(group)
     ours = _current.group
-    if group is not None and group is not ours:
+    if (group is not None and group is not ours) or not dist.is_initialized():
         return original(group)
-    # The default group is given back, not ended; its subgroups are the user's own.
+    # The default group is given back, not ended: the strategies still use it. Its subgroups are the user's own.
     for subgroup in [each for each in c10d._world.pg_names if each is not ours]:
         original(subgroup)
     ours.set_timeout(None)
+    c10d._update_default_pg(None)
     return None
 
 

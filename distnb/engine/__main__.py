@@ -1,4 +1,7 @@
-"""`python -m distnb.engine`: one engine process. The cluster starts it, and tells it all in its environment."""
+"""`python -m distnb.engine`: one engine process. Whoever starts it tells it all in its environment.
+
+Where that names no engine, it is the process from which engines are forked, and then each of these goes on here.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import atexit
 import importlib
 import os
 import sys
-import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -23,34 +25,16 @@ from distnb.cluster.surroundings import (
     keep_temporary_sockets_in,
 )
 from distnb.cluster.watcher import report
+from distnb.engine.template import fork_engines, load
 from distnb.topology import parse_device
 
-__all__ = ["IN_COMMON", "main"]
-
-IN_COMMON = (
-    "argparse",
-    "asyncio",
-    "calendar",
-    "concurrent.futures.thread",
-    "csv",
-    "ctypes",
-    "glob",
-    "hashlib",
-    "importlib.metadata",
-    "importlib.resources",
-    "numbers",
-    "pprint",
-    "pwd",
-    "queue",
-    "typing_extensions",
-    "unicodedata",
-    "uuid",
-)
-"""Of what both torch and ipykernel import all that is not loaded yet, with what these import."""
+__all__ = ["main"]
 
 
 def main() -> None:
     """Become an engine, until the notebook says otherwise or is gone."""
+    if ENGINE_VARIABLE not in os.environ:
+        fork_engines()
     path = Path(os.environ[CONNECTION_VARIABLE])
     engine = int(os.environ[ENGINE_VARIABLE])
     device = parse_device(os.environ[DEVICE_VARIABLE])
@@ -60,17 +44,19 @@ def main() -> None:
     die_with(connection.notebook_pid, first=lambda: remove_run_directory(path.parent))
     keep_temporary_sockets_in(path.parent)
     log = os.fdopen(os.dup(2), "w")
-    loading = _Loading(os.environ.get(AGENT_VARIABLE, "distnb.engine.agent"))
-    # ipykernel and IPython load beside torch: reading files and linking libraries leave time for each other.
+    load()
+    import torch
+
     from distnb.engine.app import EngineApp
 
+    torch.set_num_threads(int(os.environ[THREADS_VARIABLE]))
+    agent = importlib.import_module(os.environ[AGENT_VARIABLE])
     app = EngineApp.instance(id=engine)
     app.initialize([f"--profile-dir={path.parent}", "--log-level=WARN"])
     app.joins = connection.controller
     app.replaces = REPLACES_VARIABLE in os.environ
 
     def prepare(shell: Any) -> None:
-        agent = loading.finish()
         use(device)
         agent.install(shell, connection, engine, device)
         report(path.parent, engine)
@@ -85,38 +71,6 @@ def main() -> None:
         print(traceback.format_exc(), file=log, flush=True)
         code = 1
     _leave(code)
-
-
-class _Loading:
-    """torch, imported by a thread of its own, and the agent that needs it.
-
-    Two threads that import what imports each other find modules half-made, and fail. So what torch and ipykernel have
-    in common is imported first, and what needs both last: the thread and the main thread never load the same.
-    """
-
-    def __init__(self, agent: str) -> None:
-        self._agent = agent
-        self._error: BaseException | None = None
-        for name in IN_COMMON:
-            importlib.import_module(name)
-        self._thread = threading.Thread(target=self._load, name="distnb-import-torch", daemon=True)
-        self._thread.start()
-
-    def _load(self) -> None:
-        try:
-            import torch
-            import torch.distributed
-
-            torch.set_num_threads(int(os.environ.get(THREADS_VARIABLE, "1")))
-        except BaseException as error:  # noqa: BLE001  # raised in the main thread
-            self._error = error
-
-    def finish(self) -> Any:
-        """Wait until torch is there, and return the agent's module. Raises what an import raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return importlib.import_module(self._agent)
 
 
 def _leave(code: int) -> None:

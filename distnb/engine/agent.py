@@ -6,11 +6,13 @@ import gc
 import math
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,20 +28,18 @@ from distnb.engine.executor import Executor
 from distnb.engine.guard import Guard
 from distnb.engine.namespace import EngineNamespace
 from distnb.engine.objects import Objects
-from distnb.engine.outbox import Outbox
 from distnb.engine.output import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError, ProgramAborted
 from distnb.input import children, iterations
-from distnb.runtime import contexts, randomness, spmd
+from distnb.runtime import contexts, progress, spmd
 from distnb.strategies import live
 from distnb.topology import Device, Team
 from distnb.values.structure import select
 from distnb.wire import codec, passage
-from distnb.wire.bindings import Effects, Repeat
 from distnb.wire.channel import Link, PassageLink, ProgramLink
+from distnb.wire.exchange import Effects
 from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell, Unread
-from distnb.wire.shorthand import CallReader, calls_in, spelled_out
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -71,7 +71,8 @@ class Agent:
         self._device = device
         self._guard = Guard()
         self._failure: BaseException | None = None  # keeps the frames of a failed program until its reply is out
-        self._objects = Objects()
+        place = str(torch_device(device))
+        self._objects = Objects(shell.user_ns, "cpu" if place.startswith("cpu") else place)
         self._namespace = EngineNamespace(shell.user_ns, self._objects, engine=engine)
         context: zmq.Context[Any] = zmq.Context()
         keys: dict[str, Any] = {
@@ -84,7 +85,6 @@ class Agent:
         self._programs: ProgramLink = (
             PassageLink(near) if near is not None else Link(context, engine, connection.program_url, **keys)
         )
-        self._calls, self._replies = CallReader(), Outbox(self._programs)
         pipes = {}
         logs = {}
         streams: tuple[tuple[int, Literal["stdout", "stderr"]], ...] = ((1, "stdout"), (2, "stderr"))
@@ -97,7 +97,6 @@ class Agent:
             self._guard,
             free_collectives=groups.abort,
             sample=telemetry.sample,
-            send_late=self._replies.send_late,
             pipes=pipes,
         )
         self._serving = self._listening = False
@@ -124,6 +123,7 @@ class Agent:
             torch.__version__,
             self._near,
         )
+        self._leave = signal.signal(signal.SIGTERM, self._terminate)
         self._control.start()
         self._control.emit(hello, urgent=True)
         self._programs.send(hello)
@@ -147,6 +147,18 @@ class Agent:
         loop.add_handler(self._programs.fileno(), self._serve_programs, loop.READ)
         self._listening = True
 
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        """Whoever rules this machine, such as Slurm's scancel, ends this process in the middle of a program.
+
+        It dies of the signal: were it to leave that program as `exit()` does, its part would count as finished, and the
+        other replicas would be told of collectives that do not match.
+        """
+        if self._serving:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif callable(self._leave):
+            self._leave(number, frame)
+
     def _serve_programs(self, *event: Any) -> None:
         """Run every program that has arrived.
 
@@ -162,11 +174,8 @@ class Agent:
                 message = None
                 try:
                     message = self._programs.receive(_LINGER_MS if served else 0)
-                    message = self._calls.read(message)
                 except Exception as error:  # noqa: BLE001  # whatever it is, the notebook waits for replies
-                    randomness.streams.settle()
-                    for _ in range(calls_in(message)):
-                        self._programs.send(Unread(failure.report(error)))
+                    self._programs.send(Unread(failure.report(error)))
                     continue
                 if message is None:
                     return
@@ -179,7 +188,6 @@ class Agent:
             IOLoop.current().add_callback(self._serve_programs)  # more may wait, and nothing else would tell
             raise
         finally:
-            randomness.streams.settle()
             self._serving = False
             if self._programs.ended:
                 self._ignore()
@@ -195,25 +203,14 @@ class Agent:
         self._failure = None
 
     def _answer(self, message: Program) -> None:
-        streams = randomness.streams
-        if type(message) is not CallFunction or type(message.delivery) is not Repeat:
-            streams.settle()
-            self._replies.add(self.perform(message), more=False)
-            return
-        last = message.program + message.delivery.calls - 1
-        streams.lingers = True  # until something else is asked for, or nothing
-        try:
-            for call in spelled_out(message):
-                self._replies.add(self.perform(call), more=call.program < last)
-        finally:
-            streams.lingers = False
+        self._programs.send(self.perform(message))
 
     def perform(self, message: Program) -> Reply:
         """Run one program to its end and describe how it ended. Never raises."""
         replica = message.team.rank_of(self._engine)
-        telemetry.program_began()
+        progress.watch_optimizers()
         iterations.program_began()
-        self._control.program_began(message.program, replica)
+        self._control.program_began(message.program, replica, measured=not isinstance(message, Apply))
         try:
             reply = self._handlers[type(message)](message, replica)
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
@@ -223,11 +220,11 @@ class Agent:
             self._control.program_ended(None)
             return reply
         summary = f"{reply.error.type_name}: {reply.error.text}" if reply.error else ""
-        self._control.program_ended(ProgramEnded(self._engine, message.program, reply.status, summary))
+        where = telemetry.where_it_failed(self._failure) if self._failure is not None else ""
+        self._control.program_ended(ProgramEnded(self._engine, message.program, reply.status, summary, where))
         return reply
 
     def _failed(self, program: int, error: BaseException, value: Any = None) -> Reply:
-        randomness.streams.settle()  # what tells of the error is the user's code
         iterations.program_failed()
         ended = groups.failure()
         if isinstance(ended, CollectiveMismatchError) and type(error) is RuntimeError:
@@ -237,7 +234,9 @@ class Agent:
         report = None
         if not self._guard.aborted:
             try:
-                report = self._guard.call(program, lambda: failure.report(error), _DRAWING_S)
+                report = self._guard.call(
+                    program, lambda: failure.report(error, self._namespace.pack_error), _DRAWING_S
+                )
             except (KeyboardInterrupt, ProgramAborted):
                 pass  # its __str__ was the user's code, too, and was told to end
         if report is None or self._guard.interrupted:
@@ -255,7 +254,7 @@ class Agent:
         def body() -> None:
             nonlocal mark
             self._join(message.team, replica)
-            self._namespace.open(message.delivery, replica)
+            self._namespace.open(message.snapshot, replica)
             mark = self._namespace.begin(message.source)
             groups.program_began(program)
             with strategies.resolve(message.strategy).scope() if message.in_scope else nullcontext():
@@ -269,13 +268,15 @@ class Agent:
             if self._guard.interrupted:
                 # They do not hear of the interrupt, and a DataLoader waits five seconds for each in mid-item.
                 children.end(set(multiprocessing.active_children()) - there)
-        groups.program_ended(failed is not None)
+        renew = groups.program_ended(failed is not None)
         effects, interrupt = None, None
         if mark is not None:
             effects, interrupt = self._described(program, partial(self._namespace.finish, mark))
         failed = interrupt or failed
         try:
-            return Reply(program, "ok", value=effects) if failed is None else self._failed(program, failed, effects)
+            if failed is None:
+                return Reply(program, "ok", value=effects, renew=renew, changed=spmd.changed_by_hand())
+            return self._failed(program, failed, effects)
         finally:
             failed = interrupt = None  # its traceback holds this frame: a cycle would keep all that the cell held
 
@@ -295,7 +296,7 @@ class Agent:
 
     def _call(self, message: CallFunction, replica: int) -> Reply:
         def body() -> Any:
-            args, kwargs = self._namespace.open_call(message.delivery, replica)
+            args, kwargs = self._namespace.open_call(message.snapshot, replica)
             strategy = strategies.resolve(message.strategy)
             with spmd.results_left_to_caller():
                 if message.method:
@@ -332,8 +333,7 @@ class Agent:
         except BaseException:
             groups.program_ended(True)
             raise
-        groups.program_ended(False)
-        return Reply(program, "ok", value=value)
+        return Reply(program, "ok", value=value, renew=groups.program_ended(False))
 
     # -- the shell of the engine -----------------------------------------------------------------------------------
 
@@ -349,8 +349,8 @@ class Agent:
         unattended.install(self._shell)
 
     def _connect_live(self) -> None:
-        def sink(values: dict[str, Any]) -> None:
-            self._control.live(values)
+        def sink(values: dict[str, Any], place: progress.Place) -> None:
+            self._control.live(values, place)
 
         live.sink = sink
 

@@ -53,6 +53,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         """Called by `initialize`. ipyparallel waits for the controller here; we do not."""
         self.session = Session(parent=self)
         self.session.metadata = {"engine": self.session.session}  # ipyparallel's clients tell engines by it
+        self.curve_publickey, self.curve_secretkey = zmq.curve_keypair()
         self.find_connection_file()
 
     def init_signal(self) -> None:
@@ -152,12 +153,14 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         self.session.key = info["key"].encode()
         self.session.signature_scheme = info["signature_scheme"]
         self.session.packer, self.session.unpacker = info["pack"], info["unpack"]
+        self.curve_serverkey = info["curve_serverkey"].encode()
         return info
 
     async def _register(self, info: dict[str, Any]) -> dict[str, Any] | None:
         """Ask the controller for our id. None when it does not answer in time."""
         stream = ZMQStream(self._socket(zmq.DEALER))
         stream.socket.linger = 0
+        self._encrypt(stream.socket)
         stream.socket.connect(f"{info['interface']}:{info['registration']}")
         answered: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
@@ -185,11 +188,30 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         """Lead the kernel's sockets to the controller, each in the thread that owns it."""
         interface = info["interface"]
         leaves = info["broadcast"]
+        self._encrypt(self.shell_socket)
         for port in (info["mux"], info["task"], leaves[self.id % len(leaves)]):
             self.shell_socket.connect(f"{interface}:{port}")
-        self._control_thread.io_loop.add_callback(self.control_socket.connect, f"{interface}:{info['control']}")
-        self._iopub.schedule(partial(self.iopub_socket.connect, f"{interface}:{info['iopub']}"))
-        Heart(f"{interface}:{info['hb_ping']}", f"{interface}:{info['hb_pong']}", None, heart_id=self.bident).start()
+        control, iopub = self.control_socket, self.iopub_socket
+        self._control_thread.io_loop.add_callback(self._lead, control, f"{interface}:{info['control']}")
+        self._iopub.schedule(partial(self._lead, iopub, f"{interface}:{info['iopub']}"))
+        Heart(
+            f"{interface}:{info['hb_ping']}",
+            f"{interface}:{info['hb_pong']}",
+            None,
+            heart_id=self.bident,
+            curve_serverkey=self.curve_serverkey,
+            curve_secretkey=self.curve_secretkey,
+            curve_publickey=self.curve_publickey,
+        ).start()
+
+    def _lead(self, socket: zmq.Socket[bytes], url: str) -> None:
+        self._encrypt(socket)
+        socket.connect(url)
+
+    def _encrypt(self, socket: zmq.Socket[bytes]) -> None:
+        """For connections that this socket makes from now on."""
+        socket.curve_serverkey = self.curve_serverkey
+        socket.curve_publickey, socket.curve_secretkey = self.curve_publickey, self.curve_secretkey
 
 
 def _pass_over(number: int, frame: FrameType | None) -> None:
@@ -206,8 +228,8 @@ os.register_at_fork(after_in_child=_heed_interrupts)
 
 
 def _leave_out_the_debugger() -> None:
-    """Let ipykernel find no debugpy. Nobody can attach to its debugger in an engine, and loading that goes through
-    `sys.modules`, to which another thread adds torch's modules meanwhile. A user's own `import debugpy` works later.
+    """Let ipykernel find no debugpy. Nobody can attach to its debugger in an engine, and loading it takes each one time
+    and memory. A user's own `import debugpy` works later.
     """
     if "debugpy" in sys.modules:  # an IDE that debugs the notebook's children has loaded it in all of them
         return

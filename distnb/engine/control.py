@@ -53,7 +53,6 @@ class Control:
         guard: Ends the program that runs in the main thread.
         free_collectives: Frees every collective that is blocked in this process (thread-safe).
         sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample.
-        send_late: Called often; sends replies that wait for others, and have waited for long enough.
         pipes: File descriptors to read from, each with the name of its stream.
     """
 
@@ -65,7 +64,6 @@ class Control:
         *,
         free_collectives: Callable[[str], None],
         sample: Sampler,
-        send_late: Callable[[], None],
         pipes: dict[int, Callable[[bytes], None]] | None = None,
     ) -> None:
         self._engine = engine
@@ -73,16 +71,15 @@ class Control:
         self._guard = guard
         self._free_collectives = free_collectives
         self._sample = sample
-        self._send_late = send_late
         self._pipes = pipes or {}
         self._events: deque[Any] = deque()
-        self._points: deque[tuple[tuple[int, int], float, int, dict[str, Any]]] = deque()
+        self._points: deque[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = deque()
         self._asleep = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._running: tuple[int, int] | None = None  # (program, replica)
         self._latest = (0, 0)
-        self._began = self._next_sample = self._next_points = 0.0
-        self._step = 0
+        self._measured: tuple[int, int] | None = None  # the latest that is
+        self._next_sample = self._next_points = 0.0
         self._thread = threading.Thread(target=self._serve, name="distnb-control", daemon=True)
 
     def start(self) -> None:
@@ -91,16 +88,16 @@ class Control:
 
     # -- called by the main thread ---------------------------------------------------------------------------------
 
-    def program_began(self, program: int, replica: int) -> None:
-        """From now on events belong to this program."""
-        self._began = time.monotonic()
-        self._step = 0
-        self._next_sample = max(self._next_sample, self._began)  # many short programs are sampled as one long one
+    def program_began(self, program: int, replica: int, *, measured: bool) -> None:
+        """From now on events belong to this program. One that only looks at an object is not measured."""
+        self._next_sample = max(self._next_sample, time.monotonic())  # many short ones are sampled as one long one
+        if measured:
+            self._measured = (program, replica)
         self._running = self._latest = (program, replica)
 
     def program_ended(self, event: ProgramEnded | None) -> None:
         """Tell the notebook at once; all that the program wrote goes out before. None: the reply alone tells."""
-        if event is not None or time.monotonic() >= self._next_sample:
+        if self._running == self._measured and (event is not None or time.monotonic() >= self._next_sample):
             self._measure()
         self._running = None
         if event is not None:
@@ -122,10 +119,9 @@ class Control:
         if urgent or self._asleep:
             self.wake()
 
-    def live(self, values: dict[str, Any]) -> None:
+    def live(self, values: dict[str, Any], place: tuple[int, int]) -> None:
         """Leave a point of `distnb.live`. Tensors are read by this thread, so that the training never waits for one."""
-        self._step += 1
-        self._points.append((self._running or (0, 0), time.monotonic() - self._began, self._step, values))
+        self._points.append((self._running or (0, 0), place, values))
         if self._asleep:
             self.wake()
 
@@ -156,8 +152,7 @@ class Control:
                 if fd in ready:
                     forward(os.read(fd, 1 << 16))
             self._guard.press()
-            self._send_late()
-            if self._running is not None and time.monotonic() >= self._next_sample:
+            if self._running is not None and self._running == self._measured and time.monotonic() >= self._next_sample:
                 self._measure()
             self._flush()
 
@@ -168,14 +163,15 @@ class Control:
         elif isinstance(order, DumpStacks):
             self.emit(Stacks(self._engine, _program_stack()))
         elif isinstance(order, Flush):
-            if self._latest[0]:
+            if self._measured is not None:
                 self._measure()
             self._next_points = 0.0
             self.emit(Flushed(self._engine, order.number))
 
     def _measure(self) -> None:
+        assert self._measured is not None
         self._next_sample = time.monotonic() + _TELEMETRY_S
-        self._events.append(self._sample(self._engine, *self._latest))
+        self._events.append(self._sample(self._engine, *self._measured))
 
     def _flush(self) -> None:
         if self._points and (time.monotonic() >= self._next_points or self._running != self._points[0][0]):
@@ -188,10 +184,10 @@ class Control:
 
     def _read_points(self) -> list[Live]:
         """The points whose numbers have arrived from the device; after the program's end those still under way too."""
-        read: dict[tuple[int, int], list[tuple[float, int, dict[str, float]]]] = {}
-        while self._points and (self._running != self._points[0][0] or live.is_ready(self._points[0][3])):
-            running, seconds, step, values = self._points.popleft()
-            read.setdefault(running, []).append((seconds, step, {name: float(value) for name, value in values.items()}))
+        read: dict[tuple[int, int], list[tuple[int, int, dict[str, float]]]] = {}
+        while self._points and (self._running != self._points[0][0] or live.is_ready(self._points[0][2])):
+            running, (step, call), values = self._points.popleft()
+            read.setdefault(running, []).append((step, call, {name: float(value) for name, value in values.items()}))
         return [Live(self._engine, *running, points=tuple(points)) for running, points in read.items()]
 
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import io
+import pickle
 import reprlib
 import sys
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
+import xxhash
+
 from distnb.engine.objects import Space
+from distnb.objects.code import is_code
+from distnb.objects.memory import dense_tensor
+from distnb.objects.packing import Looker, digest_of_stream
+from distnb.objects.plain import SCALARS, is_importable, is_plain
+from distnb.objects.tracking import Look
 from distnb.strategies.scope import is_apart, is_mirrored, is_read_together
 from distnb.values import DistributedValues, structure
-from distnb.wire.bindings import Described, Leaf, Summary
-from distnb.wire.digests import is_array, is_tensor
-from distnb.wire.fingerprints import Fingerprint, fingerprint
-from distnb.wire.graph import GraphPickler, Side, pack_all
-from distnb.wire.immutables import SCALARS, is_importable, is_plain
-from distnb.wire.memory import Span, meet, span_of
+from distnb.wire.exchange import Described, Leaf, Summary
 from distnb.wire.messages import ObjectId
-from distnb.wire.twins import is_value_twin
 
 __all__ = ["Describer", "own_part", "summarise"]
 
@@ -31,141 +31,175 @@ _SHORT_CHARACTERS = 400
 
 
 class Describer:
-    """Describes objects of one engine.
+    """Describes what a program assigned or returned on one engine.
 
     Args:
-        side: This process.
+        space: The group of engines.
+        serial: Of the program's snapshot: new objects get ids of it.
+
+    Attributes:
+        plain: Immutable values that are no scalars, by their paths.
+        sent: Functions, classes and the notebook's own objects, which are sent by value.
+        fresh: Objects that what is sent refers to, and that stay.
     """
 
-    def __init__(self, side: Side) -> None:
-        self._side = side
-        self._looked_at: dict[ObjectId, Fingerprint] = {}
-        self._coming: dict[ObjectId, tuple[Any, Span | None]] = {}
+    def __init__(self, space: Space, serial: int) -> None:
+        self._space = space
+        self._serial = serial
+        self.plain: dict[str, Any] = {}
+        self.sent: dict[str, Any] = {}
+        self._numbers: dict[str, int | None] = {}
+        self.look = Look()
+        self.fresh: dict[ObjectId, Described] = {}
 
-    def register(self, value: Any, space: Space, identity: ObjectId) -> None:
-        """Give a value an id, if it is an object with one."""
+    def register(self, value: Any, path: str) -> None:
+        """Give a value that was assigned an id; what is to be sent by value is noted."""
         if isinstance(value, types.ModuleType) or is_plain(value):
             return
-        # Under this id in any case, should the replicas not agree on which object it is.
-        space.twins.add(identity, value, findable=not _may_be_code(value))
-        space.registered.add(identity[1])
+        space, tracker = self._space, self._space.tracker
+        number = tracker.number_of(value) if tracker.has_objects() else None
+        by_value = space.id_of(value) is None and (is_code(value) or number is not None)
+        if by_value:
+            look = tracker.look({path: value})
+            by_value = not look.refused
+        if by_value:
+            self.sent[path] = value
+            self._numbers[path] = number
+            self.look.digests.update(look.digests)
+            self.look.classes.update(look.classes)
+        space.own((self._serial, path), value, by_value=by_value)
 
-    def value(self, value: Any, space: Space, identity: ObjectId, *, brief: bool = False) -> Described:
-        """Describe what a name or a result is. A new object is registered under `identity`."""
+    def value(self, value: Any, path: str, *, brief: bool = False) -> Described:
+        """Describe what a name or a result is. A new object is kept under `path`."""
         if isinstance(value, types.ModuleType):
-            return Described("module", value=value.__name__)
+            known = self._space.id_of(value)
+            identity = known if known is not None else self._space.own((self._serial, path), value)
+            return Described("module", value=value.__name__, identity=identity)
+        if type(value) in SCALARS or (type(value) is str and len(value) < _SHORT_CHARACTERS):
+            return Described("plain", None, value)
         if is_plain(value):
-            return self._plain(value, space)
-        self.register(value, space, identity)
-        known = space.twins.id_of(value)
-        if known is not None and is_value_twin(known):
-            return Described("known", identity=known)
-        if known is None:
-            described = self._code(value, space)
-            if described is not None:
-                return described
-            space.twins.add(identity, value)
-            known = identity
-        return self.object(value, space, known, "object" if known == identity else "known", brief=brief)
+            self.plain[path] = value
+            return Described("plain")
+        if path in self.sent:
+            return Described("sent", self.look.digests[path], self._numbers[path], (self._serial, path))
+        tracker = self._space.tracker
+        number = tracker.number_of(value) if tracker.has_objects() else None
+        if number is not None and self._space.id_of(value) is None:
+            return Described("tracked", value=number)
+        return self.object(value, self._space.own((self._serial, path), value), brief=brief)
 
-    def _plain(self, value: Any, space: Space) -> Described:
-        if type(value) in (bool, int, float, str, type(None)):
-            packed = value
-            digest = f"{type(value).__name__}:{value!r}".encode()
-        else:
-            file = io.BytesIO()
-            packed = pack_all(GraphPickler(file, self._side, space.twins.ids), file, [value])
-            digest = fingerprint(value, self._side, space.twins, by_reference="all").digest
-        return Described("plain", digest, packed)
-
-    def _code(self, value: Any, space: Space) -> Described | None:
-        try:
-            digest = fingerprint(value, self._side, space.twins, by_reference="all").digest
-        except Exception:  # noqa: BLE001
-            return None  # a compiled or wrapped function that only this process can hold
-        return Described("code", digest)
-
-    def object(
-        self, value: Any, space: Space, identity: ObjectId, kind: Any = "object", *, brief: bool = False
-    ) -> Described:
+    def object(self, value: Any, identity: ObjectId, *, brief: bool = False) -> Described:
         """Describe an object that stays on the engine, behind a handle."""
         mirrored, together = is_mirrored(value), is_read_together(value)
         wrapped = isinstance(value, DistributedValues)
         # The content of a distributed value is not asked for: looking at it would wait for the device.
         compared = not (mirrored or wrapped or is_apart(value))
-        found: Fingerprint | None = None
-        with contextlib.suppress(Exception):  # many objects cannot be pickled: then nothing is known of them
-            found = fingerprint(value, self._side, space.twins, contents=compared, neighbours=True, keep_memo=True)
-            self._looked_at[identity] = found
+        survey = None if wrapped else Surveyor(self._space, value, contents=compared)
         return Described(
-            kind,
-            found.digest if compared and found is not None else None,
+            "object",
+            survey.digest if survey is not None and compared else None,
             identity=identity,
             # This replica's part is not what it is: that is asked for when it is shown.
             summary=summarise(value, brief=brief or together),
             mirrored=mirrored,
             together=together,
             wrapped=wrapped,
-            reads=None if found is None or found.dynamic else tuple(sorted(found.names)),
-            holds=() if found is None else self._holds(identity, found),
+            reads=tuple(sorted(survey.names)) if survey is not None else (),
+            holds=tuple(survey.holds) if survey is not None else (),
         )
 
-    def expect(self, coming: Mapping[ObjectId, Any]) -> None:
-        """Objects that will have twins once the notebook has taken them in, by their future ids."""
-        self._coming = {identity: (obj, span_of(obj)) for identity, obj in coming.items()}
+    def register_fresh(self, value: Any) -> ObjectId:
+        """An object that what is sent refers to, and that stays: the notebook gets a handle."""
+        identity = self._space.own((self._serial, f"*{len(self.fresh)}"), value)
+        self.fresh[identity] = Described("object", identity=identity)  # it may hold itself
+        self.fresh[identity] = self.object(value, identity, brief=True)
+        return identity
 
-    def completed(self, described: dict[Any, Described]) -> dict[Any, Described]:
-        """Descriptions of this program, with those among the expected objects that theirs hold."""
-        if not self._coming:
-            return described
-        return {key: self._complete(one) for key, one in described.items()}
-
-    def _complete(self, described: Described) -> Described:
-        identity = described.identity
-        found = self._looked_at.get(identity) if identity is not None else None
-        if found is None or described.kind not in ("object", "known"):
-            return described
-        return replace(described, holds=tuple(dict.fromkeys((*described.holds, *self._held_by(found)))))
-
-    def _holds(self, identity: ObjectId, found: Fingerprint) -> tuple[ObjectId, ...]:
-        held = dict.fromkeys((*found.nodes, *found.neighbours, *self._held_by(found)))
-        return tuple(each for each in held if each != identity)
-
-    def _held_by(self, found: Fingerprint) -> list[ObjectId]:
-        """The expected objects that another holds, or that lie in its memory."""
-        return [
-            identity
-            for identity, (obj, span) in self._coming.items()
-            if id(obj) in (found.memo or ()) or any(meet(span, each) for each in found.memories)
-        ]
-
-    def ended(self) -> None:
-        """The program's effects are described: nothing is held on to."""
-        self._looked_at.clear()
-        self._coming = {}
-
-    def items(self, values: list[Any], space: Space, serial: int) -> list[Leaf]:
+    def items(self, values: list[Any]) -> list[Leaf]:
         """The items of a container, each a leaf whatever it is."""
-        return [Leaf(self.value(item, space, (serial, f"r{index}"))) for index, item in enumerate(values)]
+        return [Leaf(self.value(item, f"r{index}")) for index, item in enumerate(values)]
 
-    def tree(self, value: Any, space: Space, serial: int) -> Any:
+    def tree(self, value: Any) -> Any:
         """A result's structure with a `Leaf` for each of its leaves."""
         if type(value) in SCALARS:
             return Leaf(Described("plain", None, value))
         leaves, shape = structure.flatten(value)
-        described = [
-            Leaf(self.value(leaf, space, (serial, f"r{index}"), brief=True)) for index, leaf in enumerate(leaves)
-        ]
         if len(leaves) == 1 and leaves[0] is value:
-            return described[0]
+            return Leaf(self.value(value, "r", brief=True))
+        described = [Leaf(self.value(leaf, f"r{index}", brief=True)) for index, leaf in enumerate(leaves)]
         try:
             return structure.unflatten(shape, described)
         except Exception:  # a container that checks what it is given  # noqa: BLE001
-            return Leaf(self.value(value, space, (serial, "r"), brief=True))
+            return Leaf(self.value(value, "r", brief=True))
 
 
-def _may_be_code(value: Any) -> bool:
-    return isinstance(value, type | types.FunctionType)
+class Surveyor(Looker):
+    """What is in an engine's object, told by pickling it.
+
+    Args:
+        space: The group of engines.
+        value: The object.
+        contents: Whether its tensors' contents count.
+
+    Attributes:
+        digest: Of the object; None where it cannot be pickled.
+        holds: Names of the notebook's whose objects are within it, and ids of engine objects that are.
+    """
+
+    def __init__(self, space: Space, value: Any, *, contents: bool) -> None:
+        tracker = space.tracker
+        self.digest: bytes | None = None
+        holds: dict[str | ObjectId, None] = {}
+        self.holds = holds
+        self._space = space
+        self._root = value
+        self._contents = contents
+        file, digests = io.BytesIO(), []
+
+        def note(obj: Any) -> None:
+            number = tracker.number_of(obj)
+            if number is not None:
+                holds[tracker.name_of(number)] = None
+            elif type(obj) in (list, dict, set) and obj is not value:
+                identity = space.id_of(obj)
+                if identity is not None:
+                    holds[identity] = None
+
+        def keep(buffer: pickle.PickleBuffer) -> bool:
+            digests.append(xxhash.xxh3_128_digest(buffer.raw()))
+            return False
+
+        if tracker.has_objects() or space.owns_containers:
+            self.persistent_id = note  # asked for every object: only where there is something to be found
+        super().__init__(file, tracker.side, keep)
+        try:
+            self.dump([value])
+        except Exception:  # many objects cannot be pickled: then nothing is known of them  # noqa: BLE001
+            return
+        self.digest = digest_of_stream(file.getbuffer(), digests)
+
+    def reference(self, obj: Any) -> Any:
+        if obj is self._root:
+            return None
+        identity = self._space.id_of(obj)
+        if identity is not None:
+            self.holds[identity] = None
+        return super().reference(obj)
+
+    def array(self, array: Any) -> Any:
+        self._note_memory(array.__array_interface__["data"][0])
+        return super().array(array)
+
+    def _note_memory(self, start: int) -> None:
+        tracker = self._space.tracker
+        number = tracker.number_of_memory(start, 1)
+        if number is not None:
+            self.holds[tracker.name_of(number)] = None
+
+    def tensor(self, tensor: Any) -> Any:
+        if dense_tensor(tensor):
+            self._note_memory(tensor.data_ptr())
+        return super().tensor(tensor) if self._contents else (str, (f"{tensor.dtype}{tuple(tensor.shape)}",))
 
 
 def summarise(value: Any, *, brief: bool = False) -> Summary:
@@ -268,3 +302,15 @@ def _signature(value: Any) -> str:
         return str(inspect.signature(target))
     except (TypeError, ValueError):
         return ""
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a numpy array."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a torch tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)

@@ -14,6 +14,8 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from distnb.engine.sources import remember_source
+from distnb.objects.placeholder import Placeholder
+from distnb.runtime import contexts
 from distnb.wire.messages import Display
 
 if TYPE_CHECKING:
@@ -61,9 +63,14 @@ class Executor:
                 self._execute(self._compile(tree, filename, "exec"))
             if last is not None:
                 self._show(self._execute(self._compile(ast.Expression(last.value), filename, "eval")))
+            contexts.end_standing()
         except SystemExit as ended:
+            contexts.end_standing(None if ended.code in (None, 0) else ended)
             if ended.code not in (None, 0):
                 raise
+        except BaseException as error:
+            contexts.end_standing(error)
+            raise
 
     def _compile(self, tree: ast.Module | ast.Expression, filename: str, mode: str) -> CodeType:
         # The shell's flags hold the `from __future__` imports of earlier cells.
@@ -81,6 +88,9 @@ class Executor:
     def _show(self, value: Any) -> None:
         if value is None:
             return
+        if type(value) is Placeholder:
+            value.refuse()
+        self._shell.user_ns["_"] = value  # as IPython has it; the notebook hears of it as of any name
         running = self._control.running
         data, metadata = self._shell.display_formatter.format(value)  # type: ignore[union-attr]
         if running is not None and data:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio.base_events
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from traceback import format_exception
 from types import TracebackType
 from typing import Any
@@ -16,29 +16,42 @@ from IPython.core.ultratb import AutoFormattedTB, SyntaxTB
 from distnb.engine import operations
 from distnb.errors import DistnbError
 from distnb.frames import OWN, chain, frames_of, ours, torch_frames, with_frames
-from distnb.wire import bindings
+from distnb.objects.packing import Packed
+from distnb.wire import exchange
 from distnb.wire.messages import ErrorReport
 
 __all__ = ["report"]
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_ASKED = (operations.__file__, bindings.__file__)
+_ASKED = (operations.__file__, exchange.__file__)
+_NO_GPU = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
+_WITHOUT_GPU = (
+    "This replica computes on the CPU: no GPU is there. Leave out .cuda() and device='cuda': what is made in "
+    "strategy.scope() and strategy.run, and the batches of a distributed dataset, land on the replica's device, "
+    "whatever it is."
+)
 _SHOWN = 12  # frames at either end of a very long traceback
 
 
-def report(error: BaseException) -> ErrorReport:
+def report(error: BaseException, pack: Callable[[BaseException], Packed] | None = None) -> ErrorReport:
     """Describe an exception: itself where it can be pickled, and its traceback as IPython draws it.
+
+    Args:
+        error: It.
+        pack: Packs it so that its class is the notebook's own; None where no program runs.
 
     Never raises: the texts of exceptions are the user's code, and the notebook waits for what this gives.
     """
     kind = type(error)
+    if _wants_a_gpu(error):
+        error.add_note(_WITHOUT_GPU)
     try:
         text, rendered = str(error), _draw(error)
     except BaseException as failed:  # noqa: BLE001  # whatever its __str__ raises, an order to end that comes late too
         text = f"(its text and traceback cannot be shown: {type(failed).__name__})"
         rendered = (f"{kind.__qualname__}: {text}",)
     return ErrorReport(
-        pickled=_pickle(error),
+        pickled=_pickle(error, pack),
         type_name=kind.__qualname__
         if kind.__module__ in ("builtins", "__main__")
         else f"{kind.__module__}.{kind.__qualname__}",
@@ -48,8 +61,16 @@ def report(error: BaseException) -> ErrorReport:
     )
 
 
-def _pickle(error: BaseException) -> bytes | None:
+def _wants_a_gpu(error: BaseException) -> bool:
+    """Whether torch was asked for a GPU that is not there, and nobody has told the cure yet."""
+    text = str(error) if isinstance(error, (AssertionError, RuntimeError)) else ""
+    return any(words in text for words in _NO_GPU) and _WITHOUT_GPU not in getattr(error, "__notes__", ())
+
+
+def _pickle(error: BaseException, pack: Callable[[BaseException], Packed] | None) -> bytes | Packed | None:
     try:
+        if pack is not None:
+            return pack(error)
         data = cloudpickle.dumps(error)  # without its traceback: pickle leaves that out
         return data if type(pickle.loads(data)).__name__ == type(error).__name__ else None
     except Exception:  # noqa: BLE001

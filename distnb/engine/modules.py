@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from distnb.wire.bindings import Reloads
+from distnb.wire.exchange import Reloads
 
 __all__ = ["Modules"]
 

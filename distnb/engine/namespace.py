@@ -1,9 +1,7 @@
-"""The engine's side of the one namespace: deliveries are opened here, and what programs did is described."""
+"""The engine's side of the one namespace: snapshots are opened here, and what programs did is described."""
 
 from __future__ import annotations
 
-import contextlib
-import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,29 +10,30 @@ from distnb.engine import operations
 from distnb.engine.descriptions import Describer
 from distnb.engine.guard import spared
 from distnb.engine.modules import Modules
-from distnb.engine.objects import Objects, Pending, Space
+from distnb.engine.objects import NOT_THERE, Objects, Space
 from distnb.engine.sources import remember_source
-from distnb.engine.travel import pack_effects
-from distnb.errors import NamespaceError
+from distnb.objects.code import is_code
+from distnb.objects.packing import Packed, open_module
 from distnb.options import StrategySpec
-from distnb.runtime.randomness import streams
 from distnb.strategies.scope import adopt_restored
-from distnb.values import Mirrored, PerReplica, structure
-from distnb.wire.ambient import forget_casts, outside_inference
-from distnb.wire.bindings import Delivery, Described, Effects, Mark, Repeat, Returned, SpaceKey, unpack_indexes
-from distnb.wire.environment import Environment, apply_environment, capture_environment
-from distnb.wire.fingerprints import Fingerprint, fingerprint
-from distnb.wire.frozen import note_frozen
-from distnb.wire.graph import GraphUnpickler, Side
-from distnb.wire.immutables import SCALARS
-from distnb.wire.messages import Apply, ObjectId
-from distnb.wire.nodes import apply_state
-from distnb.wire.outlines import fill, outline
-from distnb.wire.twins import NOT_THERE, is_value_twin, sent_id
+from distnb.wire.environment import (
+    Environment,
+    Moment,
+    apply_environment,
+    capture_environment,
+    forget_casts,
+    outside_inference,
+)
+from distnb.wire.exchange import Effects, Keywords, Mark, NamedArgument, Snapshot, SpaceKey, former
+from distnb.wire.messages import Apply
 
 __all__ = ["EngineNamespace"]
 
-_HIDDEN = re.compile(r"_+|_i+|_\d+|_i\d+|_[od]h|In|Out|exit|quit|open|get_ipython|__\w+__")
+# The last ones are what torch.compile puts beside a function that it has compiled.
+_HIDDEN = re.compile(
+    r"_+|_i+|_\d+|_i\d+|_[od]h|In|Out|exit|quit|open|get_ipython|__\w+__|__(compiled_fn|resume_at|import|builtins_dict)_\w+"
+)
+_SHOWN = frozenset({"_", "__all__", "__annotations__"})
 
 
 class EngineNamespace:
@@ -42,7 +41,7 @@ class EngineNamespace:
 
     Args:
         user_ns: The engine's one namespace.
-        objects: The engine's objects by id.
+        objects: The engine's objects.
         engine: This engine's id: its place among a space's engines is its replica.
         reserved: Names that the engine itself binds before a program runs.
 
@@ -55,8 +54,7 @@ class EngineNamespace:
     ) -> None:
         self.user_ns = user_ns
         self.objects = objects
-        self.side = Side(user_ns)
-        self.describer = Describer(self.side)
+        objects.user_ns = user_ns
         self.adopt: Callable[[Any, StrategySpec | None], None] = adopt_restored
         self._engine = engine
         self._reserved = frozenset(reserved)
@@ -64,269 +62,227 @@ class EngineNamespace:
         self._modules = Modules()
         self._arguments: Any = None
         self._call: Mark | None = None
-        self._moves = -1
-        # Fallback for `open` and `begin` being two calls: which delivery the next `begin` belongs to.
-        self._delivery: Delivery | Repeat | None = None
+        self._moment: Moment = "end"
+        # `open` and `begin` are two calls: this is the snapshot of the next program.
+        self._snapshot: Snapshot | None = None
 
     def replica_in(self, key: SpaceKey) -> int:
         """Which replica of a group of engines this one is."""
         return key[0].index(self._engine) if self._engine in key[0] else self.objects.space(key).replica
 
-    # -- before a program ------------------------------------------------------------------------------------------
+    # -- before a program ----------------------------------------------------------------------------------------------
 
-    def open(self, delivery: Delivery | Repeat, replica: int) -> None:
-        """Bind what a delivery brings. To be called before `begin`, in the order in which deliveries were made."""
-        self._call = None
-        space = self.objects.space(delivery.space)
+    def open(self, snapshot: Snapshot, replica: int) -> None:
+        """Make the namespace what a snapshot says; before `begin`, and in the order in which snapshots were made."""
+        self._call, self._moment = None, "end"
+        space = self.objects.space(snapshot.space)
         space.replica = replica
+        self.objects.program_begins(snapshot.serial)
         forget_casts()
-        if isinstance(delivery, Repeat):
-            of, kept = space.kept.get(delivery.place, (0, None))
-            if of != delivery.of:
-                raise NamespaceError(
-                    "The call that this one repeats was ended before it began on this replica, so that its function "
-                    "and arguments are not here. Call it again."
-                )
-            self._arguments = fill(kept)
-            self._delivery = delivery
-            return
-        self._settle(space, delivery)
-        for name in delivery.delete:
-            self.user_ns.pop(name, None)
-        environment = delivery.environment
+        self._settle(space, snapshot)
+        environment = snapshot.environment
         if environment is not None:
             apply_environment(environment, early=True)
-        self._modules.follow(delivery.modules)
-        for filename, (text, label) in delivery.sources.items():
+        self._modules.follow(snapshot.modules)
+        for filename, (text, label) in snapshot.sources.items():
             remember_source(filename, text, label)
         with outside_inference():
-            self._arguments = self._unpack(delivery, space) if delivery.blob is not None else None
-        if delivery.keep is not None:
-            space.kept[delivery.keep] = delivery.serial, outline(self._arguments)
+            self._bind(space, snapshot)
         if environment is not None:
             apply_environment(environment, early=False)
             self._environment = None
-        self._delivery = delivery
+        self._snapshot = snapshot
 
-    def open_call(self, delivery: Delivery, replica: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Open the delivery of a call. Returns its arguments; `close_call` ends what this began."""
-        self.open(delivery, replica)
+    def open_call(self, snapshot: Snapshot, replica: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Open the snapshot of a call. Returns its arguments; `close_call` ends what this began."""
+        self.open(snapshot, replica)
         args, kwargs = self._arguments
-        self._arguments = None
+        self._arguments, self._moment = None, "call"
         self._call = self.begin("")
         return args, kwargs
 
-    def _unpack(self, delivery: Delivery, space: Space) -> Any:
-        assert delivery.blob is not None
-        unpickler = GraphUnpickler(delivery.blob, self.side, lambda pid: self._find(pid, space))
-        bindings = unpickler.load()
-        arguments = unpickler.load()
-        for _ in range(delivery.updates):
-            identity, kind, state = unpickler.load()
-            node = space.twins.get(identity)
-            if node is not NOT_THERE:
-                apply_state(node, kind, state)
-            space.fingerprints.pop(identity, None)
-        indexes = unpack_indexes(delivery.nodes)
-        if indexes:
-            memo = unpickler.memo.copy()
-            for index in indexes:
-                space.twins.add(sent_id(delivery.serial, index), memo[index])
-        for name, value in bindings.items():
-            if value is not NOT_THERE:
-                self.user_ns[name] = value
-            else:
-                self.user_ns.pop(name, None)
-        return arguments
-
-    def _find(self, pid: Any, space: Space) -> Any:
-        """The object that stands by reference in a delivery."""
-        if len(pid) == 2:
-            return space.twins.get(pid)
-        word, what, components, *rest = pid
-        if word == "components":  # a distributed value that the user made in the notebook: each replica takes its own
-            kind = Mirrored if what == "Mirrored" else PerReplica
-            own = {space.replica: components[space.replica]} if space.replica in components else components
-            return kind(own, space.size)
-        component = components[space.replica] if space.replica in components else space.twins.get(what)
-        if word == "own" or component is NOT_THERE or structure.select(component, space.replica) is not component:
-            return component  # the last: it is, or holds, distributed values, as a batch of a cell does
-        kind = Mirrored if rest[0] == "Mirrored" else PerReplica
-        return kind({space.replica: component}, space.size)
-
     @spared
-    def _settle(self, space: Space, delivery: Delivery) -> None:
-        for confirmation in delivery.confirmed:
-            pending = space.pending.pop(confirmation.serial, None)
-            if pending is None:
-                continue
-            for index in unpack_indexes(confirmation.nodes):
-                if index in pending.nodes:  # a replica that was cut off may have told another story
-                    space.twins.add(sent_id(confirmation.serial, index, by_engine=True), pending.nodes[index])
-            unwanted = pending.registered - set(confirmation.names)
-            space.twins.drop((confirmation.serial, path) for path in unwanted)
-        for serial in delivery.rejected:
-            pending = space.pending.pop(serial, None)
-            if pending is not None:
-                self._undo(pending.names)
-            space.twins.drop([identity for identity, _ in space.twins.items() if identity[0] == serial])
-        for old, new in delivery.renamed.items():
-            node = space.twins.get(old)
-            space.twins.drop((old,))
-            if node is not NOT_THERE:
-                space.twins.add(new, node)
-        space.twins.drop(delivery.release)
-        for identity in delivery.release:
-            space.fingerprints.pop(identity, None)
+    def _settle(self, space: Space, snapshot: Snapshot) -> None:
+        """Hear what the notebook made of earlier programs."""
+        for identity, what in snapshot.adopt.items():
+            if isinstance(what, str):
+                if what in space.tracker:
+                    space.own(identity, space.tracker.root(what))
+            elif space.replica in what:
+                given = what[space.replica]
+                space.own(identity, space.tracker.find(given) if isinstance(given, int) else space.owned[given])
+        for old, new in snapshot.renamed.items():
+            space.tracker.rename(old, new)
+        if snapshot.forget:
+            space.tracker.forget(snapshot.forget)
+        if snapshot.fresh:
+            space.tracker.clear()
+            space.plain.clear()
+        space.release(snapshot.release)
 
-    def _undo(self, names: dict[str, Any]) -> None:
-        for name, before in names.items():
-            if before is Pending.absent:
-                self.user_ns.pop(name, None)
-            else:
-                self.user_ns[name] = before
+    def _bind(self, space: Space, snapshot: Snapshot) -> None:
+        """Bind names: modules first, then functions and classes, which what comes after them may call when opened."""
+        user_ns, tracker, names = self.user_ns, space.tracker, snapshot.names
+        if names is not None:
+            for name in [name for name in user_ns if not self._is_hidden(name)]:
+                del user_ns[name]
+            for name, module in snapshot.imports.items():
+                user_ns[name] = open_module(module)
+        wanted = frozenset(names or ())
+        pack = snapshot.pack
+        opening = tracker.opening(pack) if pack is not None else None
+        early = pack.names[: snapshot.early] if pack is not None else ()
+        for name in early:
+            assert opening is not None
+            self._bind_one(name, opening.load(name), wanted)
+        if snapshot.plain is not None:
+            space.plain.update(tracker.open_loose(snapshot.plain))
+        if names is not None:
+            for name in names:
+                if name in space.plain:
+                    self._bind_one(name, space.plain[name], wanted)
+                elif name in tracker and (pack is None or name not in pack.names):
+                    self._bind_one(name, tracker.root(name), wanted)
+        if opening is not None and pack is not None:
+            for name in pack.names[snapshot.early :]:
+                self._bind_one(name, opening.load(name), wanted)
+            values = opening.merge()
+            tracker.settle(values)
+            for name, value in values.items():
+                space.plain.pop(name, None)
+                self._bind_one(name, value, wanted)
+        self._arguments = None
+        if snapshot.arguments is not None:
+            given = snapshot.arguments
+            args, kwargs = tracker.open_loose(given) if isinstance(given, Packed) else given
+            named = {name: _with_values(value, tracker.root) for name, value in kwargs.items()}
+            self._arguments = tuple(_with_values(value, tracker.root) for value in args), named
 
-    # -- around a program ------------------------------------------------------------------------------------------
+    def _bind_one(self, name: str, value: Any, wanted: frozenset[str]) -> None:
+        if name not in wanted:
+            return
+        if value is NOT_THERE:
+            self.user_ns.pop(name, None)
+        else:
+            self.user_ns[name] = value
+
+    # -- around a program ----------------------------------------------------------------------------------------------
 
     def begin(self, source: str) -> Mark:
         """Note where the namespace stands, just before a program runs."""
-        assert self._delivery is not None
-        delivery, self._delivery = self._delivery, None
-        space = self.objects.space(delivery.space)
-        for identity in delivery.watch:
-            if identity not in space.fingerprints:
-                self._remember(space, identity)
+        assert self._snapshot is not None
+        snapshot, self._snapshot = self._snapshot, None
         if self._environment is None:
-            self._environment = self._capture_environment()
-        return Mark(dict(self.user_ns), delivery, self._environment)
-
-    def _capture_environment(self, before: Environment | None = None) -> Environment:
-        """The environment as it is now.
-
-        Args:
-            before: As it was before a program that may have left a replica's random streams lingering: the shared ones
-                are then known, if nobody moved them.
-        """
-        if before is not None and streams.lingering and streams.moves == self._moves:
-            return capture_environment(before, before.generators)
-        streams.settle()
-        self._moves = streams.moves
-        return capture_environment(before)
+            self._environment = capture_environment()
+        return Mark(dict(self.user_ns), snapshot, self._environment)
 
     def note_names(self) -> Callable[[], None]:
         """Note what is bound now. What is returned takes back all that was bound since: see `runtime.contexts`."""
         before = dict(self.user_ns)
 
         def take_back() -> None:
-            self._undo({name: before.get(name, Pending.absent) for name in self._assigned(before)})
+            for name in self._assigned(before):
+                if name in before:
+                    self.user_ns[name] = before[name]
+                else:
+                    del self.user_ns[name]
 
         return take_back
 
-    def finish(self, mark: Mark, result: Callable[[Space, int], Any] | None = None) -> Effects:
+    def finish(self, mark: Mark, result: Callable[[Describer], Any] | None = None) -> Effects:
         """Describe what a program did, whether it failed or not.
 
         Args:
             mark: What `begin` gave.
             result: For a call, describes its result.
-
-        Raises:
-            BaseException: What ended this. Then it is as if the reply were lost: the notebook will ask to undo it.
         """
-        try:
-            return self._finish(mark, result)
-        except BaseException:
-            space = self.objects.space(mark.delivery.space)
-            before = {name: mark.before.get(name, Pending.absent) for name in self._assigned(mark.before)}
-            space.pending[mark.delivery.serial] = Pending({}, before, space.registered)
-            space.registered = set()
-            self.describer.ended()
-            raise
-
-    def _finish(self, mark: Mark, result: Callable[[Space, int], Any] | None) -> Effects:
-        space, serial = self.objects.space(mark.delivery.space), mark.delivery.serial
-        if self._is_untouched(mark):
-            return self._finish_untouched(mark, space, result)
-        streams.settle()  # what is pickled may draw random numbers
+        snapshot = mark.snapshot
+        space, serial = self.objects.space(snapshot.space), snapshot.serial
+        describer = Describer(space, serial)
         assigned = self._assigned(mark.before)
-        names, code = self._describe_names(assigned, space, serial)
-        changed = self._changed(mark, space)
-        luggage = pack_effects(code, changed, space, self.side, serial, self.describer)
-        self.describer.expect({sent_id(serial, index, by_engine=True): obj for index, obj in luggage.memo.items()})
-        names, fresh = self.describer.completed(names), self.describer.completed(luggage.fresh)
-        described = result(space, serial) if result is not None else None
-        for identity in changed:
-            space.fingerprints.pop(identity, None)
-        handles = self._read_handles(mark, space)
-        self.describer.ended()
-        before = {name: mark.before.get(name, Pending.absent) for name in assigned}
+        values = {name: space.tracker.root(name) for name in snapshot.sections if name in space.tracker}
+        for name in assigned:
+            if name in space.tracker:
+                space.tracker.rename(name, former(name, serial))
+                if name in values:
+                    values[former(name, serial)] = values.pop(name)
+        for name in assigned:
+            describer.register(self.user_ns[name], name)
+            if name in describer.sent:
+                space.plain.pop(name, None)
+        changed, pack = self._pack(space, serial, values, describer)
+        names = {name: describer.value(self.user_ns[name], name) for name in assigned}
+        described = result(describer) if result is not None else None
+        handles = {
+            identity: describer.object(space.owned[identity], identity)
+            for identity in snapshot.handles
+            if identity in space.owned
+        }
         deleted = tuple(name for name in mark.before if name not in self.user_ns and not self._is_hidden(name))
-        before.update({name: mark.before[name] for name in deleted})
-        if luggage.memo or before or space.registered:
-            space.pending[serial] = Pending(luggage.memo, before, space.registered)
-            space.registered = set()
-        after = self._capture_environment(mark.environment)
+        plain = space.tracker.pack_loose(describer.plain) if describer.plain else None
+        after = capture_environment(mark.environment, self._moment)
         environment = after.since(mark.environment)
         self._environment = after
         return Effects(
             serial,
             names,
             deleted,
-            luggage.blob,
-            luggage.updates,
-            luggage.changed,
-            fresh,
+            changed,
+            pack,
+            plain,
+            describer.fresh,
             handles,
             None if environment.empty else environment,
             described,
         )
 
-    def _is_untouched(self, mark: Mark) -> bool:
-        """Whether the program read no objects that it may have changed, and assigned and deleted no name."""
-        before, now = mark.before, self.user_ns
-        return (
-            not mark.delivery.watch
-            and not mark.delivery.handles
-            and len(before) == len(now)
-            and all(map(operator.is_, before, now))
-            and all(map(operator.is_, before.values(), now.values()))
-        )
+    def _pack(
+        self, space: Space, serial: int, values: dict[str, Any], describer: Describer
+    ) -> tuple[dict[str, bytes], Any]:
+        """What the program changed in place of the notebook's values, and what it assigned that is sent."""
+        tracker, sent = space.tracker, describer.sent
+        if not values and not sent:
+            return {}, None
+        look = tracker.look(values)
+        values |= look.classes
+        names = tracker.lacking(values, look)
+        if not names and not sent:
+            return {}, None
+        look.digests.update(describer.look.digests)
+        for name, cls in describer.look.classes.items():
+            if name not in values:
+                values[name] = cls
+                if name not in tracker:
+                    names.append(name)
+        space.references.register = describer.register_fresh
+        try:
+            every = {**sent, **values}
+            lacking = sorted(
+                [*names, *sent], key=lambda name: not is_code(every[name])
+            )  # it may be called to open others
+            pack = tracker.pack(serial << 1 | 1, every, look, lacking)
+        finally:
+            space.references.register = None
+        return {name: look.digests[name] for name in names}, pack
 
-    def _finish_untouched(self, mark: Mark, space: Space, result: Callable[[Space, int], Any] | None) -> Effects:
-        serial = mark.delivery.serial
-        described = result(space, serial) if result is not None else None
-        self.describer.ended()
-        if space.registered:
-            space.pending[serial] = Pending({}, {}, space.registered)
-            space.registered = set()
-        after = self._capture_environment(mark.environment)
-        environment = after.since(mark.environment)
-        self._environment = after
-        return Effects(serial, environment=None if environment.empty else environment, result=described)
-
-    def close_call(self, result: Any) -> Effects | Returned:
+    def close_call(self, result: Any) -> Effects:
         """Describe the result of a call that `open_call` began, and what else it did."""
-        if type(result) in SCALARS:
-            mark = self._call
-            assert mark is not None
-            if self._is_untouched(mark) and not self.objects.space(mark.delivery.space).registered:
-                environment = self._capture_environment(mark.environment)
-                if environment is mark.environment:
-                    self._call = None
-                    return Returned(mark.delivery.serial, result)
-        else:
-            streams.settle()  # what is pickled may draw random numbers
-        return self.finish_with(lambda space, serial: self.describer.tree(result, space, serial))
+        return self.finish_with(lambda describer: describer.tree(result))
 
     def give_up_call(self) -> Effects | None:
         """Describe what a call did that raised; None if it raised before `open_call` was through."""
         mark, self._call = self._call, None
         return self.finish(mark) if mark is not None else None
 
-    def finish_with(self, result: Callable[[Space, int], Any]) -> Effects:
+    def finish_with(self, result: Callable[[Describer], Any]) -> Effects:
         """End what `open_call` began, with a result that is described by a function."""
         mark, self._call = self._call, None
         assert mark is not None
         return self.finish(mark, result)
+
+    def pack_error(self, error: BaseException) -> Packed:
+        """An exception as a whole, with what it holds; its class is the same in the notebook."""
+        return self.objects.copies().pack_loose(error)
 
     def apply(self, message: Apply) -> Any:
         """Carry out an operation that a handle asked for."""
@@ -340,59 +296,19 @@ class EngineNamespace:
         )
 
     def _is_hidden(self, name: str) -> bool:
-        return name in self._reserved or not isinstance(name, str) or _HIDDEN.fullmatch(name) is not None
+        if name in self._reserved or not isinstance(name, str):
+            return True
+        return _HIDDEN.fullmatch(name) is not None and name not in _SHOWN
 
-    def _describe_names(
-        self, assigned: list[str], space: Space, serial: int
-    ) -> tuple[dict[str, Described], dict[str, Any]]:
-        # All ids first: each description tells which other objects it holds.
-        for name in assigned:
-            self.describer.register(self.user_ns[name], space, (serial, name))
-        names = {name: self.describer.value(self.user_ns[name], space, (serial, name)) for name in assigned}
-        code = {name: self.user_ns[name] for name, described in names.items() if described.kind == "code"}
-        return names, code
 
-    def _remember(self, space: Space, identity: ObjectId) -> Fingerprint | None:
-        node = space.twins.get(identity)
-        if node is NOT_THERE:
-            return None
-        found = fingerprint(node, self.side, space.twins, by_reference="owned")
-        space.fingerprints[identity] = found
-        for key, digest in found.arrays.items():
-            known = space.twins.ids.get(key)
-            if known is not None:
-                space.twins.contents[known] = digest
-        note_frozen(found.nodes, self.side, space.twins)
-        return found
-
-    def _changed(self, mark: Mark, space: Space) -> dict[ObjectId, bytes | None]:
-        """The notebook's objects in those that the program may have changed, if one of them did change.
-
-        Returns:
-            For arrays and tensors their content's digest now, where it was taken.
-        """
-        changed: dict[ObjectId, bytes | None] = {}
-        for identity in mark.delivery.watch:
-            before = space.fingerprints.get(identity)
-            node = space.twins.get(identity)
-            if before is None or node is NOT_THERE:
-                continue
-            now: Fingerprint | None = None
-            with contextlib.suppress(Exception):  # something that cannot be pickled was put in
-                now = fingerprint(node, self.side, space.twins, by_reference="owned")
-            if now is None or not now.matches(before):
-                for each in (*before.nodes, *(now.nodes if now is not None else ())):
-                    changed.setdefault(each, None)
-                for key, digest in now.arrays.items() if now is not None else ():
-                    if (known := space.twins.ids.get(key)) in changed:
-                        changed[known] = digest
-                space.fingerprints.pop(identity, None)
-        return {identity: digest for identity, digest in changed.items() if is_value_twin(identity)}
-
-    def _read_handles(self, mark: Mark, space: Space) -> dict[ObjectId, Described]:
-        found = {}
-        for identity in mark.delivery.handles:
-            node = space.twins.get(identity)
-            if node is not NOT_THERE:
-                found[identity] = self.describer.object(node, space, identity, "known")
-        return found
+def _with_values(arguments: Any, value_of: Callable[[str], Any]) -> Any:
+    """The arguments of a call, with values in the place of their names."""
+    kind = type(arguments)
+    if kind is NamedArgument:
+        return value_of(arguments.name)
+    if kind is Keywords:
+        return {name: _with_values(value, value_of) for name, value in arguments.values.items()}
+    if kind is tuple:
+        found = tuple(_with_values(value, value_of) for value in arguments)
+        return found if any(new is not old for new, old in zip(found, arguments, strict=True)) else arguments
+    return arguments

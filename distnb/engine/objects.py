@@ -1,64 +1,196 @@
-"""The objects of an engine that the notebook knows: its twins, and those behind handles, by space."""
+"""The objects of an engine that the notebook knows: its own, by number, and those behind its handles, by id."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import collections
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from distnb.wire.bindings import SpaceKey
-from distnb.wire.fingerprints import Fingerprint
+from distnb.objects.code import Classes
+from distnb.objects.packing import Side
+from distnb.objects.placeholder import Placeholder
+from distnb.objects.tracking import Tracker
+from distnb.strategies.scope import is_mirrored
+from distnb.values import DistributedValues, Mirrored, PerReplica, structure
+from distnb.wire.exchange import SpaceKey
 from distnb.wire.messages import ObjectId
-from distnb.wire.twins import Twins
 
-__all__ = ["Objects", "Pending", "Space"]
+__all__ = ["NOT_THERE", "EngineReferences", "Objects", "Space"]
 
 
-@dataclass
-class Pending:
-    """Effects that were told to the notebook and that it has not confirmed yet.
+class _NotThere:
+    """The component of a replica that never assigned the name."""
+
+    def __repr__(self) -> str:
+        return "<unassigned>"
+
+    def __reduce__(self) -> str:
+        return "NOT_THERE"
+
+
+NOT_THERE: Any = _NotThere()
+
+
+class EngineReferences:
+    """What of an engine's objects stays, and goes to the notebook as a handle.
+
+    Args:
+        space: The group of engines.
 
     Attributes:
-        nodes: The pickle's memo: objects that become twins if the notebook took them in.
-        names: Names that were assigned, each with what it was before (or `Pending.absent`).
-        registered: Paths under which objects got ids of this program.
+        register: Gives an id to an object that is to stay and has none; None while nothing may get one.
     """
 
-    absent = object()
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self.register: Callable[[Any], ObjectId] | None = None
 
-    nodes: dict[int, Any]
-    names: dict[str, Any]
-    registered: set[str]
+    def look(self, obj: Any) -> Any:
+        """What stands for an object that the notebook has a handle of."""
+        identity = self._space.id_of(obj)
+        if identity is None:
+            return (_parts, (type(obj).__name__, obj.values)) if isinstance(obj, DistributedValues) else None
+        return _reference, (identity,)
+
+    def token(self, obj: Any) -> Any:
+        """The id of an object that stays here."""
+        identity = self._space.id_of(obj)
+        if identity is None and self.register is not None and _stays(obj):
+            identity = self.register(obj)
+        return identity
+
+    def resolve(self, token: Any) -> Any:
+        """The object that stands by reference in a snapshot."""
+        space, word = self._space, token[0]
+        if word == "refused":
+            return Placeholder(*token[1:])
+        if word == "components":  # a distributed value that the user made in the notebook: each replica takes its own
+            kind, components = (Mirrored if token[1] == "Mirrored" else PerReplica), token[2]
+            own = {space.replica: components[space.replica]} if space.replica in components else components
+            return kind(own, space.size)
+        _, identity, local, kind_name = token
+        component = local[space.replica] if space.replica in local else space.owned.get(identity, NOT_THERE)
+        if word == "own" or component is NOT_THERE or structure.select(component, space.replica) is not component:
+            return component  # the last: it is, or holds, distributed values, as a batch of a cell does
+        return (Mirrored if kind_name == "Mirrored" else PerReplica)({space.replica: component}, space.size)
 
 
-@dataclass
+def _reference(*parts: Any) -> None:
+    """Named in digests; never called."""
+
+
+def _parts(*parts: Any) -> None:
+    """Named in digests; never called."""
+
+
+def _stays(obj: Any) -> bool:
+    """Whether an object belongs to the replicas: what a scope made, what has a graph, datasets and batches."""
+    torch = sys.modules.get("torch")
+    if isinstance(obj, DistributedValues):
+        return True
+    if torch is not None and isinstance(obj, torch.Tensor) and obj.grad_fn is not None:
+        return True
+    return is_mirrored(obj) or type(obj).__module__.startswith("distnb.input")
+
+
 class Space:
     """The objects of one group of engines, as this engine, one of its replicas, holds them.
 
+    Args:
+        key: The group.
+        user_ns: The engine's namespace.
+        classes: The classes that it has sent or received.
+        place: The engine's accelerator, or "cpu".
+
     Attributes:
-        twins: Every object that has an id.
-        fingerprints: Of the notebook's objects, as both sides last agreed on them.
-        registered: Paths under which objects got ids in the running program.
-        kept: By place, outlines of arguments for calls that are repeated, with the serial of their delivery.
+        replica: Which of the replicas this engine is.
+        tracker: The notebook's objects.
+        owned: Objects behind handles, by id.
+        plain: Immutable values and engine objects, by the names that the notebook binds to them.
     """
 
-    key: SpaceKey
-    replica: int = 0
-    twins: Twins = field(default_factory=lambda: Twins(weak=False))
-    fingerprints: dict[ObjectId, Fingerprint] = field(default_factory=dict)
-    pending: dict[int, Pending] = field(default_factory=dict)
-    registered: set[str] = field(default_factory=set)
-    kept: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    def __init__(self, key: SpaceKey, user_ns: dict[str, Any], classes: Classes, place: str) -> None:
+        self.key = key
+        self.replica = 0
+        self.references = EngineReferences(self)
+        self.tracker = Tracker(Side(user_ns, self.references, classes), place)
+        self.owned: dict[ObjectId, Any] = {}
+        self.plain: dict[str, Any] = {}
+        self._ids: dict[int, ObjectId] = {}
 
     @property
     def size(self) -> int:
         """How many replicas it has."""
         return len(self.key[0])
 
+    def copies(self) -> Tracker:
+        """What packs objects whole, for the notebook or for another engine."""
+        return _whole(self.tracker.side.user_ns, self.tracker.side.classes)
+
+    @property
+    def owns_containers(self) -> bool:
+        """Whether plain containers are among the objects behind handles: pickling does not ask for those by itself."""
+        return any(type(obj) in (list, dict, set) for obj in self.owned.values())
+
+    def id_of(self, obj: Any) -> ObjectId | None:
+        """The id of an object that the notebook has a handle of, or may get one."""
+        return self._ids.get(id(obj))
+
+    def own(self, identity: ObjectId, obj: Any, *, by_value: bool = False) -> ObjectId:
+        """Keep an object under an id. Returns the id that it is known by: the first that it got.
+
+        Args:
+            by_value: The object itself may be sent: the id serves where the replicas do not agree on it.
+        """
+        self.owned[identity] = obj
+        if by_value:
+            return self._ids.get(id(obj), identity)
+        return self._ids.setdefault(id(obj), identity)
+
+    def release(self, identities: Iterable[ObjectId]) -> None:
+        """The notebook holds no handles of these any more."""
+        for identity in identities:
+            obj = self.owned.pop(identity, NOT_THERE)
+            if obj is NOT_THERE or self._ids.get(id(obj)) != identity:
+                continue
+            del self._ids[id(obj)]
+            # Under another id it may be held on.
+            other = next((known for known, each in self.owned.items() if each is obj), None)
+            if other is not None:
+                self._ids[id(obj)] = other
+
+
+class _Copies:
+    """Nothing stays: what is copied is copied whole."""
+
+    def look(self, obj: Any) -> Any:
+        """By value."""
+
+    def token(self, obj: Any) -> Any:
+        """By value."""
+
+    def resolve(self, token: Any) -> Any:
+        """Nothing was sent by reference."""
+        raise KeyError(token)
+
+
+def _whole(user_ns: dict[str, Any], classes: Classes) -> Tracker:
+    return Tracker(Side(user_ns, _Copies(), classes, copying=True), "cpu")
+
 
 class Objects:
-    """Every space that this engine is part of."""
+    """Every space that this engine is part of.
 
-    def __init__(self) -> None:
+    Args:
+        user_ns: The engine's namespace.
+        place: Its accelerator, or "cpu".
+    """
+
+    def __init__(self, user_ns: dict[str, Any] | None = None, place: str = "cpu") -> None:
+        self.user_ns: dict[str, Any] = {} if user_ns is None else user_ns
+        self.place = place
+        self._classes = Classes()
         self._spaces: dict[SpaceKey, Space] = {}
 
     def space(self, key: SpaceKey) -> Space:
@@ -67,8 +199,23 @@ class Objects:
         if found is None:
             for stale in [old for old in self._spaces if old[0] == key[0]]:
                 del self._spaces[stale]
-            found = self._spaces[key] = Space(key)
+            found = self._spaces[key] = Space(key, self.user_ns, self._classes, self.place)
         return found
+
+    def copies(self) -> Tracker:
+        """What packs objects whole, whatever space they are of."""
+        return _whole(self.user_ns, self._classes)
+
+    def program_begins(self, serial: int) -> None:
+        """Classes that are sent for the first time are called by the program that made them: on each replica alike."""
+        counts: collections.Counter[str] = collections.Counter()
+
+        def new_id(cls: Any) -> str:
+            name = getattr(cls, "__qualname__", cls.__name__)
+            counts[name] += 1
+            return f"{serial}.{name}.{counts[name]}"
+
+        self._classes.new_id = new_id
 
     def rename(self, old: SpaceKey, new: SpaceKey) -> None:
         """A space goes on with fewer engines, or with more."""
@@ -78,4 +225,4 @@ class Objects:
             self._spaces[new] = space
 
     def __len__(self) -> int:
-        return sum(len(space.twins) for space in self._spaces.values())
+        return sum(len(space.owned) for space in self._spaces.values())

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from distnb.engine.descriptions import own_part, summarise
-from distnb.engine.objects import Space
+from distnb.engine.objects import NOT_THERE, Space
 from distnb.errors import NamespaceError, StaleHandleError
-from distnb.input.dataset import DistributedIterator
+from distnb.input.dataset import DistributedDataset, DistributedIterator
+from distnb.objects.packing import Packed
 from distnb.strategies.scope import drift_report, is_mirrored, read_together, spec_of
 from distnb.values import DistributedValues
-from distnb.wire.bindings import Described, Leaf, Request, follow
-from distnb.wire.codec import Parcel
-from distnb.wire.graph import GraphPickler, GraphUnpickler, pack_all
+from distnb.wire.exchange import Described, Leaf, Request, follow
 from distnb.wire.messages import Apply, ObjectId
-from distnb.wire.twins import NOT_THERE, is_value_twin
 
 if TYPE_CHECKING:
     from distnb.engine.namespace import EngineNamespace
@@ -42,30 +41,29 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         namespace.objects.rename(*message.payload)
         return None
     request: Request = message.payload
-    delivery = request.delivery
-    space = namespace.objects.space(delivery.space)
-    replica = namespace.replica_in(delivery.space)
+    snapshot = request.snapshot
+    space = namespace.objects.space(snapshot.space)
+    replica = namespace.replica_in(snapshot.space)
     spectator = request.answers is not None and replica not in request.answers
     if spectator or message.operation in _TRANSFERS:
-        namespace.open(delivery, replica)
+        namespace.open(snapshot, replica)
         return None if spectator else _TRANSFERS[message.operation](namespace, space, request)
-    args, kwargs = namespace.open_call(delivery, replica)
+    args, kwargs = namespace.open_call(snapshot, replica)
     target = follow(_object(space, message.target), request.path)
     if message.operation in ("list", "next"):
         items = list(target) if message.operation == "list" else _next(target)
         # A batch is a structure of slices, as where the notebook's own cells read a dataset.
         batch = isinstance(target, DistributedIterator)
-        describe = namespace.describer.tree if batch else namespace.describer.items
-        return namespace.finish_with(lambda space, serial: describe(items, space, serial))
+        return namespace.finish_with(lambda describer: describer.tree(items) if batch else describer.items(items))
     result = _OPERATIONS[message.operation](target, args, kwargs)
     if isinstance(result, _Answer):
-        return namespace.finish_with(lambda space, serial: result.value)
+        return namespace.finish_with(lambda describer: result.value)
     if message.operation == "get" and isinstance(result, _METHODS) and getattr(result, "__self__", None) is not None:
         # The handle calls it by its path: nothing is kept here for it.
         return namespace.finish_with(
-            lambda space, serial: Leaf(Described("object", summary=summarise(result), value="method"))
+            lambda describer: Leaf(Described("object", summary=summarise(result), value="method"))
         )
-    return namespace.finish_with(lambda space, serial: Leaf(namespace.describer.value(result, space, (serial, "r"))))
+    return namespace.finish_with(lambda describer: Leaf(describer.value(result, "r")))
 
 
 class _Answer:
@@ -76,7 +74,7 @@ class _Answer:
 
 
 def _object(space: Space, identity: ObjectId) -> Any:
-    found = space.twins.get(identity)
+    found = space.owned.get(identity, NOT_THERE)
     if found is NOT_THERE:
         raise StaleHandleError(
             f"Replica {space.replica} has no object for this handle: the name was never assigned on it, "
@@ -141,17 +139,11 @@ _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
 # -- whole objects -------------------------------------------------------------------------------------------------
 
 
-def _fetch(namespace: EngineNamespace, space: Space, request: Request) -> Parcel:
-    """Copies of several objects, in one pickle: what they share, their copies share.
-
-    What the notebook holds itself goes by reference, so a copied container holds the notebook's own objects.
-    """
+def _fetch(namespace: EngineNamespace, space: Space, request: Request) -> Packed:
+    """Copies of several objects, in one pickle: what they share, their copies share."""
     values = [own_part(_object(space, identity)) for identity in request.targets]
-    by_reference = {key: identity for key, identity in space.twins.ids.items() if is_value_twin(identity)}
-    file = io.BytesIO()
-    pickler = GraphPickler(file, namespace.side, by_reference)
     try:
-        return pack_all(pickler, file, [values])
+        return space.copies().pack_loose(values)
     except Exception as error:
         shown = type(values[0]).__qualname__
         raise NamespaceError(
@@ -159,32 +151,40 @@ def _fetch(namespace: EngineNamespace, space: Space, request: Request) -> Parcel
         ) from error
 
 
-def _export(namespace: EngineNamespace, space: Space, request: Request) -> tuple[Parcel, tuple[ObjectId, ...]]:
-    """The notebook's objects and the mirrored ones, for an engine that takes a lost one's place."""
-    wanted = {identity: space.twins.get(identity) for identity in request.targets}
-    wanted.update(
-        {identity: obj for identity, obj in space.twins.items() if is_value_twin(identity) or is_mirrored(obj)}
-    )
-    ready = {identity: obj for identity, obj in wanted.items() if obj is not NOT_THERE and _packable(namespace, obj)}
-    file = io.BytesIO()
+# These can be packed, and not be opened by a process that is in no process group, or did not make their memory.
+_STAYS = (DistributedDataParallel, DistributedDataset, DistributedIterator)
+
+
+def _export(namespace: EngineNamespace, space: Space, request: Request) -> tuple[Packed, tuple[ObjectId, ...]]:
+    """The mirrored objects, for an engine that takes a lost one's place: those of them that can be copied."""
+    wanted = {identity: space.owned.get(identity, NOT_THERE) for identity in request.targets}
+    wanted.update({identity: obj for identity, obj in space.owned.items() if is_mirrored(obj)})
+    ready = {identity: obj for identity, obj in wanted.items() if obj is not NOT_THERE and _packable(space, obj)}
     owned = {identity: (obj, spec_of(obj)) for identity, obj in ready.items()}
-    return pack_all(GraphPickler(file, namespace.side, {}), file, [owned]), tuple(ready)
+    return space.copies().pack_loose(owned), tuple(ready)
 
 
-def _packable(namespace: EngineNamespace, obj: Any) -> bool:
+def _packable(space: Space, obj: Any) -> bool:
+    """Whether a copy of an object can be made, and opened: one that cannot is not to spoil the others."""
+    if isinstance(obj, _STAYS):
+        return False
+    copies = space.copies()
     try:
-        pack_all(GraphPickler(file := io.BytesIO(), namespace.side, {}), file, [obj])
-    except Exception:  # noqa: BLE001
+        copies.open_loose(copies.pack_loose(obj))
+    except Exception:  # whatever pickling it, or making it again, raises  # noqa: BLE001
         return False
     return True
 
 
 def _import(namespace: EngineNamespace, space: Space, request: Request) -> None:
-    assert request.blob is not None
-    found = GraphUnpickler(request.blob, namespace.side, lambda pid: NOT_THERE).load()
-    for identity, (obj, spec) in found.items():
-        space.twins.add(identity, obj)
+    assert request.pack is not None
+    for identity, (obj, spec) in space.tracker.open_loose(request.pack).items():
+        space.own(identity, obj)
         namespace.adopt(obj, spec)
 
 
-_TRANSFERS: dict[str, Callable[[Any, Space, Request], Any]] = {"export": _export, "fetch": _fetch, "import": _import}
+_TRANSFERS: dict[str, Callable[[EngineNamespace, Space, Request], Any]] = {
+    "export": _export,
+    "fetch": _fetch,
+    "import": _import,
+}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import traceback
+from types import FrameType
 
 import psutil
 
@@ -12,20 +14,11 @@ from distnb.accelerators import allocated_nbytes
 from distnb.runtime import progress
 from distnb.wire.messages import TelemetrySample
 
-__all__ = ["program_began", "remember_cell", "sample"]
+__all__ = ["remember_cell", "sample", "where_it_failed"]
 
 _process: psutil.Process | None = None
 _labels: dict[str, str] = {}
 _loaded = time.monotonic()
-_steps_before = _examples_before = 0
-
-
-def program_began() -> None:
-    """A program begins: `progress` counts it from zero, and samples go on counting."""
-    global _steps_before, _examples_before
-    _steps_before += progress.steps
-    _examples_before += progress.examples
-    progress.reset()
 
 
 def remember_cell(filename: str, label: str) -> None:
@@ -52,8 +45,8 @@ def sample(engine: int, program: int, replica: int) -> TelemetrySample:
         program=program,
         replica=replica,
         seconds=time.monotonic() - _loaded,
-        steps=_steps_before + progress.steps,
-        examples=_examples_before + progress.examples,
+        steps=progress.steps,
+        examples=progress.examples,
         rss_nbytes=int(_process.memory_info().rss),
         device_nbytes=allocated_nbytes(),
         where=_where(),
@@ -64,8 +57,21 @@ def _where() -> str:
     """The innermost line of a cell that the main thread is in."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
-        label = _labels.get(frame.f_code.co_filename)
-        if label is not None:
-            return f"{label}, line {frame.f_lineno}"
+        found = _line(frame, frame.f_lineno)
+        if found:
+            return found
         frame = frame.f_back
     return ""
+
+
+def where_it_failed(error: BaseException) -> str:
+    """The innermost line of a cell that an error came through; "" if it came through none."""
+    found = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        found = _line(frame, number) or found
+    return found
+
+
+def _line(frame: FrameType, number: int) -> str:
+    label = _labels.get(frame.f_code.co_filename)
+    return f"{label}, line {number}" if label is not None else ""

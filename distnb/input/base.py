@@ -75,6 +75,8 @@ class Load(NamedTuple):
         separate: The tree was collated from the slice alone, so that nothing has to be cut.
         borrowed: The tree is the user's data itself, so slices must be copies.
         digest: Of the indices of all global batches so far, to see that replicas drew the same; 0 without indices.
+        whole: It is an element that cannot be cut, such as a scalar: it is handed out as it is or, where `bounds` are
+            (0, 0), nothing in its place.
     """
 
     tree: Any
@@ -84,6 +86,7 @@ class Load(NamedTuple):
     separate: bool = False
     borrowed: bool = False
     digest: int = 0
+    whole: bool = False
 
 
 class Beginning(NamedTuple):
@@ -109,11 +112,13 @@ class Source(ABC):
     Attributes:
         threadable: Another thread may read it: that draws no random numbers in this process.
         in_memory: The next batch is always at hand, so reading ahead on the caller's thread never waits for data.
+        iterable: It is read from end to end, and does not itself remember where it stands.
         exclusive: Only one iteration can be under way: starting a new one ends the last.
     """
 
     threadable: bool = False
     in_memory: bool = False
+    iterable: bool = False
     exclusive: bool = False
 
     @abstractmethod

@@ -11,6 +11,7 @@ from distnb.input import iterations
 from distnb.input.base import FROM_THE_START, Beginning, Load, Place, Source
 from distnb.input.drawing import Drawing, set_state, state_of
 from distnb.input.draws import ReplicaDraws, on_host
+from distnb.input.optional import AskedIterator
 from distnb.input.placement import Placement, placement_for
 from distnb.input.progress import Progress, as_state, checked_state
 from distnb.input.reading import AheadReader, DirectReader, Maker, Reader, ThreadReader, join_all
@@ -20,6 +21,7 @@ from distnb.options import InputOptions
 
 __all__ = ["Agree", "DistributedDataset", "DistributedIterator"]
 
+UNKNOWN_CARDINALITY = -2
 _EXIT_GRACE_S = 3.0
 
 Agree = Callable[[Any], Sequence[Any]]
@@ -32,15 +34,15 @@ class DistributedDataset(Iterable[Any]):
     Iterating yields each batch's structure with `PerReplica` leaves that hold the replica's own component (with one
     replica: the batches themselves, on the device). Iterating again starts again.
 
-    Reading ahead: by default as many batches as there are replicas, where that changes no random number: on a thread
-    for loaders with workers, and, for tensors in memory, by starting their copies to a GPU early. A dataset that this
-    process reads itself (`num_workers=0`) may draw from the global generators in `__getitem__`, which another thread's
-    drawing would disturb, so it is read when it is asked for; `InputOptions(prefetch=k)` reads it k batches ahead on
-    the caller's thread. `InputOptions(prefetch=0)` never reads ahead.
+    Reading ahead: by default as many batches as there are replicas. Loaders with workers are read on a thread;
+    iterables and functions (generators) on the caller's thread, since they may draw from the global generators, as are
+    tensors in memory whose copies to a GPU are started early. Data that is asked for single examples by this process
+    (`num_workers=0`) is read when it is asked for, and so is data that remembers its own position; with
+    `InputOptions(prefetch=k)` k batches ahead on the caller's thread. `InputOptions(prefetch=0)` never reads ahead.
 
     Random numbers: samplers draw from the stream that all replicas share, as in a run on one process. What examples
-    draw when they are loaded (augmentation) comes from a stream of the replica's own, as it would in `run`. Where
-    workers read pipelines of their own, each has a stream of its own, which begins with a number of the shared one.
+    draw when they are loaded (augmentation) comes from a stream of the replica's own. Where workers read
+    pipelines of their own, each has a stream of its own, which begins with a number of the shared one.
 
     Going on in the middle of an epoch: `state_dict` and `load_state_dict`.
     """
@@ -58,6 +60,11 @@ class DistributedDataset(Iterable[Any]):
         self._resume: dict[str, Any] | None = None
         self._spec: Any = None
 
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        # What stands in a notebook for the engines' dataset is one, too.
+        return True if getattr(other, "is_distributed_dataset", False) else NotImplemented
+
     def __iter__(self) -> DistributedIterator:
         if self._end_previous is not None:
             self._end_previous()  # persistent workers serve one iteration at a time
@@ -67,6 +74,10 @@ class DistributedDataset(Iterable[Any]):
         self._progress, self._resume = progress, None
         placement = placement_for(self._place.target)
         reader = self._reader(Maker(loads, self._place, placement))
+        if resume is not None and resume["position"]:
+            if isinstance(reader, AheadReader):
+                reader.fill()  # what was read ahead had been drawn when the state was taken
+            self._drawing.restore(resume["random"])
         progress.direct = isinstance(reader, DirectReader)
         if self._source.exclusive:
             self._end_previous = reader.ending()
@@ -79,7 +90,7 @@ class DistributedDataset(Iterable[Any]):
         return 0 if last is None else last.epoch + (last.ended or last.steps > 0)
 
     def _start(self, progress: Progress, resume: dict[str, Any] | None) -> Iterator[Load]:
-        """Begin to read; where an earlier iteration is gone on with, as that one began, and then as it stood."""
+        """Begin to read; where an earlier iteration is gone on with, as that one began."""
         generators = self._source.generators()
         skip = resume["position"] if resume else 0
         if resume is not None:
@@ -93,10 +104,7 @@ class DistributedDataset(Iterable[Any]):
         progress.steps = skip // self._place.elements_per_step
         self._drawing.begin()
         with self._drawing(), on_host(self._place.device):
-            loads = self._source.start(beginning)
-        if resume is not None and skip:
-            self._drawing.restore(resume["random"])
-        return loads
+            return self._source.start(beginning)
 
     def __len__(self) -> int:
         """Number of global batches. Raises TypeError when it is not known."""
@@ -106,6 +114,14 @@ class DistributedDataset(Iterable[Any]):
             return -(-self._source.length() // self._place.elements_per_step)
         except (TypeError, NotImplementedError) as error:
             raise TypeError(f"The number of batches of this dataset is not known beforehand: {error}") from None
+
+    @property
+    def cardinality(self) -> int:
+        """Number of global batches; -2 (tf.data's UNKNOWN_CARDINALITY) when it is not known beforehand."""
+        try:
+            return len(self)
+        except TypeError:
+            return UNKNOWN_CARDINALITY
 
     @property
     def epoch(self) -> int:
@@ -131,7 +147,8 @@ class DistributedDataset(Iterable[Any]):
                     batch = self._source.peek()
             except StopIteration:
                 raise ProgramError("This dataset is empty, so what its batches look like is not known.") from None
-            self._spec = spec_of(batch, self._place.num_replicas)
+            turns = self._place.turns
+            self._spec = spec_of(batch, self._place.num_replicas, as_it_is=turns is not None and turns.pieces == 1)
         return self._spec
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,7 +186,7 @@ class DistributedDataset(Iterable[Any]):
     def _reader(self, maker: Maker) -> Reader:
         source, depth = self._source, self._options.prefetch
         if depth is None:
-            gains = source.threadable or (source.in_memory and self._place.target.type == "cuda")
+            gains = source.threadable or source.iterable or (source.in_memory and self._place.target.type == "cuda")
             depth = self._place.num_replicas if gains else 0
         if depth == 0:
             return DirectReader(maker)
@@ -178,8 +195,12 @@ class DistributedDataset(Iterable[Any]):
         return AheadReader(maker, depth)
 
 
-class DistributedIterator(Iterator[Any]):
+class DistributedIterator(AskedIterator):
     """One iteration over a distributed dataset. Dropping it ends what reads ahead; `close` does so at once."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        return True if getattr(other, "is_distributed_iterator", False) else NotImplemented
 
     def __init__(
         self, reader: Reader, placement: Placement, agree: Agree | None, together: Together | None, progress: Progress
@@ -244,7 +265,7 @@ class DistributedIterator(Iterator[Any]):
             self._open, self._cut_short = False, True
             self._reader.cut_short()
 
-    def _compare(self, moment: str, number: int, digest: int) -> None:
+    def _compare(self, moment: str, number: int | None, digest: int) -> None:
         if self._agree is None:
             return
         seen = self._agree((moment, number, digest))
@@ -258,7 +279,7 @@ class DistributedIterator(Iterator[Any]):
         )
 
 
-def _told(seen: tuple[str, int, int]) -> str:
+def _told(seen: tuple[str, int | None, int]) -> str:
     moment, number, digest = seen
     drawn = f" (examples {digest:08x})" if digest else ""
     if moment == "end":

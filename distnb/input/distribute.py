@@ -10,7 +10,7 @@ from distnb.input.base import Place, Shared, Turns
 from distnb.input.dataset import Agree, DistributedDataset
 from distnb.input.drawing import Drawing
 from distnb.input.draws import on_host
-from distnb.input.sharding import OWN_PARTS, part_of
+from distnb.input.sharding import OWN_PARTS, part_of, policy_for
 from distnb.input.sources import source_of
 from distnb.options import InputContext, InputOptions, InputReplicationMode
 from distnb.topology import Device
@@ -72,9 +72,10 @@ def distribute(
     options = options or InputOptions()
     _check_undistributed(dataset)
     turns = None
-    if options.auto_shard_policy in OWN_PARTS:
-        own = _turns(workers or [0] * num_replicas, replica_id, num_replicas)
-        dataset = part_of(dataset, options.auto_shard_policy, own.pipeline, own.pipelines)
+    own = _turns(workers or [0] * num_replicas, replica_id, num_replicas)
+    policy = policy_for(dataset, options.auto_shard_policy, own.pipelines)
+    if policy in OWN_PARTS:
+        dataset = part_of(dataset, policy, own.pipeline, own.pipelines)
         turns = own if own.pipelines > 1 else None
     place = Place(num_replicas, replica_id, device, _target(device, options), turns)
     return _made(dataset, batch_size, place, options, Drawing(shared_randomness, place), agree)

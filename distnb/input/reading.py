@@ -18,7 +18,17 @@ from distnb.input.placement import Placement
 from distnb.input.split import cut, slice_bounds
 from distnb.values.distributed import PerReplica
 
-__all__ = ["AheadReader", "Batch", "DirectReader", "Maker", "Reader", "ThreadReader", "join_all", "may_be_empty"]
+__all__ = [
+    "AheadReader",
+    "Batch",
+    "DirectReader",
+    "Maker",
+    "Reader",
+    "ThreadReader",
+    "join_all",
+    "may_be_empty",
+    "nothing_of",
+]
 
 _STUCK_AFTER_S = 1.0
 _PERSISTENT_STUCK_AFTER_S = 10.0  # workers that may be slow now, and are wanted later
@@ -32,12 +42,12 @@ class Batch(NamedTuple):
 
     Attributes:
         made: What the placement made of it.
-        size: Examples in the global batch; 0 where they were not counted.
+        size: Examples in the global batch; 0 where they were not counted, None where they cannot be.
         digest: As in `Load`.
     """
 
     made: Any
-    size: int
+    size: int | None
     digest: int
 
 
@@ -59,7 +69,7 @@ class Maker:
     def __call__(self, ahead: bool) -> Batch:
         """The next batch. Raises StopIteration at the end."""
         load = next(self._loads)
-        size = 0
+        size: int | None = 0
 
         def make() -> Any:
             nonlocal size
@@ -69,12 +79,21 @@ class Maker:
         made = self._placement.batch(make, ahead)
         return Batch(made, size, load.digest)
 
-    def _make(self, load: Load) -> tuple[int, Any]:
+    def _make(self, load: Load) -> tuple[int | None, Any]:
         carry = self._placement.carry
         replicas, replica_id = self._place.num_replicas, self._place.replica_id
         if load.examples is None and replicas == 1:
             # One replica gets the very batch, whatever is in it.
             return 0, load.tree if self._as_is else map_parts(load.tree, lambda part: carry(part, False))
+        if load.whole:
+
+            def element(node: Any) -> Any:
+                if node is None:
+                    return None
+                component = carry(node if load.bounds != (0, 0) else nothing_of(node), load.borrowed)
+                return PerReplica.own(replica_id, component, replicas)
+
+            return None, map_parts(load.tree, element)
         count = count_examples(load.tree) if load.examples is None else load.examples
         size = count if load.size is None else load.size
         start, stop = load.bounds or slice_bounds(count, replicas, replica_id)
@@ -121,6 +140,13 @@ def may_be_empty(node: Any) -> bool:
     return hasattr(node, "shape") or (isinstance(node, Sequence) and not hasattr(node, "to"))
 
 
+def nothing_of(node: Any) -> Any:
+    """What stands for no element like this one: an empty tensor, array or list; None for what cannot be empty."""
+    if hasattr(node, "reshape") and not len(node.shape):
+        return node.reshape(1)[:0]
+    return cut(node, 0, 0) if may_be_empty(node) else None
+
+
 class Reader(ABC):
     """Gives the batches of one iteration; `close` ends it early, from any thread, and may be called again."""
 
@@ -165,15 +191,22 @@ class AheadReader(Reader):
         self._depth = depth
         self._ready: deque[Batch | Exception] = deque()
 
-    def read(self) -> Batch:
+    def fill(self, count: int | None = None) -> None:
+        """Have so many batches ready, or as many as are read ahead."""
         ready = self._ready
-        while len(ready) <= self._depth and not (ready and isinstance(ready[-1], StopIteration)):
+        while len(ready) < (self._depth if count is None else count):
+            if ready and isinstance(ready[-1], StopIteration):
+                break
             try:
                 ready.append(self._maker(True))
             except StopIteration:
                 ready.append(StopIteration())
             except Exception as error:  # noqa: BLE001 - raised when its turn comes
                 ready.append(error)
+
+    def read(self) -> Batch:
+        self.fill(self._depth + 1)
+        ready = self._ready
         if isinstance(ready[0], StopIteration):
             raise StopIteration
         item = ready.popleft()

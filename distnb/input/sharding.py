@@ -11,7 +11,7 @@ from distnb.errors import OptionError
 from distnb.input.loaders import changed, is_plain
 from distnb.options import AutoShardPolicy
 
-__all__ = ["OWN_PARTS", "part_of"]
+__all__ = ["OWN_PARTS", "part_of", "policy_for"]
 
 OWN_PARTS = frozenset({AutoShardPolicy.OFF, AutoShardPolicy.FILE, AutoShardPolicy.HINT})
 """Policies under which workers read global batches of their own."""
@@ -20,6 +20,14 @@ _ELSE = (
     "Otherwise AutoShardPolicy.DATA cuts every global batch among all replicas, and distribute_datasets_from_function "
     "leaves it to you what each worker reads."
 )
+
+
+def policy_for(dataset: Any, policy: AutoShardPolicy, workers: int) -> AutoShardPolicy:
+    """What AUTO means for a dataset: FILE where several workers can have files of their own, else DATA."""
+    if policy is not AutoShardPolicy.AUTO or workers == 1:
+        return policy
+    files = _files_of(dataset.dataset if isinstance(dataset, DataLoader) else dataset)
+    return AutoShardPolicy.FILE if files is not None and len(files) >= workers else AutoShardPolicy.DATA
 
 
 def part_of(dataset: Any, policy: AutoShardPolicy, worker: int, workers: int) -> Any:
@@ -46,8 +54,8 @@ def part_of(dataset: Any, policy: AutoShardPolicy, worker: int, workers: int) ->
 
 
 def _by_files(dataset: Any, worker: int, workers: int) -> Any:
-    files, with_files = getattr(dataset, "files", None), getattr(dataset, "with_files", None)
-    if not isinstance(files, Sequence) or isinstance(files, (str, bytes)) or not callable(with_files):
+    files = _files_of(dataset)
+    if files is None:
         raise OptionError(
             f"AutoShardPolicy.FILE was asked for, and a {type(dataset).__name__} does not say which files it is made "
             "of. Give it an attribute `files`, a sequence, and a method `with_files(files)` that gives a dataset like "
@@ -58,7 +66,14 @@ def _by_files(dataset: Any, worker: int, workers: int) -> Any:
             f"AutoShardPolicy.FILE gives each of {workers} workers files of its own, and this dataset is made of "
             f"{len(files)}: {', '.join(map(str, files)) or 'none'}. Write the data as at least {workers} files. {_ELSE}"
         )
-    return dataset if workers == 1 else with_files(list(files)[worker::workers])
+    return dataset if workers == 1 else dataset.with_files(list(files)[worker::workers])
+
+
+def _files_of(dataset: Any) -> Sequence[Any] | None:
+    """The files of a dataset that says which they are, and can be made of a part of them."""
+    files = getattr(dataset, "files", None)
+    told = isinstance(files, Sequence) and not isinstance(files, (str, bytes))
+    return files if told and callable(getattr(dataset, "with_files", None)) else None
 
 
 def _by_hint(dataset: Any, worker: int, workers: int) -> Any:

@@ -26,8 +26,14 @@ class TensorSpec:
     dtype: Any
 
 
-def spec_of(batch: Any, num_replicas: int) -> Any:
-    """The structure of a batch with a `TensorSpec` for each leaf, per replica where there are several."""
+def spec_of(batch: Any, num_replicas: int, *, as_it_is: bool = False) -> Any:
+    """The structure of a batch with a `TensorSpec` for each leaf, per replica where there are several.
+
+    Args:
+        batch: A first one.
+        num_replicas: How many there are.
+        as_it_is: Batches are not cut, so they may be anything.
+    """
 
     def leaf(node: Any) -> Any:
         spec = _spec(node)
@@ -36,7 +42,7 @@ def spec_of(batch: Any, num_replicas: int) -> Any:
     try:
         return map_leaves(batch, count_examples(batch), leaf, own=True)
     except StructureError:
-        if num_replicas > 1:
+        if num_replicas > 1 and not as_it_is:
             raise
         return map_parts(batch, lambda part: None if part is None else leaf(part))
 

@@ -17,8 +17,7 @@ from distnb.errors import ProgramError, StructureError
 from distnb.input.base import Place
 from distnb.input.layout import map_parts
 from distnb.input.placement import Placement
-from distnb.input.reading import Batch, may_be_empty
-from distnb.input.split import cut
+from distnb.input.reading import Batch, may_be_empty, nothing_of
 from distnb.values.distributed import PerReplica
 
 __all__ = ["Together"]
@@ -32,7 +31,7 @@ class _Told(NamedTuple):
     Attributes:
         pipeline: Which one it reads.
         moment: "batch", "end", or "error".
-        size: Examples that the pipeline gives for this step.
+        size: Examples that the pipeline gives for this step; None where they cannot be counted.
         digest: Of the indices so far.
         knows: Whether it has had a batch, so that it can make empty ones.
         text: The error.
@@ -40,7 +39,7 @@ class _Told(NamedTuple):
 
     pipeline: int
     moment: str
-    size: int = 0
+    size: int | None = 0
     digest: int = 0
     knows: bool = True
     text: str = ""
@@ -95,7 +94,8 @@ class Together:
         if not all(one.knows for one in seen):
             self._ask()
         sizes = {one.pipeline: one.size for one in seen}
-        return self._marked(self._empty if tree is None else tree, sum(sizes.values()))
+        known = [size for size in sizes.values() if size is not None]
+        return self._marked(self._empty if tree is None else tree, sum(known) if len(known) == len(sizes) else None)
 
     def _check(self, seen: Sequence[_Told]) -> None:
         failed = [f"replica {replica}: {one.text}" for replica, one in enumerate(seen) if one.moment == "error"]
@@ -123,6 +123,8 @@ class Together:
         """Learn what a batch looks like from a replica whose pipeline is not empty."""
 
         def sent(leaf: Any) -> Any:
+            if leaf is None:
+                return None
             component = self._own(leaf)
             return self._wrapped(component.cpu() if isinstance(component, torch.Tensor) else component, 0)
 
@@ -136,20 +138,22 @@ class Together:
 
     def _emptied(self, leaf: Any) -> Any:
         component = self._own(leaf)
-        if not isinstance(leaf, PerReplica) or not may_be_empty(component):
+        if not isinstance(leaf, PerReplica):
             return leaf
-        nothing = cut(component, 0, 0)
+        if leaf.global_batch_size is not None and not may_be_empty(component):
+            return leaf  # refused if it is ever needed
+        nothing = nothing_of(component)
         # A view would keep the whole batch.
         return self._wrapped(copy.copy(nothing) if not isinstance(nothing, torch.Tensor) else nothing.clone(), 0)
 
-    def _marked(self, tree: Any, size: int) -> Any:
+    def _marked(self, tree: Any, size: int | None) -> Any:
         """The batch, whose leaves know how many examples the replicas have of it together."""
 
         def mark(leaf: Any) -> Any:
             if not isinstance(leaf, PerReplica):
                 return leaf
             component = self._own(leaf)
-            if tree is self._empty and not may_be_empty(component):
+            if tree is self._empty and size is not None and not may_be_empty(component):
                 raise StructureError(
                     f"The input pipeline of replica {self._place.replica_id} has ended before the others, and the "
                     f"batch's {type(component).__name__} cannot be empty. Make the pipelines equally long, or collate "
@@ -162,9 +166,7 @@ class Together:
     def _own(self, leaf: Any) -> Any:
         return leaf.component(self._place.replica_id) if isinstance(leaf, PerReplica) else leaf
 
-    def _wrapped(self, component: Any, size: int) -> Any:
-        if component is None:
-            return None
+    def _wrapped(self, component: Any, size: int | None) -> Any:
         return PerReplica.own(self._place.replica_id, component, self._place.num_replicas, size)
 
 

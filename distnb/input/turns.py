@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from distnb.errors import StructureError
 from distnb.input.base import FROM_THE_START, Beginning, Load, Source, Turns
 from distnb.input.layout import count_examples
 from distnb.input.split import slice_bounds
@@ -26,6 +27,7 @@ class TurnsSource(Source):
         self._turns = turns
         self.threadable = batches.threadable
         self.in_memory = batches.in_memory
+        self.iterable = batches.iterable
         self.exclusive = batches.exclusive
 
     def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
@@ -50,10 +52,10 @@ class TurnsSource(Source):
 
 
 class _Element(NamedTuple):
-    """Some examples of a load."""
+    """Some examples of a load; `examples` is None for what cannot be counted, which is one element as it is."""
 
     load: Load
-    examples: int
+    examples: int | None
     start: int
     stop: int
 
@@ -76,9 +78,15 @@ class _Taking(Iterator[Load]):
     def _next_element(self) -> _Element:
         while not self._ready:
             load = next(self._loads)
-            count = count_examples(load.tree) if load.examples is None else load.examples
-            first, last = load.bounds or (0, count)
             pieces = self._turns.pieces
+            try:
+                count = count_examples(load.tree) if load.examples is None else load.examples
+            except StructureError:
+                if pieces > 1:
+                    raise
+                self._ready.append(_Element(load, None, 0, 1))
+                break
+            first, last = load.bounds or (0, count)
             for piece in range(pieces):
                 start, stop = slice_bounds(last - first, pieces, piece)
                 if stop > start or pieces == 1:
@@ -95,9 +103,11 @@ class _Taking(Iterator[Load]):
         group, self._group = self._group, []
         if not group:
             raise StopIteration
-        size = sum(element.stop - element.start for element in group)
         turn = self._turns.turn
         load, count, start, stop = group[turn] if turn < len(group) else group[0]._replace(stop=group[0].start)
+        if any(element.examples is None for element in group):
+            return Load(load.tree, bounds=(0, stop - start), whole=True, borrowed=load.borrowed)
+        size = sum(element.stop - element.start for element in group)
         whole = self._turns.pieces == 1 and load.bounds is None
         return Load(load.tree, count, (start, stop), size, separate=whole, borrowed=load.borrowed)
 

@@ -35,6 +35,7 @@ class LoaderSource(Source):
         self._shared = shared
         iterable = loader._dataset_kind == 1
         ours = is_plain(loader)
+        self.iterable = iterable and not _remembers(loader)
         self.threadable = ours and loader.num_workers > 0 and (iterable or draws_at_start_only(loader.batch_sampler))
         self.exclusive = ours and bool(loader.persistent_workers)
         self._ours = ours
@@ -89,6 +90,7 @@ class PythonSource(Source):
         self._place = place
         self._shared = shared
         self._started = False
+        self.iterable = not _remembers(batches)
 
     def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
         skip = beginning.skip
@@ -181,8 +183,11 @@ def _beyond(loads: _WholeBatches, skip: int) -> _WholeBatches:
     return loads
 
 
+def _remembers(data: Any) -> bool:
+    """Whether data remembers its position, as torchdata's StatefulDataLoader does."""
+    return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+
+
 def _state_of(data: Any) -> Any:
-    """What a loader that remembers its position says of it (torchdata's StatefulDataLoader does); else None."""
-    if hasattr(data, "state_dict") and hasattr(data, "load_state_dict"):
-        return data.state_dict()
-    return None
+    """What data that remembers its position says of it; else None."""
+    return data.state_dict() if _remembers(data) else None

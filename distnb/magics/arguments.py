@@ -17,17 +17,33 @@ class LineParser(argparse.ArgumentParser):
 
     Args:
         magic: How the magic is written, "%distnb start".
-        usage: Its one-line form, shown in every complaint.
+        about: What it does.
     """
 
-    def __init__(self, magic: str, usage: str) -> None:
-        super().__init__(prog=magic, usage=usage, add_help=False, allow_abbrev=False, exit_on_error=False)
+    def __init__(self, magic: str, about: str) -> None:
+        super().__init__(
+            prog=magic,
+            description=about[0].upper() + about[1:] + ("" if about.endswith(".") else "."),
+            add_help=False,
+            allow_abbrev=False,
+            exit_on_error=False,
+            formatter_class=_Formatter,
+        )
         self._magic = magic
-        self._usage_line = usage
+        self.about = about
+
+    @property
+    def usage_line(self) -> str:
+        """All that it takes, in one line."""
+        return " ".join(self.format_usage().split()).removeprefix("usage: ")
 
     def error(self, message: str) -> NoReturn:
         """What argparse calls on bad input."""
-        raise OptionError(f"{self._magic}: {message}. Usage: {self._usage_line}")
+        usage = self.usage_line
+        raise OptionError(
+            f"{self._magic}: {message}. "
+            + (f"Usage: {usage}" if len(usage) < 110 else f"{self._magic} -h shows its options.")
+        )
 
     def read(self, line: str) -> argparse.Namespace:
         """Parse a line.
@@ -43,12 +59,21 @@ class LineParser(argparse.ArgumentParser):
             found, rest = self.parse_known_args(words)
         except argparse.ArgumentError as error:
             self.error(str(error))
+        if rest and not self.words():
+            raise OptionError(f"{self._magic} takes nothing more and got {' '.join(rest)!r}.")
         if rest:
-            self.error(f"{rest[0]!r} is not understood{closest(rest[0], self._options())}")
+            self.error(f"{rest[0]!r} is not understood{closest(rest[0], self.words())}")
         return found
 
-    def _options(self) -> list[str]:
-        return [option for action in self._actions for option in action.option_strings]
+    def words(self) -> list[str]:
+        """The names of its options."""
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        return [option for action in shown for option in action.option_strings]
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=84)
 
 
 class parse_count(argparse.Action):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 import uuid
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from distnb.cluster.resolvers import (
     TFConfigClusterResolver,
 )
 from distnb.errors import NoClusterError, OptionError, closest
-from distnb.magics.arguments import LineParser, parse_count
+from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
 from distnb.magics.presenting import presented
 from distnb.magics.request import Request
 from distnb.session.checking import drift_reports
@@ -38,28 +38,6 @@ _RESOLVERS: dict[str, Callable[[], ClusterResolver]] = {
     "kubernetes": KubernetesClusterResolver,
 }
 
-HELP = """\
-%distnb start [-n N] [--devices cuda:0,cuda:1] [--oversubscribe]
-                                           start engines; by default one per GPU, else two on the CPU; --devices tpu
-                                           takes all TPU chips
-%distnb start --hosts a,b [--per-host N] [--interface eth0] [--ssh-args "-p 2222"]
-                                           the same on other machines, which ssh reaches
-%distnb start --launcher slurm|mpi [--hosts a,b] [--per-host N] [--interface eth0] [--launcher-args "…"]
-                                           by srun on the nodes of the notebook's allocation, or by mpiexec
-%distnb start --resolver slurm|tfconfig|kubernetes|NAME [--secret FILE] [--launcher ssh] …
-                                           on the machines that a cluster resolver names
-%distnb stop                               end them
-%distnb restart [ENGINE …] [--missing]     replace engines by new processes: all, those named, or those that have ended
-%distnb status                             what each engine is, and does
-%distnb devices                            the engines' devices, and those of this machine
-%distnb stacks                             where each engine is in the program that it runs
-%distnb interrupt                          end the program that runs, as the stop button does
-%distnb variables                          where each variable of the notebook lives
-%distnb check [NAME …]                     whether the replicas hold the same bits of what is mirrored
-%distnb output [REPLICA] [--save FILE]     everything that the replicas wrote in the latest cell where one did
-%distnb live auto|widget|picture|text|off  how distnb.live and the replicas are drawn
-%distnb help                               this"""
-
 
 class ClusterMagic:
     """The subcommands of `%distnb`.
@@ -72,7 +50,7 @@ class ClusterMagic:
     def __init__(self, shell: InteractiveShell, front: Front) -> None:
         self._shell = shell
         self._front = front
-        self.commands: dict[str, Callable[[str], None]] = {
+        self._commands: dict[str, Callable[[Namespace], None]] = {
             "start": self.start,
             "stop": self.stop,
             "restart": self.restart,
@@ -88,15 +66,20 @@ class ClusterMagic:
         }
 
     def distnb(self, line: str) -> None:
-        """`%distnb COMMAND …`; `%distnb help` tells of each."""
+        """Run a line of `%distnb COMMAND …`."""
         command, _, rest = line.strip().partition(" ")
+        if command in ("", "-h", "--help"):
+            command = "help"
         with presented():
-            if command not in self.commands and command:
+            if command not in COMMANDS:
                 raise OptionError(
-                    f"%distnb {command}: there is no such command{closest(command, self.commands)}. The commands are "
-                    f"{', '.join(self.commands)}; %distnb help explains them."
+                    f"%distnb {command}: there is no such command{closest(command, COMMANDS)}. The commands are "
+                    f"{', '.join(COMMANDS)}; %distnb help explains them."
                 )
-            self.commands[command or "help"](rest)
+            if asks_for_help(rest):
+                print(COMMANDS[command].format_help())
+            else:
+                self._commands[command](COMMANDS[command].read(rest))
 
     def ensure(self, request: Request | None) -> Session:
         """The running session; without one a cluster is started that suits the request, and it is said so."""
@@ -121,26 +104,8 @@ class ClusterMagic:
 
     # -- commands --------------------------------------------------------------------------------------------------
 
-    def start(self, line: str) -> None:
+    def start(self, found: Namespace) -> None:
         """`%distnb start [-n N] [--devices …] [--oversubscribe] [--hosts a,b [--per-host N] …]`."""
-        parser = LineParser(
-            "%distnb start",
-            "%distnb start [-n N] [--devices cuda:0,cuda:1] [--oversubscribe] [--hosts a,b] [--per-host N] "
-            '[--interface eth0] [--launcher ssh|slurm|mpi|server] [--ssh-args "-p 2222"] [--launcher-args "…"] '
-            "[--resolver slurm|tfconfig|kubernetes|NAME] [--secret FILE]",
-        )
-        parser.add_argument("-n", dest="count", action=parse_count, default=None)
-        parser.add_argument("--devices", default=None)
-        parser.add_argument("--oversubscribe", action="store_true")
-        parser.add_argument("--hosts", default=None)
-        parser.add_argument("--per-host", action=parse_count, default=None)
-        parser.add_argument("--interface", default=None)
-        parser.add_argument("--ssh-args", default="", type=shlex.split)
-        parser.add_argument("--launcher", default=None)
-        parser.add_argument("--launcher-args", default="", type=shlex.split)
-        parser.add_argument("--resolver", default=None)
-        parser.add_argument("--secret", default=None)
-        found = parser.read(line)
         names = ("hosts", "per_host", "interface", "ssh_args", "launcher", "launcher_args", "secret")
         where = {name: getattr(found, name) for name in names}
         if found.resolver is not None:
@@ -157,9 +122,8 @@ class ClusterMagic:
         tell.say(f"{_count(len(rows), 'engine')} ready: {', '.join(places)}.")
         return session
 
-    def stop(self, line: str) -> None:
+    def stop(self, found: Namespace) -> None:
         """`%distnb stop`."""
-        self._no_arguments("stop", line)
         if sessions.current() is None:
             print("No cluster is running.")
             return
@@ -167,13 +131,8 @@ class ClusterMagic:
         self._front.attach(None)
         print("The cluster has ended.")
 
-    def restart(self, line: str) -> None:
+    def restart(self, found: Namespace) -> None:
         """`%distnb restart [ENGINE …] [--missing]`."""
-        parser = LineParser("%distnb restart", "%distnb restart [ENGINE …] [--missing]")
-        parser.add_argument("engines", nargs="*")
-        parser.add_argument("--missing", action="store_true")
-        parser.add_argument("-n", dest="wanted")
-        found = parser.read(line)
         if found.wanted is not None:
             raise OptionError(
                 f"%distnb restart -n {found.wanted}: the number of engines stays. For another one, %distnb stop and "
@@ -195,18 +154,16 @@ class ClusterMagic:
         who = ", ".join(map(str, replaced))
         tell.say(f"{_count(len(replaced), 'engine')} replaced: {who}." if replaced else "No engine is missing.")
 
-    def status(self, line: str) -> None:
+    def status(self, found: Namespace) -> None:
         """`%distnb status`."""
-        self._no_arguments("status", line)
         if sessions.current() is None:
             print("No cluster is running. %distnb start begins one.")
             return
         rows = [(row.engine, row.device, row.state, row.pid, row.host) for row in self._session().status()]
         self._table(("engine", "device", "state", "pid", "host"), rows, numeric=(0, 3))
 
-    def devices(self, line: str) -> None:
+    def devices(self, found: Namespace) -> None:
         """`%distnb devices`."""
-        self._no_arguments("devices", line)
         session = sessions.current()
         by_device: dict[str, list[str]] = {str(device): [] for device in _machine_devices()}
         for row in session.status() if session is not None else ():
@@ -215,18 +172,16 @@ class ClusterMagic:
             ("device", "used by"), [(device, ", ".join(users) or "–") for device, users in sorted(by_device.items())]
         )
 
-    def stacks(self, line: str) -> None:
+    def stacks(self, found: Namespace) -> None:
         """`%distnb stacks`."""
-        self._no_arguments("stacks", line)
         session = self._session()
-        found = session.stacks()
+        stacks = session.stacks()
         unheard = "It does not answer: it has ended, or native code holds Python's lock.\n"
         for row in session.status():
-            print(f"── engine {row.engine} ({row.device}) ──\n{found.get(row.engine, unheard) or 'idle'}".rstrip())
+            print(f"── engine {row.engine} ({row.device}) ──\n{stacks.get(row.engine, unheard) or 'idle'}".rstrip())
 
-    def interrupt(self, line: str) -> None:
+    def interrupt(self, found: Namespace) -> None:
         """`%distnb interrupt`."""
-        self._no_arguments("interrupt", line)
         session = self._session()
         if session.interrupt():
             print("The program is being ended.")
@@ -239,9 +194,8 @@ class ClusterMagic:
         else:
             print("No program is running.")
 
-    def variables(self, line: str) -> None:
+    def variables(self, found: Namespace) -> None:
         """`%distnb variables`."""
-        self._no_arguments("variables", line)
         rows = list(self._front.variables(0))
         if not rows:
             print("No variable of the notebook lives on the engines.")
@@ -250,18 +204,14 @@ class ClusterMagic:
         cells = [(v.name, v.kind, v.type_name, v.shape, v.dtype, v.devices, human_bytes(v.nbytes)) for v in rows]
         self._table(header, cells, numeric=(6,))
 
-    def check(self, line: str) -> None:
+    def check(self, found: Namespace) -> None:
         """`%distnb check [NAME …]`."""
         self._session()
-        reports = drift_reports(self._shell.user_ns, line.split())
+        reports = drift_reports(self._shell.user_ns, found.names)
         print("\n".join(f"{name}: {text}" for name, text in reports.items()) or "Nothing is mirrored.")
 
-    def output(self, line: str) -> None:
+    def output(self, found: Namespace) -> None:
         """`%distnb output [REPLICA] [--save FILE]`."""
-        parser = LineParser("%distnb output", "%distnb output [REPLICA] [--save FILE]")
-        parser.add_argument("replica", nargs="?", default=None)
-        parser.add_argument("--save", default=None)
-        found = parser.read(line)
         written = self._front.written()
         if found.replica is not None:
             if not found.replica.isdigit() or int(found.replica) not in written:
@@ -281,17 +231,21 @@ class ClusterMagic:
         else:
             print(text or "No replica has written anything.")
 
-    def live(self, line: str) -> None:
+    def live(self, found: Namespace) -> None:
         """`%distnb live auto|widget|picture|text|off`."""
-        mode = line.strip()
-        modes = ("auto", "widget", "picture", "text", "off")
-        if mode not in modes:
-            raise OptionError(f"%distnb live {mode}: the ways to draw are {', '.join(modes)}{closest(mode, modes)}.")
-        self._front.mode = mode  # type: ignore[assignment]
+        mode = found.mode
+        if mode not in LIVE_MODES:
+            raise OptionError(
+                f"%distnb live {mode}: the ways to draw are {', '.join(LIVE_MODES)}{closest(mode, LIVE_MODES)}."
+            )
+        self._front.mode = mode
 
-    def help(self, line: str) -> None:
+    def help(self, found: Namespace) -> None:
         """`%distnb help`."""
-        print(HELP)
+        name = found.command
+        if name is not None and name not in COMMANDS:
+            raise OptionError(f"%distnb help {name}: there is no such command{closest(name, COMMANDS)}.")
+        print(COMMANDS[name].format_help() if name else distnb_help())
 
     # -- pieces ----------------------------------------------------------------------------------------------------
 
@@ -313,10 +267,6 @@ class ClusterMagic:
         if session is None:
             raise NoClusterError("No cluster is running. %distnb start begins one.")
         return session
-
-    def _no_arguments(self, command: str, line: str) -> None:
-        if line.strip():
-            raise OptionError(f"%distnb {command} takes nothing more and got {line.strip()!r}.")
 
     def _table(self, header: tuple[str, ...], rows: list[tuple[Any, ...]], numeric: tuple[int, ...] = ()) -> None:
         cells = [tuple(map(str, row)) for row in [header, *rows]]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
+from distnb.magics.commands import COMMANDS, DISTRIBUTE, LIVE_MODES
 from distnb.magics.request import WORDS
+from distnb.session.looking import looking
 from distnb.values import DistributedValues
 
 if TYPE_CHECKING:
@@ -19,16 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["Completion", "warm_up"]
 
 _LINE = re.compile(r"^(?:(%%distribute)|(%distnb))[ \t]+(?P<before>(?:\S+[ \t]+)*)(?P<word>\S*)$")
-_OPTIONS = {
-    "%%distribute": ("-n", "--devices", "--gradients", "--oversubscribe"),
-    "start": (
-        *("-n", "--devices", "--oversubscribe", "--hosts", "--per-host", "--interface", "--ssh-args"),
-        *("--launcher", "--launcher-args", "--resolver", "--secret"),
-    ),
-    "restart": ("--missing",),
-    "output": ("--save",),
-    "live": ("auto", "widget", "picture", "text", "off"),
-}
 
 
 class Completion:
@@ -36,12 +28,10 @@ class Completion:
 
     Args:
         shell: IPython's.
-        commands: Of `%distnb`.
     """
 
-    def __init__(self, shell: InteractiveShell, commands: Iterable[str]) -> None:
+    def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self._commands = tuple(commands)
 
         # IPython marks matchers by attributes, which a bound method cannot have.
         @context_matcher(identifier="distnb")  # type: ignore[untyped-decorator]
@@ -52,10 +42,20 @@ class Completion:
 
     def install(self) -> None:
         """Let IPython ask here too."""
-        self._shell.Completer.custom_matchers.append(self._matcher)
+        completer = self._shell.Completer
+        completer.custom_matchers.append(self._matcher)
+        plainly = completer.completions
+
+        def completions(text: str, offset: int) -> Iterator[Any]:
+            with looking():
+                found = list(plainly(text, offset))  # all of it now: who reads on later is not within any more
+            yield from found
+
+        completer.completions = completions  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Let it not."""
+        self._shell.Completer.__dict__.pop("completions", None)
         matchers = self._shell.Completer.custom_matchers
         matchers[:] = [matcher for matcher in matchers if matcher is not self._matcher]
 
@@ -67,14 +67,14 @@ class Completion:
         return {"completions": [SimpleCompletion(word, type="magic") for word in found], "suppress": bool(found)}
 
     def _candidates(self, magic: str, before: list[str], word: str) -> list[str]:
-        if before:
-            known: Iterable[str] = _OPTIONS.get(magic if magic == "%%distribute" else before[0], ())
-            if before[-1] == "--gradients":
+        known: Iterable[str] = COMMANDS
+        if magic == "%%distribute":
+            known = DISTRIBUTE.words() if before else (*WORDS, *self._strategies())
+            if before and before[-1] == "--gradients":
                 known = ("sum", "mean")
-        elif magic == "%%distribute":
-            known = (*WORDS, *self._strategies())
-        else:
-            known = self._commands
+        elif before:
+            parser = COMMANDS.get(before[0])
+            known = LIVE_MODES if before[0] == "live" else parser.words() if parser is not None else ()
         return [each for each in known if each.startswith(word)]
 
     def _strategies(self) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from distnb.errors import OptionError
 from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded
+from distnb.magics.commands import DISTRIBUTE, asks_for_help
 from distnb.magics.local_cell import StrategyName
 from distnb.magics.presenting import presented, without_frames
 from distnb.magics.request import Request, read_request
@@ -53,11 +54,10 @@ class CellRunner:
         self._raw_cell = raw_cell
 
     def distribute(self, line: str, cell: str) -> None:
-        """`%%distribute WORD_OR_STRATEGY [-n REPLICAS] [--devices …] [--gradients sum|mean] [--oversubscribe]`.
-
-        Runs the cell on every replica of a strategy: `default`, `one_device`, `mirrored`, `multi_worker`, or a
-        strategy object by its name. In the cell, `strategy` is the strategy.
-        """
+        """Run a `%%distribute` cell."""
+        if asks_for_help(line):
+            print(DISTRIBUTE.format_help())
+            return
         with presented():
             request = read_request(line, self._shell.user_ns)
             source = padded(self._raw_cell, line, cell)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -11,6 +12,7 @@ from distnb import session as sessions
 from distnb.magics import tracebacks
 from distnb.magics.breakpoints import Breakpoints
 from distnb.magics.cluster import ClusterMagic
+from distnb.magics.commands import DISTRIBUTE, distnb_help
 from distnb.magics.completion import Completion, warm_up
 from distnb.magics.distribute import CellRunner
 from distnb.magics.held_interrupts import HeldInterrupts
@@ -26,6 +28,7 @@ from distnb.session.live_model import VariableRow
 from distnb.session.remote import Remote
 from distnb.strategies import live
 from distnb.widgets.front import Front
+from distnb.wire.environment import cell_began
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult
@@ -59,17 +62,17 @@ class Extension:
         self._lock_care = LockCare()
         self._dispatch = ScopeDispatch(self._runner.run_in_scope)
         self._breakpoints = Breakpoints()
-        self._completion = Completion(shell, self._cluster.commands)
+        self._completion = Completion(shell)
         self._open = False
 
     def install(self) -> None:
         """Add everything."""
         shell = self._shell
         register = shell.magics_manager.register_function
-        register(self._cluster.distnb, "line", "distnb")
-        register(self._runner.distribute, "cell", "distribute")
+        register(_explained(self._cluster.distnb, distnb_help()), "line", "distnb")
+        register(_explained(self._runner.distribute, DISTRIBUTE.format_help()), "cell", "distribute")
         self._local.install()
-        shell.ast_transformers.insert(0, self._held)
+        self._held.install(shell, self._lock_care.install)
         shell.ast_transformers.append(self._scope)
         self._dispatch.install(shell)
         self._completion.install()
@@ -93,8 +96,8 @@ class Extension:
         """Take everything away."""
         shell = self._shell
         self._local.remove()
-        shell.ast_transformers[:] = [each for each in shell.ast_transformers if each not in (self._held, self._scope)]
-        self._held.close()
+        shell.ast_transformers[:] = [each for each in shell.ast_transformers if each is not self._scope]
+        self._held.remove(shell)
         self._lock_care.remove()
         self._completion.remove()
         self._breakpoints.restore()
@@ -167,18 +170,18 @@ class Extension:
         # %%capture and others run a cell within a cell; what it shows is the outer one's.
         if _cells_under_way() > 1:
             return
-        self._lock_care.install()
-        with self._held:
-            if self._open:  # a stop between two of IPython's own steps: it never told of the last cell's end
-                self._end(None)
-            self._open = True
-            self._breakpoints.choose()
-            self._runner.cell_begins(info.raw_cell or "")
-            self.front.begin_cell()
+        if self._open:  # a stop between two of IPython's own steps: it never told of the last cell's end
+            self._end(None)
+        self._open = True
+        cell_began()
+        self._breakpoints.choose()
+        self._runner.cell_begins(info.raw_cell or "")
+        self.front.begin_cell()
 
     def _after(self, result: ExecutionResult | None) -> None:
         if not _cells_under_way():
             self._end(result)
+            self._held.count = 0  # the cell has ended
 
     def _end(self, result: ExecutionResult | None) -> None:
         with self._held:
@@ -189,7 +192,16 @@ class Extension:
         self._settle(result, stop=interrupted or self._held.count > 0)
         with self._held:
             self.front.end_cell(failed=result is None or not result.success)
-        self._held.count = 0  # the cell has ended
+
+
+def _explained(magic: Callable[..., None], text: str) -> Callable[..., None]:
+    """The magic with what `%distnb?` shows of it."""
+
+    def call(*lines: str) -> None:
+        magic(*lines)
+
+    call.__doc__ = text
+    return call
 
 
 def _cells_under_way() -> int:

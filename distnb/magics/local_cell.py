@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from distnb import session as sessions
 from distnb.errors import OptionError, StartError
 from distnb.magics.cell_text import cell_magics, check_no_nested_magic, insert_after_future_imports
+from distnb.magics.commands import asks_for_help
 from distnb.magics.presenting import presented
 from distnb.magics.request import Request, read_request
 
@@ -99,6 +100,8 @@ class LocalCells:
             misplaced = _misplaced(lines)
             return [f"get_ipython().{_MISPLACED}({misplaced})\n"] if misplaced else lines
         line = match["line"] or ""
+        if asks_for_help(line) or not "".join(lines[1:]):
+            return [lines[0], "\n"]  # of a cell without a body IPython would complain before the magic hears of it
         try:
             request = read_request(line, self._shell.user_ns)
             check_no_nested_magic("".join(lines[1:]), 2)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distnb.errors import OptionError, closest
-from distnb.magics.arguments import LineParser, parse_count
+from distnb.magics.commands import DISTRIBUTE
 from distnb.options import StrategySpec
 from distnb.runtime import central_storage, choice, multi_worker
 from distnb.topology import parse_device
@@ -20,9 +20,6 @@ LOCAL = ("default", "one_device")
 """Strategies whose only replica is the notebook itself."""
 
 _PLANNED = ("parameter_server",)
-_USAGE = (
-    "%%distribute WORD_OR_STRATEGY [-n REPLICAS] [--devices cuda:0,cuda:1] [--gradients sum|mean] [--oversubscribe]"
-)
 
 
 @dataclass(frozen=True)
@@ -40,17 +37,6 @@ class Request:
     oversubscribe: bool = False
 
 
-def _parser() -> LineParser:
-    parser = LineParser("%%distribute", _USAGE)
-    parser.add_argument("word", nargs="?", default="")
-    parser.add_argument("-n", dest="replicas", action=parse_count, default=None)
-    parser.add_argument("--devices", default=None)
-    parser.add_argument("--gradients", choices=("sum", "mean"), default=None)
-    parser.add_argument("--oversubscribe", action="store_true")
-    parser.add_argument("--cross-device-ops", dest="ops", default=None)
-    return parser
-
-
 def read_request(line: str, user_ns: Mapping[str, Any]) -> Request:
     """Read the line of a `%%distribute` cell.
 
@@ -61,11 +47,12 @@ def read_request(line: str, user_ns: Mapping[str, Any]) -> Request:
     Raises:
         OptionError: It makes no sense, or names an option that the strategy cannot honour.
     """
-    found = _parser().read(line)
+    found = DISTRIBUTE.read(line)
     word: str = found.word
     if not word:
         raise OptionError(
-            f"%%distribute needs a strategy: {', '.join(WORDS)}, or the name of a strategy object. Usage: {_USAGE}"
+            f"%%distribute needs a strategy: {', '.join(WORDS)}, or the name of a strategy object. "
+            f"Usage: {DISTRIBUTE.usage_line}"
         )
     if found.ops is not None:
         raise OptionError(

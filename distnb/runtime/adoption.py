@@ -112,6 +112,7 @@ class Adoption:
         if ready:
             self._group().note("strategy.scope", ())
         make_equal(self._group(), ready, self._told)
+        self._sync.note_equal()
 
     @property
     def _told(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
@@ -13,12 +13,19 @@ if TYPE_CHECKING:
     from distnb.runtime.replica_context import ReplicaContext
 
 __all__ = [
+    "begin_standing",
+    "end_standing",
     "enter_cross_replica",
     "entries",
+    "has_standing",
+    "in_default_run",
+    "in_replica",
     "innermost",
     "mixing",
     "note_names",
+    "renew_standing",
     "require_cross_replica",
+    "require_not_in_run",
     "require_not_mixed",
 ]
 
@@ -37,6 +44,8 @@ An engine sets it. In a script it is the program's affair what it does after an 
 class _PerThread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[Any, ReplicaContext | None]] = []
+        self.standing: tuple[Any, AbstractContextManager[Any]] | None = None
+        self.in_default_run = False
 
 
 _here = _PerThread()
@@ -54,6 +63,9 @@ _CURES = {
 }
 
 
+_NOT_IN_DEFAULT_RUN = ("run", "reduce", "gather", "scope")
+
+
 def entries() -> list[tuple[Any, ReplicaContext | None]]:
     """This thread's stack of (strategy, replica context or None for a cross-replica context); the last is in force."""
     return _here.stack
@@ -65,6 +77,39 @@ def innermost() -> tuple[Any, ReplicaContext | None] | None:
     return stack[-1] if stack else None
 
 
+def begin_standing(strategy: Any) -> None:
+    """Enter a strategy's scope for as long as the program lasts, or until `end_standing`."""
+    scope = strategy.scope()
+    scope.__enter__()
+    _here.standing = strategy, scope
+
+
+def end_standing(error: BaseException | None = None) -> None:
+    """Leave the standing scope, if there is one."""
+    standing, _here.standing = _here.standing, None
+    if standing is not None:
+        standing[1].__exit__(type(error) if error is not None else None, error, None)
+
+
+def renew_standing() -> None:
+    """Keep in sync what was made in the standing scope so far: that happens when a scope ends."""
+    if _here.standing is not None:
+        strategy = _here.standing[0]
+        end_standing()
+        begin_standing(strategy)
+
+
+def has_standing() -> bool:
+    """Whether nothing but a standing scope is in force."""
+    return _here.standing is not None and len(_here.stack) == 1
+
+
+def in_replica() -> bool:
+    """Whether this thread is in a function that `run` called."""
+    stack = _here.stack
+    return bool(stack) and stack[-1][1] is not None
+
+
 def require_cross_replica(strategy: Any, method: str) -> None:
     """Refuse a call that replicas cannot make, or that mixes strategies.
 
@@ -73,15 +118,36 @@ def require_cross_replica(strategy: Any, method: str) -> None:
     """
     stack = _here.stack
     if not stack:
+        if _here.in_default_run:
+            require_not_in_run(strategy, method)
         return
     owner, replica = stack[-1]
     if replica is not None:
-        raise ContextError(
-            f"strategy.{method} was called in a replica context, inside a function that strategy.run called. "
-            f"There, {_CURES.get(method, 'leave the function first')}."
-        )
+        raise _in_replica(method)
     if owner is not strategy:
         raise mixing(owner, strategy)
+
+
+def _in_replica(method: str) -> ContextError:
+    return ContextError(
+        f"strategy.{method} was called in a replica context, inside a function that strategy.run called. "
+        f"There, {_CURES.get(method, 'leave the function first')}."
+    )
+
+
+def in_default_run(inside: bool) -> None:
+    """Say whether this thread is in a function that the default strategy's `run` called."""
+    _here.in_default_run = inside
+
+
+def require_not_in_run(strategy: Any, method: str) -> None:
+    """Refuse what the default strategy cannot do in the function that its own `run` called.
+
+    Raises:
+        ContextError: It names the call to use instead.
+    """
+    if _here.in_default_run and method in _NOT_IN_DEFAULT_RUN and strategy.spec.kind == "default":
+        raise _in_replica(method)
 
 
 def require_not_mixed(strategy: Any) -> None:

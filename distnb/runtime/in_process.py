@@ -23,7 +23,7 @@ class InProcess:
     """One replica, here.
 
     Args:
-        device: Where it computes; None leaves everything as it is, and makes `run` a plain call (the default strategy).
+        device: Where it computes; None leaves everything as it is (the default strategy, whose `run` is its own).
     """
 
     def __init__(self, device: str | None = None) -> None:
@@ -39,22 +39,19 @@ class InProcess:
 
     def scope(self, strategy: Owner) -> AbstractContextManager[Any]:
         """New tensors and modules land on the device; nothing else happens."""
-        return nullcontext(strategy) if self._device is None else self._placed(strategy, None)
+        return nullcontext(strategy) if self._device is None else self._placed(strategy, self._device)
 
     @contextmanager
-    def _placed(self, strategy: Owner, replica: ReplicaContext | None) -> Iterator[Owner]:
+    def _placed(self, strategy: Owner, device: Device) -> Iterator[Owner]:
+        with contexts.enter_cross_replica(strategy), self._on(device):
+            yield strategy
+
+    def _on(self, device: Device) -> AbstractContextManager[Any]:
         from distnb.accelerators import checked
         from distnb.runtime.placement import placed_on
 
-        assert self._device is not None
-        checked(self._device)
-        stack = contexts.entries()
-        stack.append((strategy, replica))
-        try:
-            with placed_on(self._device):
-                yield strategy
-        finally:
-            stack.pop()
+        checked(device)
+        return placed_on(device)
 
     def run(
         self,
@@ -66,15 +63,21 @@ class InProcess:
     ) -> Any:
         """Call the function."""
         __tracebackhide__ = True  # see Strategy.run
-        if self._device is None:
-            result = self._call(fn, args, kwargs)
-            progress.steps += 1
-            return result
-        note = BatchNote()
-        args, kwargs = select((tuple(args), dict(kwargs)), 0, 1, note)
-        with self._placed(strategy, ReplicaContext(strategy, 0, 1, None, note.batch_size, note.slice_size)):
-            result = self._call(fn, args, kwargs)
-        progress.steps += 1
+        device, note = self._device, BatchNote()
+        assert device is not None
+        args = [select(arg, 0, 1, note) for arg in args]
+        kwargs = {name: select(arg, 0, 1, note) for name, arg in kwargs.items()} if kwargs else {}
+        stack = contexts.entries()
+        stack.append((strategy, ReplicaContext(strategy, 0, 1, None, note.batch_size, note.slice_size)))
+        try:
+            with progress.calling:
+                if device.type == "cpu":
+                    result = self._call(fn, args, kwargs)
+                else:
+                    with self._on(device):
+                        result = self._call(fn, args, kwargs)
+        finally:
+            stack.pop()
         progress.examples += note.slice_size or 0
         return result
 

@@ -1,4 +1,4 @@
-"""torchmetrics' metrics that were made in a scope: each replica updates its own, reading aggregates them.
+"""torchmetrics' metrics that were made in a scope: each replica updates its own, reading aggregates them, in `run` too.
 
 A metric finds its replicas through functions of this module, never through a strategy: so it can be copied and sent,
 and in a process without replicas it is a plain metric again.
@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from distnb.errors import ContextError
-from distnb.runtime import contexts, this_process
+from distnb.runtime import contexts, metric_names, this_process
 from distnb.values.structure import has_distributed, select
 
 __all__ = ["aggregates_here", "bind", "bind_all", "install"]
 
-_ALIASES = {"update_state": "update", "result": "compute", "reset_state": "reset"}
+_NAMES = {
+    "update_state": metric_names.update_state,
+    "result": metric_names.result,
+    "reset_state": metric_names.reset_state,
+    "reset_states": metric_names.reset_state,
+}
 
 
 def install() -> None:
     """From now on metrics that are made in a scope are bound to its replicas. Idempotent; loads torchmetrics.
 
-    Every metric answers to Keras's names too: update_state, result, reset_state.
+    Every metric answers to Keras's names too, and takes a `name`: see `metric_names`.
     """
     import torchmetrics
 
@@ -34,17 +38,21 @@ def install() -> None:
         return
 
     @functools.wraps(plain)
-    def init(metric: Any, *args: Any, **kwargs: Any) -> None:
+    def init(metric: Any, *args: Any, name: str | None = None, **kwargs: Any) -> None:
         plain(metric, *args, **kwargs)
+        if name is not None:
+            metric.name = name
         if _in_scope():
             bind(metric)
 
     init._distnb = True  # type: ignore[attr-defined]
     torchmetrics.Metric.__init__ = init  # type: ignore[assignment,method-assign]
     for cls in (torchmetrics.Metric, torchmetrics.MetricCollection):
-        for alias, name in _ALIASES.items():
-            if not hasattr(cls, alias):
-                setattr(cls, alias, _forward(alias, name))
+        for name, method in _NAMES.items():
+            if not hasattr(cls, name):
+                setattr(cls, name, method)
+    if not hasattr(torchmetrics.Metric, "name"):
+        setattr(torchmetrics.Metric, "name", metric_names.DefaultName())  # noqa: B010 - torchmetrics declares none
 
 
 def bind_all() -> None:
@@ -57,27 +65,18 @@ def bind_all() -> None:
             bind(each)
 
 
-def _forward(alias: str, name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, name)(*args, **kwargs)
-
-    method.__name__ = alias
-    method.__doc__ = f"The same as `{name}`."
-    return method
-
-
 def _in_scope() -> bool:
     process, innermost = this_process.replica(), contexts.innermost()
     return process is not None and innermost is not None and innermost[1] is None and process.runs(innermost[0])
 
 
 def bind(metric: Any) -> None:
-    """Make a metric one that the replicas share: updated by each, aggregated when read outside them."""
+    """Make a metric one that the replicas share: updated by each, aggregated when it is read."""
     if metric.distributed_available_fn is aggregates_here and getattr(metric.update, "_distnb", False):
         return
     metric.distributed_available_fn = aggregates_here
     metric.dist_sync_fn = gather_state
-    # A value that was computed in a replica must not be given out as the aggregated one.
+    # Other replicas may have taken in more since: whether reading communicates must not depend on this one alone.
     metric.compute_with_cache = False
     plain = metric.update
 
@@ -99,9 +98,9 @@ def bind(metric: Any) -> None:
 
 
 def aggregates_here() -> bool:
-    """Whether reading a metric here combines the replicas' states: outside replicas, when there are several."""
+    """Whether reading a metric here combines the replicas' states: wherever there are several. All of them read it."""
     process = this_process.replica()
-    return process is not None and process.size > 1 and not _in_replica()
+    return process is not None and process.size > 1
 
 
 def gather_state(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:

@@ -97,7 +97,9 @@ def _join(placement: Placement, launched: bool, sockets_only: bool) -> None:
             _store.serve()
             host = address
         os.environ.update(network_environment(interface))
-        os.environ.update(rank_environment(0, 1, Seat(host, port, placement.index, len(placement.workers))))
+        os.environ.update(
+            rank_environment(0, 1, Seat(host, port, worker=placement.index, workers=len(placement.workers)))
+        )
         _tell_of_idle_gpus(available_gpus())
     store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), placement)
     Meeting(store, placement, int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))).hold()

@@ -122,7 +122,7 @@ def reduce_alone(op: ReduceOp, value: Any, axis: Any) -> Any:
     axes = axes_of(axis, tensor)
     if not axes:
         return tensor
-    return tensor.sum(axes) if op is ReduceOp.SUM else _for_mean(tensor).mean(axes)
+    return tensor.sum(axes, dtype=tensor.dtype) if op is ReduceOp.SUM else _for_mean(tensor).mean(axes)
 
 
 def reduce_leaves(
@@ -178,7 +178,7 @@ def _reduce_along(
         counts.append(count)
     if not mean:
         totals = combine_over_replicas(aggregation, ReduceOp.SUM, sums)
-        return [total.to(_summed_dtype(tensor)) for total, tensor in zip(totals, tensors, strict=True)]
+        return [total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
     # The counts travel with the sums: replicas may hold different numbers of examples.
     weights = [
         torch.tensor(count, dtype=torch.float64, device=tensor.device)
@@ -187,7 +187,3 @@ def _reduce_along(
     totals = combine_over_replicas(aggregation, ReduceOp.SUM, [*sums, *weights])
     pairs = zip(totals[: len(sums)], totals[len(sums) :], tensors, strict=True)
     return [(total / weight).to(tensor.dtype) for total, weight, tensor in pairs]
-
-
-def _summed_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return tensor.dtype if tensor.is_floating_point() or tensor.is_complex() else torch.int64

@@ -24,6 +24,7 @@ from distnb.options import (
 )
 from distnb.runtime import central_storage, contexts, progress
 from distnb.runtime.adoption import Adoption
+from distnb.runtime.agreement import distributed
 from distnb.runtime.arguments import BatchNote, check_fits
 from distnb.runtime.base import Owner
 from distnb.runtime.gathering import broadcast_tree, checked_axis, gather_tensor
@@ -38,7 +39,7 @@ from distnb.runtime.shared_optimizers import SharedOptimizers
 from distnb.runtime.shared_variables import SharedVariables
 from distnb.runtime.sync_check import assert_in_sync
 from distnb.runtime.variable_homes import ReplicaHome
-from distnb.values.distributed import DistributedValues, PerReplica
+from distnb.values.distributed import DistributedValues
 from distnb.values.structure import flatten, map_structure, select, unflatten
 from distnb.variables.sync_on_read import SyncOnReadVariable
 from distnb.variables.variable import Variable, component_of
@@ -79,6 +80,7 @@ class Spmd:
             packs=self._packs,
             sums=None if self._aggregation().exact else self._aggregation,
             after_pass=lambda reached: self._adoption.running_statistics.average(reached),
+            in_replica=contexts.in_replica,
         )
         self._shared: SharedVariables | None = None
         self._optimizers: SharedOptimizers | None = None
@@ -102,6 +104,10 @@ class Spmd:
         """The strategy's variables on this replica."""
         return self._adoption
 
+    def changed_by_hand(self) -> dict[str, int]:
+        """The mirrored parameters that may differ between replicas, with numbers to compare."""
+        return {} if self._shared is not None else self._sync.changed_by_hand()
+
     def num_replicas(self, strategy: Owner) -> int:
         """As many as the team has."""
         return self._process.team.size
@@ -119,17 +125,22 @@ class Spmd:
             if self._open_scopes:
                 yield strategy
                 return
-            self._heal("strategy.scope")
+            regions = self._process.group.regions
+            regions.enter()
             self._open_scopes += 1
             take_back = contexts.note_names()
             try:
+                self._heal("strategy.scope")
                 with ScopeWatch(self._adoption):
                     yield strategy
                 if self._shared is not None:
                     self._shared.settle()
-            except BaseException:
+            except BaseException as error:
                 take_back()  # the variables that they name were never made equal
+                regions.leave("strategy.scope", error)
                 raise
+            else:
+                regions.leave()
             finally:
                 self._open_scopes -= 1
 
@@ -154,6 +165,38 @@ class Spmd:
         options: RunOptions | None,
     ) -> Any:
         """Call the function once, as this replica, with this replica's components of the arguments."""
+        __tracebackhide__ = True  # see Strategy.run
+        process = self._process
+        if process.team.size == 1:
+            return self._run_alone(strategy, fn, args, kwargs)
+        regions = process.group.regions
+        regions.enter()
+        try:
+            result = self._run(strategy, fn, args, kwargs)
+        except BaseException as error:
+            regions.leave("strategy.run", error)
+            raise
+        regions.leave()
+        if self._sync.healed != process.group.generation:
+            self._heal("strategy.run")  # an error was caught before, and the replicas met again in this call
+        return result
+
+    def _run_alone(self, strategy: Owner, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """One replica has nobody to agree with: little more than a call."""
+        __tracebackhide__ = True  # see Strategy.run
+        note = BatchNote()
+        own_args = [select(arg, 0, 1, note) for arg in args]
+        own_kwargs = {name: select(arg, 0, 1, note) for name, arg in kwargs.items()} if kwargs else {}
+        replica = ReplicaContext(
+            strategy, 0, 1, self._of_group or self._aggregation(), note.batch_size, note.slice_size
+        )
+        with progress.calling:
+            result = self._call(strategy, replica, fn, own_args, own_kwargs)
+        progress.examples += note.slice_size or 0
+        return result
+
+    def _run(self, strategy: Owner, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        __tracebackhide__ = True  # see Strategy.run
         process = self._process
         if self._sync.healed != process.group.generation:
             self._heal("strategy.run")
@@ -163,14 +206,13 @@ class Spmd:
         own_kwargs = {name: select(arg, rank, size, note) for name, arg in kwargs.items()} if kwargs else {}
         aggregation = self._aggregation()
         replica = ReplicaContext(strategy, rank, size, aggregation, note.batch_size, note.slice_size, self._outsiders)
-        if size > 1:
-            self._outsiders.before_run(fn, own_args, own_kwargs)
+        self._outsiders.before_run(fn, own_args, own_kwargs)
         self._sync.weight(note.slice_size, note.batch_size)
-        result = self._call(strategy, replica, fn, own_args, own_kwargs)
-        progress.steps += 1
+        with progress.calling:
+            result = self._call(strategy, replica, fn, own_args, own_kwargs)
         if note.slice_size:
             progress.examples += note.slice_size
-        return result if size == 1 else process.agreement.regroup(process.group, fn, result)
+        return process.agreement.regroup(process.group, fn, result, (args, kwargs))
 
     def _call(self, strategy: Owner, replica: ReplicaContext, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True  # see Strategy.run
@@ -215,6 +257,8 @@ class Spmd:
 
     def _is_distributed(self, leaf: Any, op: ReduceOp) -> bool:
         if self._has_components(leaf):
+            if isinstance(leaf, DistributedValues):
+                leaf.require_alike("reduce")
             return True
         if op is ReduceOp.MEAN and not isinstance(leaf, (bool, str, bytes, type(None))):
             return False  # the mean of equal values is that value
@@ -241,6 +285,8 @@ class Spmd:
                     "there is nothing to bring together. Give it what strategy.run returned per replica, or a value "
                     "of strategy.distribute_values_from_function."
                 )
+            if isinstance(leaf, DistributedValues):
+                leaf.require_alike("gather")
             tensor = tensor_of(self._own(leaf), "gather")
             place = checked_axis(axis, tensor, "gather")
             return tensor if process.size == 1 else gather_tensor(process.group, tensor, place, "gather")
@@ -272,7 +318,7 @@ class Spmd:
         """What the function returns for this replica, as a component."""
         rank, size = self._process.rank, self._process.size
         value = fn(ValueContext(rank, size))
-        return value if size == 1 else map_structure(lambda leaf: PerReplica.own(rank, leaf, size), value)
+        return value if size == 1 else distributed(self._process.group, value)
 
     def distribute_dataset(
         self, strategy: Owner, dataset: Any, batch_size: int | None, options: InputOptions | None

@@ -59,6 +59,12 @@ class ReplicaContext:
         return f"<ReplicaContext: replica {own} of {total} of {self.strategy!r}>"
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """The device on which this replica computes, such as `("cpu:0",)`."""
+        device = self.strategy.worker_devices[self.replica_id_in_sync_group]
+        return (device,)
+
+    @property
     def global_batch_size(self) -> int | None:
         """Examples in the distributed batch that `run` was given; None when there was none, or several sizes."""
         return self._batch_size
@@ -144,6 +150,8 @@ class ReplicaContext:
                 return merge_fn(self.strategy, *merged, **named)
             from distnb.runtime.randomness import streams
 
+            assert self._aggregation is not None
+            self._aggregation.group.note("merge_call", ())  # all replicas come here, or it is an error
             with streams.shared():
                 result = merge_fn(self.strategy, *merged, **named)
         return select(result, own, total)

@@ -14,7 +14,7 @@ from distnb.accelerators import use
 from distnb.collectives import groups
 from distnb.collectives.eager import always_eager
 from distnb.collectives.groups import Group
-from distnb.runtime import contexts, randomness, sync_batch_norm, this_process
+from distnb.runtime import contexts, loader_batches, randomness, sync_batch_norm, this_process
 from distnb.runtime.agreement import Agreement
 from distnb.runtime.base import Owner
 from distnb.runtime.randomness import streams
@@ -23,7 +23,7 @@ from distnb.runtime.scope_buffers import ScopeBuffers
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.topology import Device, Team
 
-__all__ = ["SpmdProcess", "adopt_restored", "enter", "join_from_env", "results_left_to_caller"]
+__all__ = ["SpmdProcess", "adopt_restored", "changed_by_hand", "enter", "join_from_env", "results_left_to_caller"]
 
 
 class SpmdProcess:
@@ -79,6 +79,10 @@ class SpmdProcess:
         """Whether this is a strategy whose replicas are those of the team (and not one that computes here alone)."""
         return strategy in self._runtimes
 
+    def changed_by_hand(self) -> dict[str, int]:
+        """The mirrored parameters that may differ between replicas, with numbers to compare."""
+        return {name: number for each in self._runtimes.values() for name, number in each.changed_by_hand().items()}
+
     def strategy_of(self, parameter: torch.Tensor) -> Owner | None:
         """The strategy in whose scope a parameter was made; None if there is none."""
         return next((strategy for strategy, each in self._runtimes.items() if each.adoption.owns(parameter)), None)
@@ -107,6 +111,7 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
         process = SpmdProcess(team, rank, device, group)
         this_process.become(process)
         sync_batch_norm.install()
+        loader_batches.install()
     if process.team is not team:
         process.team, process.machines = team, _numbered(team.hosts)
     process.rank, process.device, process.group = rank, device, group
@@ -129,6 +134,12 @@ def adopt_restored(strategy: Owner, value: Any) -> None:
         value: A module, an optimizer or a parameter, with the values that the other replicas hold.
     """
     _restored.setdefault(strategy, []).append(value)
+
+
+def changed_by_hand() -> dict[str, int]:
+    """The mirrored parameters that may differ between replicas since the last look, with numbers to compare."""
+    process = this_process.replica()
+    return {} if process is None else process.changed_by_hand()
 
 
 def results_left_to_caller() -> AbstractContextManager[None]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
 from distnb.options import ReduceOp
 from distnb.runtime import choice, contexts, this_process
 from distnb.runtime.contexts import mixing
+from distnb.values.structure import map_structure
 from distnb.variables.homes import Home, register_homes
 
 if TYPE_CHECKING:
@@ -72,6 +73,10 @@ class _Alone:
         """The tensor."""
         return tensor
 
+    def every(self, value: Any) -> Sequence[Any]:
+        """The value alone."""
+        return [value]
+
     def adopt(self, variable: Variable) -> None:
         """Nothing: there is nobody to be in sync with."""
 
@@ -130,6 +135,17 @@ class ReplicaHome:
 
         group = self._adoption.group
         return broadcast_like(group, tensor, 0) if group.size > 1 else tensor
+
+    def every(self, value: Any) -> Sequence[Any]:
+        """Each replica's, on the host where they travel: rows, whose number differs."""
+        from distnb.accelerators import torch_device
+
+        group = self._adoption.group
+        if group.size == 1:
+            return [value]
+        device = torch_device(group.device)
+        every = group.all_gather_object(map_structure(lambda one: one.detach().cpu(), value))
+        return [map_structure(lambda one: one.to(device), one) for one in every]
 
     def adopt(self, variable: Variable) -> None:
         """Replica 0's value for all; a mirrored one is kept in sync from then on."""

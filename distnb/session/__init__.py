@@ -68,7 +68,9 @@ def start(
     Args:
         n: How many. Nothing given: one per GPU, else two on the CPU.
         devices: Their devices, as a sequence or as text with commas ("cuda:0,cuda:1"); with `hosts` those of each.
-        oversubscribe: Let several engines share one device.
+        oversubscribe: Let several engines share one device; and let so many start that they crowd their machine: more
+            than eight and more than two for each of its cores, or more than its memory takes. What its administrator
+            allows (DISTNB_MAX_ENGINES, /etc/distnb/max_engines) holds all the same.
         hosts: The machines where the engines run, as the launcher names them; None for this one, and with
             launcher="slurm" for all nodes of the allocation.
         per_host: How many engines each of them gets. Nothing given: one per GPU, else two on the CPU, or as many as

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distnb.errors import OptionError
-from distnb.session.handles import HANDLES, RemoteMirrored, state_of_handle
+from distnb.session.handles import HANDLES, RemoteMirrored, RemotePerReplica, state_of_handle
 
 __all__ = ["drift_reports"]
 
@@ -34,5 +34,7 @@ def drift_reports(user_ns: Mapping[str, Any], names: Sequence[str] = ()) -> dict
 
 
 def _report(handle: Any) -> str:
+    if isinstance(handle, RemotePerReplica):
+        return "a PerReplica: each replica has a value of its own, and they need not be equal."
     text: str = state_of_handle(handle).operations.run(handle, "check")
     return text

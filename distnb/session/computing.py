@@ -50,7 +50,7 @@ def compute(
         or (changed is None and _would_lose_graph(function, handles, tensors))
     ):
         anchor = changed if isinstance(changed, DistributedValues) else handles[0]
-        return operations.run(anchor, "apply", (function, *args), kwargs, keeps=changed is anchor)
+        return operations.run(anchor, "apply", (function, *args), kwargs)
     copied: dict[int, Any] = {id(handle): operations.read(handle) for handle in handles}
     own_args, own_kwargs = structure.replace_distributed(given, lambda handle: copied[id(handle)])
     return function(*own_args, **own_kwargs)

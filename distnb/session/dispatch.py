@@ -5,18 +5,15 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any
 
 from distnb.errors import EngineDied, ReplicaStuck
 from distnb.session.interrupts import Interrupts
-from distnb.session.outgoing import Outgoing
 from distnb.session.supervision import GiveUpOn
 from distnb.session.supervisor import Supervisor
 from distnb.wire.messages import CallFunction, Died, Hello, Reply, Unread
 from distnb.wire.programs import Programs
-from distnb.wire.shorthand import ReplyReader
 
 __all__ = ["Dispatch", "Outcome"]
 
@@ -88,7 +85,9 @@ class Outcome:
     @property
     def left_group_whole(self) -> bool:
         """Whether the replicas can go on in the same process group: an order to end the program ends it in any case."""
-        return self.ok and not (self.interrupted or self._given_up)
+        if self.interrupted or self._given_up or any(reply.renew for reply in self.replies.values()):
+            return False
+        return self.ok
 
 
 class Dispatch:
@@ -115,8 +114,6 @@ class Dispatch:
         programs.watch(self.interrupts.fd)
         self._dead: dict[int, str] = {}
         self._greeted: dict[int, int] = {}  # the process that has said hello as this engine
-        self._outgoing = Outgoing(programs)
-        self._readers: defaultdict[int, ReplyReader] = defaultdict(ReplyReader)
 
     def number(self) -> int:
         """The serial number of the next program."""
@@ -131,36 +128,36 @@ class Dispatch:
         """
         with self.interrupts:  # from before it is sent: nobody would end a program that nobody waits for
             outcome = self._begin(program, engines, quiet)
-            self._outgoing.send(engines, message)
+            self._programs.send(engines, message)
             self._collect(outcome)
         del self._pending[program]
         return outcome
 
     def post(self, program: int, engines: tuple[int, ...], message: CallFunction) -> Outcome:
-        """Send a call that nobody waits for yet: with others that follow soon, if one is under way already.
+        """Send a call that nobody waits for yet.
 
         Within `interrupts`: a message that some engines got, and others did not, would keep those waiting.
 
         Raises:
             EngineDied, ReplicaStuck: An engine cannot take it; it was not sent to any.
         """
-        under_way = bool(self._pending)
         outcome = self._begin(program, engines, quiet=True)
-        if not (under_way and self._outgoing.keep(engines, message)):
-            self._outgoing.send(engines, message)
+        self._programs.send(engines, message)
         return outcome
 
     def _begin(self, program: int, engines: tuple[int, ...], quiet: bool) -> Outcome:
         self.require_ready(engines)
         outcome = self._pending[program] = Outcome(program, engines, quiet=quiet)
         self._supervisor.program_began(program, engines)
+        self._lose()
+        for engine, status in outcome.died.items():  # before it was followed: nobody else ends the others' part
+            self._supervisor.failed(engine, program, status)
         return outcome
 
     def wait(self, outcome: Outcome) -> Outcome:
         """Wait for the end of a call that was posted, as `run` does."""
         if not outcome.complete:
             with self.interrupts:
-                self._outgoing.flush()
                 self._collect(outcome)
         self._pending.pop(outcome.program, None)
         return outcome
@@ -204,11 +201,9 @@ class Dispatch:
         """A new process has taken this engine's place."""
         self._lose()  # the old one's end may not have been read yet, when no program waited for it
         self._dead.pop(engine, None)
-        self._readers.pop(engine, None)
 
     def close(self) -> None:
         """Free what is not the switchboard's."""
-        self._outgoing.close()
         self.interrupts.close()
 
     def _read(self, timeout_s: float | None = None) -> None:
@@ -221,16 +216,13 @@ class Dispatch:
 
     def _take_replies(self, ready: list[int]) -> None:
         for engine, message in self._programs.receive(ready):
-            if type(message) is list:
-                self._supervisor.replied(engine, [well for each in message if (well := self._take(engine, each))])
-            else:
-                well = self._take(engine, message)
-                if well:
-                    self._supervisor.replied(engine, (well,))
+            well = self._take(engine, message)
+            if well:
+                self._supervisor.replied(engine, (well,))
 
     def _take(self, engine: int, message: Any) -> int:
         """Take in a reply. Its program, if that went well, and no event tells of its end; else 0."""
-        reply = self._readers[engine].read(message)
+        reply = message
         if isinstance(reply, Unread):
             reply = self._take_unread(engine, reply)
         if isinstance(reply, Hello):
@@ -245,7 +237,6 @@ class Dispatch:
 
     def _take_unread(self, engine: int, unread: Unread) -> Reply | None:
         """The failure that it is of the oldest program that the engine has not replied to."""
-        self._outgoing.forget()  # what the other side kept is not certain any more
         missing = (one for one in self._pending.values() if engine in one.engines and engine not in one.replies)
         outcome = next(missing, None)
         if outcome is None:
@@ -271,16 +262,17 @@ class Dispatch:
         Raises:
             EngineDied, ReplicaStuck: It has ended, or is busy with a program that was.
         """
+        self._lose()
         stuck = self._supervisor.stuck
         if not self._dead and not stuck:
             return
+        busy = self._busy(engines)
         dead = sorted(engine for engine in engines if engine in self._dead)
         if dead:
             raise EngineDied(
                 f"Engine {dead[0]} has ended ({self._dead[dead[0]]}), and this program needs it. Start a replacement "
                 "with %distnb restart --missing; mirrored variables are restored to it from a survivor."
             )
-        busy = self._busy(engines)
         if busy:
             numbers, s = " ".join(map(str, busy)), "s" if len(busy) > 1 else ""
             raise ReplicaStuck(
@@ -293,10 +285,21 @@ class Dispatch:
         """Those that stay busy with a program that was ended; on a loaded machine one may only be late to say so."""
         deadline = time.monotonic() + _LATE_S
         while True:
-            self._outgoing.flush()  # the way is this thread's from now on
-            self._take_replies(self._programs.wait(0))  # nobody waited for its reply any more
-            stuck = self._supervisor.stuck
-            busy = sorted(engine for engine in engines if engine in stuck)
+            busy = self._look(engines)
             if not busy or time.monotonic() > deadline:
                 return busy
             time.sleep(_LOOK_S)
+
+    def await_word(self, engines: Collection[int], limit_s: float) -> None:
+        """Wait until these engines have answered or ended, or have been silent for longer than a limit.
+
+        Who calls it has the turn.
+        """
+        while self._look([each for each in engines if self._supervisor.silent_s(each) < limit_s]):
+            time.sleep(_LOOK_S)
+
+    def _look(self, engines: Collection[int]) -> list[int]:
+        """Read what has come, though nobody waits for it any more. Those engines that are still busy."""
+        self._read(0)
+        stuck = self._supervisor.stuck
+        return sorted(engine for engine in engines if engine in stuck)

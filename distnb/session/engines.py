@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.hosts import Plan
 from distnb.cluster.launch import Cluster
+from distnb.cluster.lifeline import LOST_AFTER_S
 from distnb.cluster.store import RendezvousStore
 from distnb.errors import NoClusterError, OptionError, StartError
 from distnb.options import StrategySpec
@@ -24,14 +26,15 @@ from distnb.wire.channel import Switchboard
 __all__ = ["Engines"]
 
 _START_TIMEOUT_S = 120.0
+_WORD_S = LOST_AFTER_S + 4.0  # after so long without an answer an engine of another machine is busy, and not lost
 _RESTARTED = "was ended by a restart"
 
 
 class Engines:
-    """Owns the processes, both channels to them, and the store where they find each other.
+    """Owns the processes, both channels to them, and the store where those on other machines find each other.
 
     Args:
-        address: Where to listen, on this machine.
+        plan: How many, on which devices of which machines.
         events: Where everything that happens on the engines is published.
         namespace: Told of engines that end, and of those that take their place.
 
@@ -41,29 +44,29 @@ class Engines:
         teams: Which engines meet in which process group.
     """
 
-    def __init__(self, address: str, events: EventHub, namespace: NotebookNamespace) -> None:
+    def __init__(self, plan: Plan, events: EventHub, namespace: NotebookNamespace) -> None:
+        self._plan = plan
         self._namespace = namespace
         self._keys: Keys = make_keys()
         self._switchboard = Switchboard(
             server_secret=self._keys.server_secret.encode(),
             server_public=self._keys.server_public.encode(),
             client_public=self._keys.client_public.encode(),
-            host=address,
+            host=plan.address,
         )
         self.supervisor = Supervisor(self._switchboard.control, events)
         self.dispatch = Dispatch(self._switchboard.programs, self.supervisor)
-        self._store = RendezvousStore(host=address)
+        self._store = RendezvousStore(host=plan.address) if plan.hosts else None
         self.teams = Teams(self._store)
         self._cluster: Cluster | None = None
         self._closed = False
 
     # -- coming up -------------------------------------------------------------------------------------------------
 
-    def start(self, plan: Plan, on_progress: Callable[[str], None]) -> None:
+    def start(self, on_progress: Callable[[str], None]) -> None:
         """Start the processes, and wait until every engine is ready.
 
         Args:
-            plan: How many, on which devices of which machines.
             on_progress: Told, in words, how far the start is.
 
         Raises:
@@ -75,15 +78,14 @@ class Engines:
             server_public=self._keys.server_public,
             client_public=self._keys.client_public,
             client_secret=self._keys.client_secret,
-            store_host=self._store.host,
-            store_port=self._store.port,
             notebook_pid=os.getpid(),
             harbour_name=self._switchboard.programs.harbour.name,
             harbour_token=self._switchboard.programs.harbour.token,
         )
-        ground = plan.ground(connection)
+        plan, ground = self._plan, self._plan.ground(connection)
         self._cluster = Cluster(plan.devices, connection, on_exit=self._on_exit, on_progress=on_progress, ground=ground)
-        self._cluster.start(meanwhile=self._store.serve)  # torch loads here while it loads in the engines
+        # torch loads here while it loads in the engines.
+        self._cluster.start(meanwhile=_load_torch if self._store is None else self._store.serve)
         self._await(tuple(self._cluster.engines))
 
     def _await(self, engines: Sequence[int]) -> None:
@@ -144,23 +146,34 @@ class Engines:
         return tuple(dict.fromkeys(filter(None, map(self.cluster.ground.host, self.ids))))
 
     def team(self, spec: StrategySpec) -> Team:
-        """The engines that a strategy runs on, as `Teams.of` chooses them."""
+        """The engines that a strategy runs on, as `Teams.of` chooses them. Who calls it has the turn."""
+        self._await_word()
         return self.teams.of(spec, self.cluster)
 
     def team_of(self, engines: Sequence[int]) -> Team:
         """The team of these engines, in this order."""
         return self.teams.made_of(engines, self.cluster)
 
+    def _await_word(self) -> None:
+        """Wait until it is known whether engines of other machines that do not answer are lost, or only busy.
+
+        A machine that is cut off, or a server that is killed, breaks the replicas' connections before the process that
+        is connected with it here has given it up.
+        """
+        stuck = self.supervisor.stuck
+        if stuck:
+            self.dispatch.await_word([engine for engine in stuck if self.cluster.ground.host(engine)], _WORD_S)
+
     # -- ending, and being replaced --------------------------------------------------------------------------------
 
     def _on_exit(self, engine: int, pid: int, status: str) -> None:
         """An engine's process has ended unasked; in the watcher's thread."""
         self._namespace.engine_died(engine)
+        self.teams.renew()  # before anyone who waits for the news can ask for a team
         self.supervisor.engine_died(engine, pid, status)
-        self.teams.renew()
 
     def choose(self, engines: Iterable[int] | None, *, missing: bool) -> tuple[int, ...]:
-        """Which engines a restart means.
+        """Which engines a restart means. Who calls it has the turn.
 
         Args:
             engines: Their ids; None for all of them (or, with `missing`, those that have ended).
@@ -169,7 +182,10 @@ class Engines:
         Raises:
             OptionError: There is no such engine.
         """
+        self._await_word()
         known = self.ids
+        if missing:
+            self.cluster.notice_ends()
         chosen = tuple(engines) if engines is not None else tuple(sorted(self._ended)) if missing else known
         unknown = [engine for engine in chosen if engine not in known]
         if unknown:
@@ -220,4 +236,10 @@ class Engines:
         self.supervisor.close()
         self.dispatch.close()
         self._switchboard.close()
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
+
+
+def _load_torch() -> None:
+    """What engines send back needs it."""
+    importlib.import_module("torch.distributed")

@@ -8,6 +8,7 @@ from types import MethodType
 from typing import Any
 
 from distnb.errors import CollectiveError, CollectiveMismatchError, EngineDied, ProgramError, RemoteError
+from distnb.objects.placeholder import Placeholder
 from distnb.session.dispatch import Outcome
 from distnb.session.ranges import ranges
 from distnb.topology import Team
@@ -33,13 +34,16 @@ class ReplicaTraceback(Exception):
         return str(self.args[0])
 
 
-def raise_failure(outcome: Outcome, team: Team, *, called: bool = False) -> None:
+def raise_failure(
+    outcome: Outcome, team: Team, *, called: bool = False, opened: Callable[[Any], Any] | None = None
+) -> None:
     """Raise what ended a program; nothing if it went well.
 
     Args:
         outcome: How it ended.
         team: Who ran it.
         called: An ordinary cell called it: where it did is shown above the replica's traceback.
+        opened: Opens an exception that was packed.
 
     Raises:
         KeyboardInterrupt: The user ended it.
@@ -47,6 +51,7 @@ def raise_failure(outcome: Outcome, team: Team, *, called: bool = False) -> None
         BaseException: The failing replica's own exception, of its own type, with its own traceback. The lowest
             replica's when several raised the same.
     """
+    opened = opened if opened is not None else pickle.loads
     if outcome.ok and not outcome.interrupted:
         return
     for call in before_raising:
@@ -63,7 +68,7 @@ def raise_failure(outcome: Outcome, team: Team, *, called: bool = False) -> None
         first = _report(outcome.replies[failed[0]])
         same = [engine for engine in failed if _report(outcome.replies[engine]).type_name == first.type_name]
         engine = min(same, key=team.rank_of)
-        _raise(_report(outcome.replies[engine]), team, engine, _others(outcome, team, engine), called)
+        _raise(_report(outcome.replies[engine]), team, engine, _others(outcome, team, engine), called, opened)
     if outcome.died:
         engine, status = next(iter(outcome.died.items()))
         raise EngineDied(
@@ -127,8 +132,10 @@ def _shortened(text: str, most: int = 120) -> str:
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
-def _raise(report: ErrorReport, team: Team, engine: int, others: str, called: bool) -> None:
-    error, *notes = _revive(report)
+def _raise(
+    report: ErrorReport, team: Team, engine: int, others: str, called: bool, opened: Callable[[Any], Any]
+) -> None:
+    error, *notes = _revive(report, opened)
     rank = team.rank_of(engine)
     who = f"{rank} of {team.size} ({team.devices[rank]})"
     title = f"Replica {who} raised:"
@@ -151,12 +158,14 @@ def _raise(report: ErrorReport, team: Team, engine: int, others: str, called: bo
     raise error from ReplicaTraceback("\n" + "\n".join([title, *report.traceback]))
 
 
-def _revive(report: ErrorReport) -> tuple[BaseException, str]:
+def _revive(report: ErrorReport, opened: Callable[[Any], Any]) -> tuple[BaseException, str]:
     """The exception itself, or a stand-in and the reason for it."""
     reason = ""
     if report.pickled is not None:
         try:
-            error: Any = pickle.loads(report.pickled)
+            error: Any = pickle.loads(report.pickled) if isinstance(report.pickled, bytes) else opened(report.pickled)
+            if isinstance(error, Placeholder):
+                error.refuse()
         except Exception as failed:  # noqa: BLE001  # this runs what its class says, which may do anything
             # On the replica it could be read again: something is there that is not here.
             reason = f"It could not be made in the notebook, and is told here: {type(failed).__name__}: {failed}."

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["Assigned", "Body", "Flow", "Found"]
 
-_DYNAMIC_CALLS = frozenset({"eval", "exec", "globals", "locals", "vars"})
+_DYNAMIC_CALLS = frozenset({"dir", "eval", "exec", "globals", "locals", "vars"})
 _SWALLOWING = ("suppress", "raises", "assertRaises")
 
 Assigned = frozenset[str] | None
@@ -99,6 +99,7 @@ class Flow(ast.NodeVisitor):
             self.bodies.pop(node.id, None)
             self.bind(node.id)
         else:
+            self.found.names.add(node.id)  # also one that was just assigned: it has to go from the notebook, too
             self.read(node.id)
             self.deleted.add(node.id)
             if self.assigned is not None:
@@ -207,6 +208,7 @@ class Flow(ast.NodeVisitor):
             if handler.type is not None:
                 self.visit(handler.type)
             if handler.name:
+                self.found.names.add(handler.name)  # at the handler's end it is deleted
                 self.bind(handler.name)
             self.block(handler.body)
             if handler.name and self.assigned is not None:

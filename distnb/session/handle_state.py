@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StaleHandleError, UnassignedError
 from distnb.values import DistributedValues
-from distnb.wire.bindings import Described
+from distnb.wire.exchange import Described
 from distnb.wire.messages import ObjectId
-from distnb.wire.twins import NOT_THERE, is_value_twin
 
 if TYPE_CHECKING:
     from distnb.session.operations import Operations
@@ -32,7 +31,6 @@ class RemoteState:
         gone: Engines that held a component and have ended since.
         apart: Components that only the notebook holds, by engine, of engines that have ended and not been replaced.
         as_of: What `Operations.changes` was when its summaries were made; -1: they are to be asked for in any case.
-        held: The notebook's objects that the engines' hold: what is done to them here is to reach those.
         parent: The handle that it was asked of: what this one is given, that one holds, too.
     """
 
@@ -45,7 +43,6 @@ class RemoteState:
     gone: set[int] = field(default_factory=set)
     apart: dict[int, Any] = field(default_factory=dict)
     as_of: int = -1
-    held: tuple[Any, ...] = ()
     parent: weakref.ref[Any] | None = None
 
     @property
@@ -59,25 +56,16 @@ class RemoteState:
         """Whether the text in the summaries may be out of date: it is asked for again when it is shown."""
         return self.as_of != self.operations.changes
 
-    def describe(self, facts: dict[int, Described]) -> tuple[Any, ...]:
-        """Take in a new description. Returns what was held until now."""
-        before = self.held
-        self.facts.update(facts)
-        holds = {identity for fact in self.facts.values() for identity in fact.holds if is_value_twin(identity)}
-        self._hold(holds)
-        if holds and self.parent is not None and (parent := self.parent()) is not None:
-            state_of_handle(parent).adopt(holds)
-        return before
-
-    def adopt(self, identities: set[ObjectId]) -> None:
-        """Something that was found in this object now holds these, and so it does."""
-        more = tuple(identities.difference(*(fact.holds for fact in self.facts.values())))
-        if more:
-            self.describe({replica: replace(fact, holds=fact.holds + more) for replica, fact in self.facts.items()})
-
-    def _hold(self, holds: set[ObjectId]) -> None:
-        held = map(self.space.twins.get, holds) if holds else ()
-        self.held = tuple(obj for obj in held if obj is not NOT_THERE)
+    def give(self, names: Iterable[str]) -> None:
+        """The object may hold from now on what the notebook has under these names."""
+        given = tuple(names)
+        for replica, fact in self.facts.items():
+            more = tuple(name for name in given if name not in fact.holds)
+            if more:
+                self.facts[replica] = replace(fact, holds=fact.holds + more)
+        parent = self.parent() if self.parent is not None else None
+        if parent is not None:
+            state_of_handle(parent).give(given)
 
     @property
     def type_name(self) -> str:

@@ -20,7 +20,7 @@ from distnb.session.handle_state import RemoteState, state_of_handle
 from distnb.session.signatures import parse_signature
 from distnb.session.summaries import as_html, as_text
 from distnb.values import DistributedValues, Mirrored, PerReplica, structure
-from distnb.wire.bindings import Described, follow
+from distnb.wire.exchange import Described, follow
 
 __all__ = [
     "HANDLES",
@@ -33,7 +33,7 @@ __all__ = [
     "state_of_handle",
 ]
 
-_OWN = frozenset({"_components", "_num_replicas", "_global_batch_size"})
+_OWN = frozenset({"_components", "_num_replicas", "_global_batch_size", "_kinds"})
 _PROTOCOLS = ("_repr_", "_ipython_")
 
 
@@ -104,7 +104,7 @@ class _Remote(DistributedValues):
         if name in _OWN:
             object.__setattr__(self, name, value)
             return
-        _apply(self, setattr, name, value, keeps=True)
+        _apply(self, setattr, name, value)
 
     def __delattr__(self, name: str) -> None:
         _apply(self, delattr, name)
@@ -116,7 +116,7 @@ class _Remote(DistributedValues):
         return _apply(self, operator.getitem, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        _apply(self, operator.setitem, key, value, keeps=True)
+        _apply(self, operator.setitem, key, value)
 
     def __delitem__(self, key: Any) -> None:
         _apply(self, operator.delitem, key)
@@ -292,9 +292,9 @@ for _kind in HANDLES:
     _kind.__doc__ = _Documentation(_kind.__doc__)  # type: ignore[assignment]
 
 
-def _apply(handle: DistributedValues, function: Callable[..., Any], *others: Any, keeps: bool = False) -> Any:
-    """Call a function with the object on every replica; `keeps`: the object may hold the others from then on."""
-    return state_of_handle(handle).operations.run(handle, "apply", (function, handle, *others), keeps=keeps)
+def _apply(handle: DistributedValues, function: Callable[..., Any], *others: Any) -> Any:
+    """Call a function with the object on every replica."""
+    return state_of_handle(handle).operations.run(handle, "apply", (function, handle, *others))
 
 
 def _is_dataset(handle: DistributedValues) -> bool:
@@ -322,6 +322,7 @@ def make_handle(state: RemoteState, *, mirrored: bool, size: int) -> Distributed
     object.__setattr__(handle, "_components", state)
     object.__setattr__(handle, "_num_replicas", size)
     object.__setattr__(handle, "_global_batch_size", None)
+    object.__setattr__(handle, "_kinds", None)
     return handle
 
 

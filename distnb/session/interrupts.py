@@ -28,6 +28,8 @@ class Interrupts:
     it was kept: the wait for that reply would never end. In other threads nothing changes; SIGINT never comes there.
     """
 
+    _anew = True  # each time it is entered, what nobody has taken before is forgotten
+
     def __init__(self) -> None:
         self.count = 0
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -39,7 +41,8 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         # SIGINT may raise until it is held back: what is changed before is as good without it.
         if not self._depth:
-            self.count = 0
+            if self._anew:
+                self.count = 0
             self._before = None
             if threading.get_ident() == threading.main_thread().ident:
                 before = getsignal(_SIGINT)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from distnb.runtime import progress
 from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
 
-__all__ = ["MOST_POINTS", "Curve", "Line", "LiveModel", "Point", "ReplicaRow", "State", "VariableRow"]
+__all__ = ["HERE", "MOST_POINTS", "Curve", "Line", "LiveModel", "Point", "ReplicaRow", "State", "VariableRow"]
 
 MOST_POINTS = 600
 """A line keeps at most this many points: then neighbours are joined, with their least and greatest value."""
+
+HERE = -1
+"""Stands for the notebook where engines are named by their numbers."""
 
 Point = tuple[float, float, float, float]
 """Step, value, and the least and greatest value of the steps that the point stands for."""
@@ -42,8 +46,7 @@ class Line:
     def add(self, step: float, value: float) -> None:
         """Add a value; steps grow."""
         if self._count and self._count < self._width:
-            _, _, low, high = self.points[-1]
-            self.points[-1] = (step, value, _least(low, value), _greatest(high, value))
+            self.points[-1] = join_points([self.points[-1], (step, value, value, value)])
             self._count += 1
             return
         if len(self.points) >= self._most:
@@ -68,9 +71,13 @@ class Line:
 
 
 def join_points(points: Sequence[Point]) -> Point:
-    """One point for several neighbours: the last one's step and value, and the extremes of all."""
+    """One point for several neighbours: the last one's step and value, and the extremes of all.
+
+    A value that is nan or infinite is not hidden by those around it: it is the joined point's.
+    """
     step, value, low, high = points[-1]
-    for _, _, least, greatest in points[:-1]:
+    for _, earlier, least, greatest in reversed(points[:-1]):
+        value = value if math.isfinite(earlier) else earlier
         low, high = _least(low, least), _greatest(high, greatest)
     return step, value, low, high
 
@@ -89,30 +96,33 @@ class Curve:
 
     Attributes:
         lines: By replica.
-        differs: Whether two replicas gave different values at the same step. While they never did, the values are
+        differs: Whether two replicas gave different values in the same place. While they never did, the values are
             taken to be reduced ones, and one thick line stands for all.
     """
 
     name: str
     lines: dict[int, Line] = field(default_factory=dict)
     differs: bool = False
-    _open: dict[float, float] = field(default_factory=dict)  # steps that not every replica has told yet
-    _told: dict[float, int] = field(default_factory=dict)
+    _open: dict[tuple[float, int], float] = field(default_factory=dict)  # places that not every replica has told yet
+    _told: dict[tuple[float, int], int] = field(default_factory=dict)
+    _latest: dict[int, tuple[float, int]] = field(default_factory=dict)  # by replica: a step, and which value in it
 
     def add(self, replica: int, step: float, value: float, total: int) -> None:
         """Add a value of a replica."""
         self.lines.setdefault(replica, Line()).add(step, value)
         if self.differs or total < 2:
             return
-        known = self._open.setdefault(step, value)
+        before, count = self._latest.get(replica, (step, 0))
+        place = self._latest[replica] = (step, count + 1 if before == step else 1)
+        known = self._open.setdefault(place, value)
         if known != value and not (math.isnan(known) and math.isnan(value)):
             self.differs = True
             self._open.clear()
             self._told.clear()
             return
-        self._told[step] = self._told.get(step, 0) + 1
-        if self._told[step] == total or len(self._open) > 5_000:
-            oldest = step if self._told[step] == total else next(iter(self._open))
+        self._told[place] = self._told.get(place, 0) + 1
+        if self._told[place] == total or len(self._open) > 5_000:
+            oldest = place if self._told[place] == total else next(iter(self._open))
             del self._open[oldest], self._told[oldest]
 
     def shown(self, total: int) -> dict[tuple[int, ...], Line]:
@@ -187,7 +197,8 @@ class LiveModel:
 
     Args:
         title: The strategy's word, for the status line.
-        counted_before: (steps, examples) that each engine had counted when the cell began.
+        counted_before: (steps, examples) that each engine, and the notebook as `HERE`, had counted when the cell began.
+        devices: Of each engine.
 
     Attributes:
         curves: By name, in the order in which they came.
@@ -197,7 +208,12 @@ class LiveModel:
         fresh: Points that were added since `take_fresh` was called: {name: {replica: [(step, value), …]}}.
     """
 
-    def __init__(self, title: str = "", counted_before: Mapping[int, tuple[int, int]] | None = None) -> None:
+    def __init__(
+        self,
+        title: str = "",
+        counted_before: Mapping[int, tuple[int, int]] | None = None,
+        devices: Mapping[int, str] | None = None,
+    ) -> None:
         self.title = title
         self.curves: dict[str, Curve] = {}
         self.rows: dict[int, ReplicaRow] = {}
@@ -207,47 +223,59 @@ class LiveModel:
         self.ended_at: float | None = None
         self.variables: list[VariableRow] = []
         self.fresh: dict[str, dict[int, list[tuple[float, float]]]] = {}
-        self._step_base: dict[int, float] = {}  # a cell may run many programs, each of which counts from one
+        self._axes: defaultdict[int, progress.Axis] = defaultdict(progress.Axis)  # by replica, and HERE
         self._counted_before = dict(counted_before or {})
-        self._program: dict[int, int] = {}
+        self._devices = dict(devices or {})
 
     def feed(self, event: Any, now: float) -> None:
         """Take an event of `wire.messages`; those that concern no view are passed over."""
         if self.began is None:
             self.began = now
         if isinstance(event, Live):
-            self._begin_program(event.replica, event.engine, event.program)
-            for _, step, values in event.points:
-                self._add(event.replica, step, values)
+            self._row(event.replica, event.engine)
+            for step, call, values in event.points:
+                self._add(event, step, call, values)
         elif isinstance(event, TelemetrySample):
-            row = self._begin_program(event.replica, event.engine, event.program)
-            before = self._counted_before.get(event.engine, (0, 0))
-            if event.steps < before[0] or event.examples < before[1]:
-                # Another process has taken the engine's place, and counts from the beginning.
-                before = self._counted_before[event.engine] = (0, 0)
-            row.measured(event, *before)
+            row = self._row(event.replica, event.engine)
+            row.measured(event, *self._before(event.engine, event.steps, event.examples))
         elif isinstance(event, Status):
             self._status(event)
         elif isinstance(event, ProgramEnded | Died):
             self._replica_ended(event)
 
-    def feed_here(self, point: Mapping[str, Any], now: float) -> None:
-        """Take a call of `distnb.live` in the notebook's own process: {name: number or {replica: number}}."""
+    def feed_here(self, point: Mapping[str, Any], place: progress.Place, now: float) -> None:
+        """Take a call of `distnb.live` in the notebook's own process: {name: number or {replica: number}}.
+
+        The notebook does not follow the steps of replicas that it calls: a name that is told again begins the next.
+        """
         if self.began is None:
             self.began = now
         if self.state == "starting":
             self.state = "running"
-        step = self._step_base.get(-1, 0.0) + 1
-        self._step_base[-1] = step
+        step, call = place
+        at = self._axes[HERE].put((max(step - self._before(HERE, step)[0], 1), call), point)
         for name, value in point.items():
-            for replica, component in value.items() if isinstance(value, Mapping) else ((0, value),):
-                self._add_one(replica, name, step, float(component))
+            own = value if isinstance(value, Mapping) else {0: value}
+            for replica, component in own.items():
+                self._add_one(replica, name, at, float(component))
+            for replica, row in self.rows.items():
+                # One number is all replicas': a reduced one.
+                component = own.get(replica) if isinstance(value, Mapping) else value
+                if component is not None:
+                    row.values[name] = float(component)
+
+    def _before(self, engine: int, steps: int, examples: int | None = None) -> tuple[int, int]:
+        before = self._counted_before.get(engine, (0, 0))
+        if steps < before[0] or (examples is not None and examples < before[1]):
+            # Another process has taken the engine's place, and counts from the beginning.
+            before = self._counted_before[engine] = (0, 0)
+        return before
 
     def _status(self, event: Status) -> None:
         if event.state == "started":
             self.state = "running"
             for replica, engine in enumerate(event.team.engines):
-                row = self._begin_program(replica, engine, event.program)
+                row = self._row(replica, engine)
                 row.state, row.device = "running", str(event.team.devices[replica])
         else:
             self.state = self._failure() if event.text else "ended"
@@ -262,28 +290,24 @@ class LiveModel:
                 if isinstance(event, Died):
                     row.state, row.where = "died", event.exit_status
                 else:
-                    row.state = _ENDS[event.status]
+                    row.state, row.where = _ENDS[event.status], event.where or row.where
         if isinstance(event, ProgramEnded) and event.status == "error" and not self.text:
             self.text = event.summary
 
-    def _begin_program(self, replica: int, engine: int, program: int) -> ReplicaRow:
+    def _row(self, replica: int, engine: int) -> ReplicaRow:
         if self.state == "starting":
             self.state = "running"
         row = self.rows.get(replica)
         if row is None:
-            row = self.rows[replica] = ReplicaRow(replica, engine)
-        if self._program.get(replica) != program:
-            self._program[replica] = program
-            row.engine = engine
-            lasts = [curve.lines[replica].points[-1][0] for curve in self.curves.values() if replica in curve.lines]
-            self._step_base[replica] = max(lasts, default=0.0)
+            row = self.rows[replica] = ReplicaRow(replica, engine, self._devices.get(engine, ""))
+        row.engine = engine
         return row
 
-    def _add(self, replica: int, step: float, values: Mapping[str, float]) -> None:
-        base = self._step_base.get(replica, 0.0)
+    def _add(self, event: Live, step: int, call: int, values: Mapping[str, float]) -> None:
+        at = self._axes[event.replica].put((step - self._before(event.engine, step)[0], call), values)
         for name, value in values.items():
-            self._add_one(replica, name, base + step, value)
-        self.rows[replica].values.update(values)
+            self._add_one(event.replica, name, at, value)
+        self.rows[event.replica].values.update(values)
 
     def _add_one(self, replica: int, name: str, step: float, value: float) -> None:
         curve = self.curves.setdefault(name, Curve(name))
@@ -307,6 +331,9 @@ class LiveModel:
     def end(self, now: float, *, failed: bool) -> None:
         """The cell ended."""
         self.ended_at = now
+        for row in self.rows.values():
+            if row.state == "running":  # calls from an ordinary cell tell of their ends by their replies alone
+                row.state = "ended"
         if failed:
             self.state = self._failure()
         elif self.state in ("starting", "running"):

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import types
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from distnb.session.handles import HANDLES, state_of_handle
+from distnb.objects.code import EMPTY, content_of, names_of_code
+from distnb.session.handles import HANDLES, RemoteState, state_of_handle
 from distnb.session.operations import Operations
 from distnb.session.reads import Reads
 from distnb.session.spaces import MISSING
 from distnb.values import DistributedValues, Mirrored
-from distnb.wire.code import names_of_code
-from distnb.wire.fingerprints import fingerprint
-from distnb.wire.graph import Side
-from distnb.wire.twins import Twins
 
 __all__ = ["LocalCopies"]
 
@@ -29,21 +25,17 @@ class LocalCopies:
 
     Args:
         user_ns: The notebook's namespace.
-        side: This process.
         operations: Fetches the copies.
         announce: Told what happened.
     """
 
-    def __init__(
-        self, user_ns: dict[str, Any], side: Side, operations: Operations, announce: Callable[[str], None]
-    ) -> None:
+    def __init__(self, user_ns: dict[str, Any], operations: Operations, announce: Callable[[str], None]) -> None:
         self._user_ns = user_ns
-        self._side = side
         self._operations = operations
         self._announce = announce
         self._bound: dict[str, tuple[Any, Any]] = {}
         self._inner: list[tuple[Any, Any, Any, Any]] = []
-        self._prints: dict[str, bytes | None] = {}
+        self._prints: dict[str, bytes] = {}
 
     def bind(self, reads: Reads) -> tuple[str, ...]:
         """Bind names, and items of containers, that are handles of mirrored objects to copies of replica 0's.
@@ -66,7 +58,7 @@ class LocalCopies:
             copy = copies[id(handle)]
             self._bound[name] = handle, copy
             self._user_ns[name] = copy
-            self._prints[name] = self._print(copy)
+            self._prints[name] = _digest(state_of_handle(handle), copy)
         for container, key, handle in places:
             self._inner.append((container, key, handle, copies[id(handle)]))
             container[key] = copies[id(handle)]
@@ -81,7 +73,7 @@ class LocalCopies:
         for name, (handle, copy) in self._bound.items():
             if self._user_ns.get(name, MISSING) is copy:
                 self._user_ns[name] = handle
-                if self._prints[name] is not None and self._print(copy) != self._prints[name]:
+                if _digest(state_of_handle(handle), copy) != self._prints[name]:
                     changed.append(name)
         for container, key, handle, copy in self._inner:
             with contextlib.suppress(LookupError, TypeError):
@@ -93,12 +85,6 @@ class LocalCopies:
                 f"distnb: the cell changed its copy of {what}; the replicas' own is as it was. To keep such a change, "
                 "assign the object to a name of its own in the cell."
             )
-
-    def _print(self, value: Any) -> bytes | None:
-        try:
-            return fingerprint(value, self._side, Twins(weak=True)).digest
-        except Exception:  # noqa: BLE001
-            return None
 
     def _look(self, reads: Reads) -> tuple[list[str], list[DistributedValues], list[tuple[Any, Any, Any]]]:
         """Names that are handles, every handle, and places in containers that hold one."""
@@ -154,6 +140,19 @@ def _parts(obj: Any) -> list[Any]:
     if type(obj) in (str, bytes, int, float, bool, type(None)) or isinstance(obj, HANDLES):
         return []
     if isinstance(obj, type):
-        # Not its dict: Python remembers what it found in a class, and would not see that it is another object.
         return [*vars(obj).values(), *obj.__bases__]
-    return [part for part in gc.get_referents(obj) if gc.is_tracked(part) and not isinstance(part, types.ModuleType)]
+    if isinstance(obj, dict):
+        return list(obj.values())
+    if isinstance(obj, list | tuple | set | frozenset):
+        return list(obj)
+    if isinstance(obj, types.CellType):
+        content = content_of(obj)
+        return [] if content is EMPTY else [content]
+    if isinstance(obj, types.MethodType):
+        return [obj.__func__, obj.__self__]
+    attributes = getattr(obj, "__dict__", None)
+    return list(attributes.values()) if isinstance(attributes, dict) else []
+
+
+def _digest(state: RemoteState, copy: Any) -> bytes:
+    return state.space.tracker.look({"": copy}).digests[""]

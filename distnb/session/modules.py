@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import glob
+import os
 import site
 import sys
 import sysconfig
 import types
 from collections.abc import Callable, Collection, Iterable
 
-from distnb.wire.bindings import Reloads
+from distnb.wire.exchange import Reloads
 
 __all__ = ["ModuleWatch", "State", "reloaded", "state_of", "versions"]
 
@@ -40,7 +42,29 @@ def _library_folders() -> tuple[str, ...]:
         site.getusersitepackages(),
         sys.base_prefix + "/lib",
     }
-    return tuple(folder for folder in folders if folder)
+    return tuple(os.path.join(folder, "") for folder in folders if folder)
+
+
+@functools.cache
+def _given_folders() -> tuple[str, ...]:
+    """Folders that Python was started with beside its own: those of PYTHONPATH and of .pth files."""
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    for site_folder in (*site.getsitepackages(), site.getusersitepackages()):
+        for file in glob.glob(os.path.join(glob.escape(site_folder), "*.pth")):
+            with open(file, encoding="utf-8", errors="replace") as lines:
+                folders += [found for line in lines if os.path.isdir(found := os.path.join(site_folder, line.strip()))]
+    return tuple({os.path.join(os.path.realpath(folder), "") for folder in folders})
+
+
+def _is_local_file(file: str) -> bool:
+    """Whether a module's file is the user's own: in the working directory, or on a path that was added to sys.path."""
+    if file.startswith(_library_folders()):
+        return False
+    real = os.path.realpath(file)
+    if real.startswith(os.path.join(os.path.realpath(os.curdir), "")):
+        return True
+    added = tuple(os.path.join(os.path.realpath(folder), "") for folder in sys.path if folder)
+    return not real.startswith(_given_folders()) and real.startswith(added)
 
 
 class ModuleWatch:
@@ -50,6 +74,8 @@ class ModuleWatch:
         self._states: dict[str, State] = {}
         self._reloads: dict[str, Reloads] = {}
         self._local: dict[str, bool] = {}
+        self._newest = 0, ""
+        self._names: list[str] = []
 
     def wanted(self, modules: Iterable[types.ModuleType], attributes: Collection[str]) -> dict[str, Reloads]:
         """What the engines should have imported, and how often each was reloaded.
@@ -68,8 +94,16 @@ class ModuleWatch:
 
     def local(self) -> list[types.ModuleType]:
         """The local modules that are loaded."""
-        loaded = list(sys.modules.items())
-        return [each for name, each in loaded if isinstance(each, types.ModuleType) and self._is_local(name, each)]
+        # There are thousands: they are gone through when there is a new one, which is the last then.
+        newest = len(sys.modules), next(reversed(sys.modules), "")
+        if newest != self._newest:
+            self._newest = newest
+            loaded = list(sys.modules.items())
+            self._names = [
+                name for name, each in loaded if isinstance(each, types.ModuleType) and self._is_local(name, each)
+            ]
+        found = [sys.modules.get(name) for name in self._names]
+        return [each for each in found if isinstance(each, types.ModuleType)]
 
     def _submodules(self, name: str, attributes: Collection[str]) -> list[str]:
         prefix = name + "."
@@ -96,7 +130,7 @@ class ModuleWatch:
                 name.partition(".")[0] != "distnb"
                 and bool(file)
                 and module.__spec__ is not None
-                and not str(file).startswith(_library_folders())
+                and _is_local_file(str(file))
             )
             self._local[name] = known
         return known

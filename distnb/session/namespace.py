@@ -1,4 +1,4 @@
-"""The notebook's side of the one namespace: what programs need goes out, what they did comes in."""
+"""The notebook's side of the one namespace: snapshots go out, what programs did comes in."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from distnb.errors import NamespaceError
-from distnb.session.agreeing import agreed_scalar
-from distnb.session.arrivals import Arrival
-from distnb.session.collecting import Collector
-from distnb.session.handles import HANDLES
+from distnb.objects.code import Classes, is_simple
+from distnb.objects.packing import Packed
+from distnb.objects.plain import is_plain, same
+from distnb.session.cell_names import cell_name
+from distnb.session.handles import HANDLES, state_of_handle
+from distnb.session.incoming import Incoming
 from distnb.session.local_copies import LocalCopies
-from distnb.session.luggage import Luggage, made_for_call, objects_in
 from distnb.session.modules import ModuleWatch
+from distnb.session.needs import Needs
 from distnb.session.operations import Operations, Perform
-from distnb.session.plans import Plan, Plans
+from distnb.session.pending import resolve
 from distnb.session.reads import names_read
 from distnb.session.spaces import MISSING, Argument, NotebookSpace
 from distnb.session.spaces_of_engines import Spaces
-from distnb.session.travel import Packer
 from distnb.session.user_names import user_names
 from distnb.topology import Team
-from distnb.values import DistributedValues, structure
-from distnb.wire.bindings import Delivery, Effects, Repeat, Returned, SpaceKey
+from distnb.values import DistributedValues
 from distnb.wire.environment import capture_environment
-from distnb.wire.graph import Side
+from distnb.wire.exchange import Effects, Keywords, NamedArgument, Snapshot, is_bare
 
 __all__ = ["NotebookNamespace"]
+
+_LARGE_NBYTES = 50 << 20
 
 
 class NotebookNamespace:
@@ -43,38 +46,31 @@ class NotebookNamespace:
 
     def __init__(self, user_ns: dict[str, Any], perform: Perform, announce: Callable[[str], None] = print) -> None:
         self.user_ns = user_ns
-        self.side = Side(user_ns)
         self.operations = Operations(self, perform)
         self._announce = announce
-        self._spaces = Spaces(self.operations)
+        self._classes = Classes()
+        self._spaces = Spaces(self.operations, lambda key: NotebookSpace(key, user_ns, self._classes))
         self._serials = itertools.count(1)
         self._modules = ModuleWatch()
-        self._plans: dict[SpaceKey, Plans] = {}
-        # Grows whenever something is bound on engines: what a plan knows of the bindings there is then out of date.
-        self._version = 0
 
-    # -- cells -----------------------------------------------------------------------------------------------------
+    # -- cells ---------------------------------------------------------------------------------------------------------
 
-    def outgoing(self, source: str, team: Team, *, extra_names: Iterable[str] = ()) -> Delivery:
+    def outgoing(self, source: str, team: Team, *, extra_names: Iterable[str] = ()) -> Snapshot:
         """What a cell needs. Call it right before the cell is sent, and send what it gives.
 
         Args:
             source: The cell's text.
             team: Who runs it.
             extra_names: Names to send though the cell does not read them.
-
-        Raises:
-            CannotTravelError: A name that it reads cannot be sent: its value, and the cure, are named.
-            StaleHandleError: It reads an object that is gone.
         """
-        space = self._spaces.of(team.engines)
-        space.give_up_cell()
+        space = self._space_for(team)
         reads = names_read(source)
-        collector = self._collector(space)
-        collector.luggage.attributes |= reads.attributes
-        optional = sorted(user_names(self.user_ns)) if reads.dynamic else ()
-        collector.collect([*sorted(reads.names), *extra_names], optional=optional, remade=reads.assigned)
-        return self._send(self._packer(space, collector.luggage), space, cell=True)
+        needs = self._needs(space)
+        needs.look.attributes |= reads.attributes
+        needs.take_names([*sorted(reads.names), *extra_names])
+        if reads.dynamic:
+            needs.take_names(sorted(user_names(self.user_ns)))
+        return self._snapshot(space, needs.collect(), None, cell=True)
 
     def incoming(self, source: str, team: Team, replies: Mapping[int, Effects]) -> None:
         """Take in what a cell did, whether it failed or not.
@@ -85,177 +81,96 @@ class NotebookNamespace:
             replies: What `EngineNamespace.finish` gave, by replica; none for those that gave nothing.
         """
         space = self._spaces.of(team.engines)
-        if not replies:
-            space.give_up_cell()
-            return
-        self.take_in_call(space, replies, with_result=False)
+        if replies:
+            self.take_in_call(space, replies, with_result=False)
+        else:
+            for snapshot in list(space.outstanding.values()):
+                space.reject(snapshot)
 
-    # -- calls -----------------------------------------------------------------------------------------------------
+    # -- calls ---------------------------------------------------------------------------------------------------------
 
-    def outgoing_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], team: Team) -> Delivery | Repeat:
+    def outgoing_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], team: Team) -> Snapshot:
         """What a call of a strategy's method needs.
 
         Args:
             args, kwargs: The method's arguments, functions among them.
             team: Who runs it.
-
-        Raises:
-            CannotTravelError, StaleHandleError: An argument, or a name that a function reads, cannot be sent.
         """
-        space = self._spaces.of(team.engines)
-        space.give_up_cell()
-        arguments: tuple[Any, Any] = (tuple(args), dict(kwargs))
-        plans = self._usable_plans(space)
-        repeated = plans.repeated(arguments, self._version, space, self.side) if plans is not None else None
-        if repeated is not None and repeated.place is not None and self._has_nothing_to_tell(space):
-            return Repeat(space.key, next(self._serials), repeated.place, repeated.kept)
-        objects = list(objects_in(arguments))
-        functions = [value for value in objects if isinstance(value, types.FunctionType)]
-        plan = plans.find(functions, self._version, space, self.side) if plans is not None else None
-        if len(objects) > len(functions) and structure.has_distributed(arguments):
-            arguments = structure.replace_distributed(arguments, _as_argument)
-            objects = list(objects_in(arguments))
-        return self._deliver_call(space, arguments, objects, functions, plan)
+        return self.call_snapshot(self._space_for(team), (tuple(args), dict(kwargs)))
 
-    def _plans_of(self, space: NotebookSpace) -> Plans:
-        plans = self._plans.get(space.key)
-        if plans is None:
-            plans = self._plans[space.key] = Plans()
-        return plans
+    def call_snapshot(
+        self, space: NotebookSpace, arguments: Any, *, touched: Sequence[DistributedValues] = ()
+    ) -> Snapshot:
+        """The snapshot of a call, or of an operation on `touched` handles, with its arguments.
 
-    def _usable_plans(self, space: NotebookSpace) -> Plans | None:
+        Args:
+            arguments: `(args, kwargs)`, or None.
+        """
         self._spaces.leave_the_dead(space)
-        # A name whose object is gone here is to be unbound there, too: that is more than a plan looks at.
-        if space.bound_is_released():
-            return None
-        return self._plans_of(space)
+        self._check(space)
+        needs = self._needs(space)
+        for handle in touched:
+            needs.take_handle(handle)
+        if arguments is not None:
+            arguments = _Arguments(needs, self.user_ns, asked=bool(touched)).replaced(arguments)
+        return self._snapshot(space, needs.collect(), arguments, cell=False)
 
-    def _has_nothing_to_tell(self, space: NotebookSpace) -> bool:
-        """Whether the engines have nothing to hear of besides a call."""
-        if space.ended or space.has_news:
-            return False
-        now = capture_environment(space.environment)
-        if now is not space.environment:
-            if not now.since(space.environment).empty:
-                return False
-            space.environment = now  # the next time it is seen at once
-        return True
+    def may_be_changed(self, team: Team) -> bool:
+        """Whether a call under way may change an object of the notebook's in place."""
+        space = self._spaces.of(team.engines)
+        return not space.changing.isdisjoint(space.outstanding)
 
-    def doubt(self, delivery: Delivery | Repeat) -> None:
-        """Engines that were given up on may have been ended before they opened a delivery, whatever the others did."""
-        for space in self._spaces:
-            if space.key == delivery.space and not isinstance(delivery, Repeat):
-                space.tell_again(delivery)
-
-    def result(self, team: Team, replies: Mapping[int, Effects | Returned]) -> Any:
+    def result(self, team: Team, replies: Mapping[int, Effects]) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
         return self.take_in_call(self._spaces.of(team.engines), replies)
 
-    def failed(self, delivery: Delivery | Repeat, replies: Mapping[int, Effects | Returned] | None = None) -> None:
+    def failed(self, snapshot: Snapshot, replies: Mapping[int, Effects] | None = None) -> None:
         """A call failed, or could not be sent. What it did until then is taken in, as that of a cell is.
 
         Args:
-            delivery: What `outgoing_call` gave for it.
-            replies: What `EngineNamespace.give_up_call` gave, by replica. Without any, what the call may have changed
-                is sent again.
+            snapshot: What `outgoing_call` gave for it.
+            replies: What `EngineNamespace.give_up_call` gave, by replica.
         """
         for space in self._spaces:
-            if space.key != delivery.space:
-                continue
-            self._plans.pop(space.key, None)  # not even what the engines were asked to keep is sure to have reached all
-            if isinstance(delivery, Repeat):
-                space.environment = None
-            if replies:
-                self.take_in_call(space, replies, with_result=False)
-            else:
-                space.reject(delivery.serial)
+            if space.key == snapshot.space:
+                if replies:
+                    self.take_in_call(space, replies, with_result=False)
+                else:
+                    space.reject(snapshot)
 
-    def deliver_call(
-        self, space: NotebookSpace, arguments: Any, *, touched: Sequence[DistributedValues] = ()
-    ) -> Delivery:
-        """The delivery of an operation, on `touched` handles."""
-        objects = list(objects_in(arguments, asked=bool(touched)))
-        functions = [value for value in objects if isinstance(value, types.FunctionType)]
-        plans = self._usable_plans(space)
-        plan = plans.find(functions, self._version, space, self.side) if plans is not None else None
-        return self._deliver_call(space, arguments, objects, functions, plan, touched)
+    def doubt(self, snapshot: Snapshot) -> None:
+        """Engines that were given up on may have been ended before they opened a snapshot, whatever the others did."""
+        for space in self._spaces:
+            if space.key == snapshot.space:
+                space.reject(snapshot)
 
-    def _deliver_call(
-        self,
-        space: NotebookSpace,
-        arguments: Any,
-        objects: Sequence[Any],
-        functions: Sequence[types.FunctionType],
-        plan: Plan | None,
-        touched: Sequence[DistributedValues] = (),
-    ) -> Delivery:
-        collector = self._collector(space)
-        luggage = collector.luggage
-        packer = self._packer(space, luggage, in_call=True)
-        luggage.made = made_for_call(arguments, asked=bool(touched))
-        names: set[str] = set()
-        if plan is None:
-            for function in functions:
-                names |= collector.take_value(function, "", function.__name__)
-            collector.collect(sorted(names))
-        else:
-            luggage.watch.update(dict.fromkeys(plan.watch))
-            luggage.handles.update(dict.fromkeys(plan.handles))
-            blob = plan.packed(arguments) if len(objects) == len(functions) and not touched else None
-            if blob is not None:
-                return self._sent(packer.deliver(blob), space)
-        by_functions = luggage.copy()
-        names = set()
-        for value in objects:
-            names |= (
-                collector.take_value(value, "", "an argument of the call")
-                if not isinstance(value, types.FunctionType)
-                else set()
-            )
-        for handle in touched:
-            names |= collector.take_handle(handle)
-        collector.collect(sorted(names))
-        delivery = self._send(packer, space, arguments, stale=plan is None or bool(names))
-        plans = self._plans_of(space)
-        if plan is None and functions and not names:
-            plan = plans.make(functions, self._version, space, by_functions, packer)
-        if plan is not None and len(objects) == len(functions) and not touched:
-            delivery = self._sent(plans.keep(plan, arguments, delivery), space)
-        return delivery
-
-    def take_in_call(
-        self, space: NotebookSpace, told: Mapping[int, Effects | Returned], *, with_result: bool = True
-    ) -> Any:
+    def take_in_call(self, space: NotebookSpace, effects: Mapping[int, Effects], *, with_result: bool = True) -> Any:
         """Take in what a program did, and give its result."""
-        serial = next(iter(told.values())).serial
-        delivery = space.outstanding.get(serial)
-        if delivery is None and with_result and len(told) == space.size:
-            agreed = agreed_scalar(told.values())
-            if agreed is not MISSING:
-                return agreed
-        effects = {replica: one.effects() if isinstance(one, Returned) else one for replica, one in told.items()}
-        watch = delivery.watch if delivery is not None else ()
-        arrival = Arrival(space, self.user_ns, self.side, self.operations, effects, watch, self._announce)
-        result = None
+        snapshot = space.outstanding.get(next(iter(effects.values())).serial)
+        if snapshot is None:  # since it was sent, both sides have forgotten the numbers of objects
+            effects = {replica: replace(one, changed={}, pack=None) for replica, one in effects.items()}
+        incoming = Incoming(space, self.user_ns, self.operations, effects, self._announce)
         try:
-            arrival.take_in()
-            if with_result:
-                result = arrival.result()
+            incoming.take_in()
+            result = incoming.result() if with_result else None
+            incoming.release()
         except BaseException:
-            space.reject(serial)
-            if delivery is None:
-                space.rejected.append(serial)
+            if snapshot is not None:
+                space.reject(snapshot)
+            else:
+                space.doubt()
             raise
-        arrival.confirm()
-        if any(one.names or one.deleted for one in effects.values()):
-            self._version += 1
-        space.outstanding.pop(serial, None)
+        if snapshot is not None:
+            space.outstanding.pop(snapshot.serial, None)
         if len(effects) < space.size:
-            for identity in watch:
-                space.forget(identity)
+            space.doubt()
         return result
 
-    # -- engines that come and go ------------------------------------------------------------------------------------
+    def open_error(self, pack: Packed) -> Any:
+        """An exception that an engine packed: its class is the notebook's own."""
+        return NotebookSpace(((), 0), self.user_ns, self._classes).tracker.open_loose(pack)
+
+    # -- engines that come and go --------------------------------------------------------------------------------------
 
     def engine_died(self, engine: int) -> None:
         """An engine's process has ended; from any thread. Programs on those that are left use what lives there."""
@@ -274,7 +189,7 @@ class NotebookNamespace:
         """The cluster is gone: every handle is stale."""
         self._spaces.close()
 
-    # -- the default strategy ----------------------------------------------------------------------------------------
+    # -- the default strategy ------------------------------------------------------------------------------------------
 
     @contextmanager
     def localise(self, source: str) -> Iterator[tuple[str, ...]]:
@@ -293,55 +208,178 @@ class NotebookNamespace:
         Raises:
             StaleHandleError, NamespaceError: An object is gone, or cannot be copied.
         """
-        copies = LocalCopies(self.user_ns, self.side, self.operations, self._announce)
+        copies = LocalCopies(self.user_ns, self.operations, self._announce)
         names = copies.bind(names_read(source))
         try:
             yield names
         finally:
             copies.unbind()
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _collector(self, space: NotebookSpace) -> Collector:
+    def _space_for(self, team: Team) -> NotebookSpace:
+        space = self._spaces.of(team.engines)
+        self._check(space)
+        return space
+
+    def _check(self, space: NotebookSpace) -> None:
         if space.ended:
             raise NamespaceError(
                 "The engines of this strategy were restarted or stopped while it was in use. Run the cell again."
             )
-        space.twins.sweep()
-        return Collector(space, self.user_ns, self.side)
 
-    def _packer(self, space: NotebookSpace, luggage: Luggage, *, in_call: bool = False) -> Packer:
+    def _snapshot(self, space: NotebookSpace, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
+        try:
+            return self._make_snapshot(space, needs, arguments, cell=cell)
+        except BaseException:  # the user's interrupt, or what the user's own code raises as it is pickled
+            space.doubt()
+            raise
+
+    def _make_snapshot(self, space: NotebookSpace, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
         serial = next(self._serials)
-        return Packer(space, self.side, serial, self._modules, self._announce, luggage, in_call=in_call)
+        tracker = space.tracker
+        sections = needs.ordered()
+        space.forget_arguments(frozenset(sections))
+        for name in sections:
+            space.plain.pop(name, None)
+        rebound = [name for name in sections if name in tracker and tracker.root(name) is not sections[name]]
+        space.let_go(rebound, serial)
+        lacking = tracker.lacking(sections, needs.look)
+        pack = None
+        if lacking:
+            pack = tracker.pack(serial << 1, sections, needs.look, lacking)
+            if pack.nbytes > _LARGE_NBYTES:
+                self._tell_of_large(space, pack)
+        plain = {name: value for name, value in needs.plain.items() if not _is_sent(space.plain, name, value)}
+        space.plain.update(plain)
+        names = tuple(needs.names)
+        bind = bool(lacking or plain) or not self._are_bound(space.bound, names, cell=cell)
+        if bind:
+            space.bound = names
+        environment = capture_environment(space.environment, "beginning" if cell else "call")
+        changed = None
+        if environment is not space.environment:
+            changed = environment.since(space.environment)
+            space.environment = environment
+        read = {state_of_handle(value).identity for value in needs.plain.values() if type(value) in HANDLES}
+        snapshot = Snapshot(
+            space.key,
+            serial,
+            names if bind else None,
+            needs.imports,
+            tuple(sections),
+            pack,
+            sum(1 for name in lacking if needs.is_early(sections[name])),
+            tracker.pack_loose(plain) if plain else None,
+            arguments if is_bare(arguments) else tracker.pack_loose(arguments),
+            space.fresh,
+            dict(space.renamed),
+            tuple(space.forget),
+            dict(space.adopt),
+            space.take_released() if space.released else (),
+            (*read, *(set(space.references.met) - read)) if cell else (),
+            None if changed is None or changed.empty else changed,
+            self._sources(space, needs),
+            self._reloads(space, needs) if cell or bind else {},
+        )
+        space.forget.clear()
+        space.adopt.clear()
+        space.renamed.clear()
+        space.fresh = False
+        space.changing = {each for each in space.changing if each in space.outstanding}
+        if not all(isinstance(value, type) or is_simple(value) for value in sections.values()):
+            space.changing.add(serial)
+        space.outstanding[serial] = snapshot
+        return snapshot
 
-    def _send(
-        self, packer: Packer, space: NotebookSpace, arguments: Any = None, *, cell: bool = False, stale: bool = True
-    ) -> Delivery:
-        delete = self._stale_names(space, packer.luggage.bindings) if stale else ()
-        delivery = packer.pack(arguments, delete=delete)
-        if packer.luggage.bindings or delete:
-            self._version += 1
-        if cell:
-            space.cell = delivery.serial
-        return self._sent(delivery, space)
+    def _needs(self, space: NotebookSpace) -> Needs:
+        """Begin to collect what a program needs, once the engines' names are the notebook's."""
+        tracker, user_ns = space.tracker, self.user_ns
+        rebound = [
+            name
+            for name in tracker.names
+            if name[0] not in "@%" and "#" not in name and user_ns.get(name, MISSING) is not tracker.root(name)
+        ]
+        space.let_go(rebound, next(self._serials))
+        return Needs(space, user_ns)
 
-    def _sent(self, delivery: Delivery, space: NotebookSpace) -> Delivery:
-        space.outstanding[delivery.serial] = delivery
-        return delivery
+    def _are_bound(self, bound: tuple[str, ...] | None, names: tuple[str, ...], *, cell: bool) -> bool:
+        """Whether the engines' namespace is what a program needs: that of a cell has no other names."""
+        if bound is None or cell:
+            return names == bound
+        return set(names) <= set(bound) and all(name in self.user_ns for name in bound)
 
-    def _stale_names(self, space: NotebookSpace, bindings: Mapping[str, Any]) -> list[str]:
-        """Names on these engines that are gone from the notebook, or mean something else by now."""
-        stale: list[str] = []
-        engines = set(space.key[0])
-        for other in self._spaces:
-            if engines.isdisjoint(other.key[0]):
-                continue
-            old = [name for name in other.bound if name not in bindings and not other.is_current(name, self.user_ns)]
-            for name in old:
-                del other.bound[name]
-            stale += old
-        return stale
+    def _sources(self, space: NotebookSpace, needs: Needs) -> dict[str, tuple[str, str]]:
+        found = needs.look.sources
+        sources = {name: (text, cell_name(name)) for name, text in found.items() if name not in space.sources}
+        space.sources.update(sources)
+        return sources
+
+    def _reloads(self, space: NotebookSpace, needs: Needs) -> dict[str, Any]:
+        imported = [value for name in needs.imports if isinstance(value := self.user_ns.get(name), types.ModuleType)]
+        wanted = self._modules.wanted(imported, needs.look.attributes)
+        modules = {name: reloads for name, reloads in wanted.items() if space.modules.get(name) != reloads}
+        space.modules.update(modules)
+        return modules
+
+    def _tell_of_large(self, space: NotebookSpace, pack: Any) -> None:
+        what = ", ".join(f"`{name}`" for name in pack.names if not name.startswith("@"))
+        self._announce(
+            f"distnb: sending {pack.nbytes / 1e6:,.0f} MB to {space.size} replica(s): {what or 'arguments of a call'}"
+        )
 
 
-def _as_argument(value: DistributedValues) -> Any:
-    return Argument(value) if isinstance(value, HANDLES) else value
+def _is_sent(sent: Mapping[str, Any], name: str, value: Any) -> bool:
+    """Whether the engines have an immutable value, or a handle, under a name."""
+    known = sent.get(name, MISSING)
+    if known is value:
+        return True
+    if known is MISSING or type(value) in HANDLES or type(known) in HANDLES:
+        return False
+    return same(known, value)
+
+
+class _Arguments:
+    """Puts names in the place of values that are looked at by themselves.
+
+    Args:
+        needs: Takes these values.
+        user_ns: The notebook's namespace: what it has a name for is sent under that.
+        asked: They are the arguments of an operation on a handle; else of a strategy's method.
+    """
+
+    def __init__(self, needs: Needs, user_ns: Mapping[str, Any], *, asked: bool) -> None:
+        self._needs = needs
+        self._user_ns = user_ns
+        self._asked = asked
+
+    def replaced(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """`(args, kwargs)` as they are sent."""
+        args, kwargs = arguments
+        # Of `run`'s arguments the second and third are a tuple and a dict that were made for the call.
+        made = not self._asked and len(args) == 3 and type(args[1]) is tuple and type(args[2]) is dict
+        if made:
+            inner = {name: self._one(value) for name, value in args[2].items()}
+            return (self._one(args[0]), tuple(map(self._one, args[1])), Keywords(inner)), {
+                name: self._one(value) for name, value in kwargs.items()
+            }
+        return tuple(map(self._one, args)), {name: self._one(value) for name, value in kwargs.items()}
+
+    def _one(self, value: Any) -> Any:
+        value = resolve(value)
+        kind = type(value)
+        if isinstance(value, DistributedValues):
+            if kind in HANDLES:
+                self._needs.take_handle(value)
+            return value if self._asked else Argument(value)
+        if is_plain(value):
+            return value
+        if kind is tuple:
+            return tuple(map(self._one, value))
+        name = getattr(value, "__name__", "") if kind is types.FunctionType else ""
+        if name and self._user_ns.get(name) is value:
+            self._needs.take_names((name,))
+        else:
+            name = f"@{id(value):x}"
+            self._needs.take_value(name, value)
+        return NamedArgument(name)

@@ -9,14 +9,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distnb.errors import DistributedValueError, ReplicaStuck
+from distnb.objects.packing import Packed
 from distnb.session.handles import HANDLES, RemoteMethod, RemoteState, state_of_handle
-from distnb.session.luggage import objects_in
 from distnb.session.pending import resolve
 from distnb.session.spaces import NotebookSpace
 from distnb.values import DistributedValues, structure
-from distnb.wire.bindings import Effects, Leaf, Request, SpaceKey, Summary
-from distnb.wire.codec import Parcel
-from distnb.wire.graph import GraphUnpickler
+from distnb.wire.exchange import Effects, Leaf, Request, SpaceKey, Summary
 from distnb.wire.messages import ObjectId
 
 if TYPE_CHECKING:
@@ -63,25 +61,13 @@ class Operations:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         path: Path = (),
-        *,
-        keeps: bool = True,
     ) -> Any:
         """Apply an operation on every replica that has the object, and take in what it did.
-
-        Args:
-            keeps: Whether the object may hold from now on what it is given.
 
         Returns:
             What the replicas returned: a plain value where they agree on it, else a handle.
         """
         effects = self._effects(handle, operation, args, kwargs or {}, path)
-        state = state_of_handle(handle)
-        if keeps and any(fact.digest is None for fact in state.facts.values()):
-            # It was not described anew: it may hold from now on what it was given.
-            given = (
-                state.space.twins.id_of(value) for value in objects_in((tuple(args), dict(kwargs or {})), asked=True)
-            )
-            state.adopt({identity for identity in given if identity not in (None, state.identity)})
         return _derived(handle, self._namespace.take_in_call(state_of_handle(handle).space, effects))
 
     def attribute(self, handle: DistributedValues, path: Path) -> Any:
@@ -126,7 +112,7 @@ class Operations:
         for replica in range(handle.num_replicas):
             state.check_assigned(replica)
         if not state.local:
-            return self.run(handle, "apply", (getattr(operator, comparison), handle, other), keeps=False)
+            return self.run(handle, "apply", (getattr(operator, comparison), handle, other))
         others = other.component if isinstance(other, DistributedValues) else lambda replica: other
         compared = getattr(operator, comparison)
         mine = self.fetch_components(handle, range(handle.num_replicas))
@@ -142,18 +128,19 @@ class Operations:
             raise DistributedValueError(_no_object(state))
         asked = tuple(sorted(state.facts.keys() - state.lost))
         space = state.space
-        delivery = self._namespace.deliver_call(space, (tuple(args), dict(kwargs)), touched=(handle,))
-        answers = self._ask(space, operation, state.identity, Request(delivery, path, asked))
+        snapshot = self._namespace.call_snapshot(space, (tuple(args), dict(kwargs)), touched=(handle,))
+        answers = self._ask(space, operation, state.identity, Request(snapshot, path, asked))
+        state.give(name for name in snapshot.sections if name.startswith("@"))
         self.changes += operation not in _LOOKING
         state.as_of = -1
         return answers
 
     def _ask(self, space: NotebookSpace, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
-        # Every engine hears of every delivery, also those that have nothing to answer.
+        # Every engine hears of every snapshot, also those that have nothing to answer.
         try:
             answers = self._perform(space.key[0], operation, target, request)
         except BaseException:
-            self._namespace.failed(request.delivery)
+            self._namespace.failed(request.snapshot)
             raise
         return {space.key[0].index(engine): answer for engine, answer in answers.items() if answer is not None}
 
@@ -219,33 +206,30 @@ class Operations:
             state.check_assigned(replica)
         found = {replica: state.local[replica] for replica in wanted if replica in state.local}
         remote = [replica for replica in wanted if replica not in found]
-        parcels = self.fetch(state.space, remote, (state.identity,))
-        found.update({replica: self._unpack(state.space, parcel)[0] for replica, parcel in parcels.items()})
+        packs = self.fetch(state.space, remote, (state.identity,))
+        found.update({replica: state.space.tracker.open_loose(pack)[0] for replica, pack in packs.items()})
         return {replica: found[replica] for replica in wanted}
 
-    def fetch(self, space: NotebookSpace, replicas: Sequence[int], targets: tuple[ObjectId, ...]) -> dict[int, Parcel]:
+    def fetch(self, space: NotebookSpace, replicas: Sequence[int], targets: tuple[ObjectId, ...]) -> dict[int, Packed]:
         """Packed copies of several objects, as some replicas hold them."""
         if not replicas:
             return {}
-        touched = [handle for target in targets if isinstance(handle := space.twins.get(target), HANDLES)]
-        delivery = self._namespace.deliver_call(space, None, touched=touched)
-        return self._transfer(space, "fetch", targets[0], Request(delivery, (), tuple(replicas), targets))
+        touched = [handle for target in targets if (handle := space.handle(target)) is not None]
+        snapshot = self._namespace.call_snapshot(space, None, touched=touched)
+        return self._transfer(space, "fetch", targets[0], Request(snapshot, (), tuple(replicas), targets))
 
     def _transfer(self, space: NotebookSpace, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
         """An operation that has no effects."""
         answers = self._ask(space, operation, target, request)
-        space.outstanding.pop(request.delivery.serial, None)
+        space.outstanding.pop(request.snapshot.serial, None)
         return answers
 
     def copies(self, states: Sequence[RemoteState], replica: int = 0) -> list[Any]:
         """Copies of several objects of one space, which share what the objects share."""
         space = states[0].space
-        parcels = self.fetch(space, (replica,), tuple(state.identity for state in states))
-        copies: list[Any] = self._unpack(space, parcels[replica])
+        packs = self.fetch(space, (replica,), tuple(state.identity for state in states))
+        copies: list[Any] = space.tracker.open_loose(packs[replica])
         return copies
-
-    def _unpack(self, space: NotebookSpace, parcel: Parcel) -> Any:
-        return GraphUnpickler(parcel, self._namespace.side, space.twins.get).load()
 
     # -- a lost engine -----------------------------------------------------------------------------------------------
 
@@ -257,12 +241,12 @@ class Operations:
         Returns:
             The ids of what they now have.
         """
-        delivery = self._namespace.deliver_call(space, None, touched=())
-        parcel, restored = self._transfer(
-            space, "export", (0, ""), Request(delivery, answers=(survivor,), targets=mirrored)
+        snapshot = self._namespace.call_snapshot(space, None)
+        pack, restored = self._transfer(
+            space, "export", (0, ""), Request(snapshot, answers=(survivor,), targets=mirrored)
         )[survivor]
-        delivery = self._namespace.deliver_call(space, None, touched=())
-        self._transfer(space, "import", (0, ""), Request(delivery, answers=tuple(lost), blob=parcel))
+        snapshot = self._namespace.call_snapshot(space, None)
+        self._transfer(space, "import", (0, ""), Request(snapshot, answers=tuple(lost), pack=pack))
         return set(restored)
 
 
@@ -277,6 +261,6 @@ def _no_object(state: RemoteState) -> str:
 def _derived(handle: DistributedValues, result: Any) -> Any:
     """The result of an operation on a handle; handles in it remember whose parts they are."""
     for part in result if type(result) in (list, tuple) else (result,):
-        if isinstance(part, HANDLES) and part is not handle and state_of_handle(part).parent is None:
+        if type(part) in HANDLES and part is not handle and state_of_handle(part).parent is None:
             state_of_handle(part).parent = weakref.ref(handle)
     return result

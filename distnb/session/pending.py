@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from functools import partial
@@ -121,6 +122,12 @@ class Unsettled:
         if len(self._calls) > _MOST_UNSETTLED:
             while len(self._calls) > _FEW_UNSETTLED:
                 resolve(self._calls.pop(0))
+
+    def wait(self) -> None:
+        """Wait for all of them; what they raise is told where their results are used, or when they are settled."""
+        for call in self._calls:
+            with contextlib.suppress(Exception):
+                resolve(call)
 
     def settle(self) -> None:
         """Wait for all of them.

@@ -10,9 +10,9 @@ import ast
 import functools
 from dataclasses import dataclass
 
+from distnb.objects.code import names_of_code
 from distnb.session import magics_read
 from distnb.session.flow import Body, Flow
-from distnb.wire.code import names_of_code
 
 __all__ = ["Reads", "names_read"]
 

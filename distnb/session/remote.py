@@ -105,10 +105,13 @@ class Remote:
 
 
 class RemoteScope:
-    """What `strategy.scope()` is in the notebook: a top-level `with` hands its body to the engines.
+    """What `strategy.scope()` is in the notebook: a `with` in a cell hands its block to the engines.
 
     Entered in any other way it raises, since the body would make its variables in the notebook.
     """
+
+    is_remote = True
+    """What the code that the notebook's transformer made asks for."""
 
     def __init__(self, strategy: Owner) -> None:
         self.strategy = strategy
@@ -116,8 +119,8 @@ class RemoteScope:
     def __enter__(self) -> Any:
         raise ContextError(
             "strategy.scope() of a strategy whose replicas are engines was entered where its body cannot be sent to "
-            "them: in a function, or in a plain script. Put the code in a %%distribute cell, where the whole function "
-            "runs on the replicas, or write the `with` at the top level of a cell, after %load_ext distnb."
+            "them: in the code of a module, or in a plain script. Put the code in a %%distribute cell, where all of it "
+            "runs on the replicas, or write the `with` in a cell of the notebook, after %load_ext distnb."
         )
 
     def __exit__(

@@ -6,6 +6,8 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from distnb.input.optional import AskedIterator
+
 __all__ = ["RemoteDataset"]
 
 Call = Callable[..., Any]
@@ -26,14 +28,10 @@ class RemoteDataset:
         self._handle = handle
         self._call = call
 
-    def __iter__(self) -> Iterator[Any]:
-        # A replica's StopIteration would end the program as a failure, so the end is told as a value.
-        iterator = self._call(iter, self._handle)
-        while True:
-            more, batch = self._call(_advance, iterator)
-            if not more:
-                return
-            yield batch
+    is_distributed_dataset = True
+
+    def __iter__(self) -> RemoteIterator:
+        return RemoteIterator(self._call(iter, self._handle), self._call)
 
     def __len__(self) -> int:
         return int(self._call(len, self._handle))
@@ -42,6 +40,11 @@ class RemoteDataset:
     def element_spec(self) -> Any:
         """As that of the engines' dataset."""
         return _unpacked(self._call(_spec_of, self._handle))
+
+    @property
+    def cardinality(self) -> int:
+        """As that of the engines' dataset."""
+        return int(self._call(_cardinality_of, self._handle))
 
     @property
     def epoch(self) -> int:
@@ -68,6 +71,31 @@ class RemoteDataset:
         return _itself, (self._handle,)
 
 
+class RemoteIterator(AskedIterator):
+    """One iteration over the engines' dataset.
+
+    Args:
+        handle: The iterator on the engines.
+        call: Calls a function on every replica.
+    """
+
+    is_distributed_iterator = True
+
+    def __init__(self, handle: Any, call: Call) -> None:
+        self._handle = handle
+        self._call = call
+        self._ended = False
+
+    def __next__(self) -> Any:
+        # A replica's StopIteration would end the program as a failure, so the end is told as a value.
+        if not self._ended:
+            more, batch = self._call(_advance, self._handle)
+            if more:
+                return batch
+            self._ended = True
+        raise StopIteration
+
+
 def _itself(value: Any) -> Any:
     return value
 
@@ -81,6 +109,10 @@ def _unpacked(packed: Any) -> Any:
 
 def _spec_of(dataset: Any) -> bytes:
     return pickle.dumps(dataset.element_spec)
+
+
+def _cardinality_of(dataset: Any) -> int:
+    return int(dataset.cardinality)
 
 
 def _epoch_of(dataset: Any) -> int:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from distnb.cluster.hosts import HostOptions, make_plan
+from distnb.cluster.hosts import HostOptions, Plan, make_plan
 from distnb.options import StrategySpec
 from distnb.session.asking import ask_stacks, await_flush
 from distnb.session.dispatch import Outcome
+from distnb.session.drift import warn_of_drift
 from distnb.session.engine_status import EngineStatus
 from distnb.session.engines import Engines
 from distnb.session.events import EventHub
 from distnb.session.failures import raise_failure
+from distnb.session.looking import is_looking
 from distnb.session.namespace import NotebookNamespace
 from distnb.session.pending import Pending, Unsettled
 from distnb.topology import Device, Team
-from distnb.wire.bindings import Delivery, Repeat
+from distnb.wire.exchange import Snapshot
 from distnb.wire.messages import Apply, CallFunction, ObjectId, RunCell, Status
 
 __all__ = ["EngineStatus", "Session"]
@@ -31,21 +34,25 @@ class Session:
     Attributes:
         events: Everything that happens on the engines; widgets and output listen here.
         namespace: The notebook's side of the one namespace.
+        unshown: Programs that nobody asked for by running a cell (see `looking`): their output is not shown.
+        latest_strategy: The word for the one that the latest call was made of.
         user_ns: The notebook's variables.
 
     Args:
-        address: Where to listen, on this machine.
+        plan: Which engines run where.
     """
 
-    def __init__(self, user_ns: dict[str, Any], address: str) -> None:
+    def __init__(self, user_ns: dict[str, Any], plan: Plan) -> None:
         self.user_ns = user_ns
         self.events = EventHub()
         self.namespace = NotebookNamespace(user_ns, self.perform)
-        self._engines = Engines(address, self.events, self.namespace)
+        self._engines = Engines(plan, self.events, self.namespace)
         self._supervisor = self._engines.supervisor
         self._dispatch = self._engines.dispatch
         self._unsettled = Unsettled()
+        self.unshown: set[int] = set()
         self._owner = os.getpid()
+        self.latest_strategy = ""
 
     # -- the cluster -----------------------------------------------------------------------------------------------
 
@@ -66,7 +73,7 @@ class Session:
             n: Number of engines; None for one per GPU, else two on the CPU.
             devices: Their devices, as `plan_devices` reads them.
             options: The machines where they run; None for this one.
-            oversubscribe: Let several engines share one device.
+            oversubscribe: Let several engines share one device, and more start than the machine can take.
             user_ns: The notebook's variables.
             on_progress: Told, in words, how far the start is.
 
@@ -74,9 +81,11 @@ class Session:
             OptionError, StartError: Nothing was left behind.
         """
         plan = make_plan(n, devices, options, on_progress, oversubscribe=oversubscribe)
-        session = cls(user_ns, plan.address)
+        for notice in plan.notices:
+            print(f"distnb: {notice}", file=sys.stderr)
+        session = cls(user_ns, plan)
         try:
-            session._engines.start(plan, on_progress)
+            session._engines.start(on_progress)
         except BaseException:
             session.stop()
             raise
@@ -112,9 +121,9 @@ class Session:
             OptionError: There is no such engine.
             StartError: A new process did not start.
         """
-        chosen = self._engines.choose(engines, missing=missing)
-        if chosen:
-            with self._dispatch.turn:
+        with self._dispatch.turn:
+            chosen = self._engines.choose(engines, missing=missing)
+            if chosen:
                 self._engines.replace(chosen, on_progress, awaited=bool(self._unsettled))
         return chosen
 
@@ -183,16 +192,17 @@ class Session:
             program = self._dispatch.number()
             with self._dispatch.interrupts as interrupts:
                 interrupts.briefly()
-                delivery = self.namespace.outgoing(source, team)
+                snapshot = self.namespace.outgoing(source, team)
                 self.namespace.operations.changes += 1
                 interrupts.patiently()
-                message = RunCell(program, team, spec, source, filename, label, in_scope, delivery)
+                message = RunCell(program, team, spec, source, filename, label, in_scope, snapshot)
                 outcome = self._run_announced(program, team, message)
                 interrupts.briefly()
                 self.namespace.incoming(source, team, _what_they_did(outcome, team))
                 if outcome.stuck:
-                    self.namespace.doubt(delivery)
-        raise_failure(outcome, team)
+                    self.namespace.doubt(snapshot)
+        warn_of_drift(outcome)
+        raise_failure(outcome, team, opened=self.namespace.open_error)
 
     def _run_announced(self, program: int, team: Team, message: RunCell) -> Outcome:
         """Send a cell to its team, wait for its end and its output, and tell those who listen of both."""
@@ -228,21 +238,24 @@ class Session:
         """
         with self._dispatch.turn:
             team = self.team(spec)
+            self.latest_strategy = spec.kind
             program = self._dispatch.number()
             with self._dispatch.interrupts as interrupts:
                 interrupts.briefly()
-                delivery = self.namespace.outgoing_call(args, kwargs, team)
+                if self._unsettled and self.namespace.may_be_changed(team):
+                    self._unsettled.wait()  # by a call under way: what this one sends depends on that
+                snapshot = self.namespace.outgoing_call(args, kwargs, team)
                 self.namespace.operations.changes += 1
                 interrupts.patiently()
-                message = CallFunction(program, team, spec, method, delivery)
+                message = CallFunction(program, team, spec, method, snapshot)
                 try:
                     outcome = (self._dispatch.run if wait else self._dispatch.post)(program, team.engines, message)
                 except BaseException:
-                    self.namespace.failed(delivery)
+                    self.namespace.failed(snapshot)
                     raise
                 if wait:
-                    return self._finish_call(outcome, team, delivery)
-                pending = Pending(lambda keep: self._finish_call(outcome, team, delivery, outcome.interrupted, keep))
+                    return self._finish_call(outcome, team, snapshot)
+                pending = Pending(lambda keep: self._finish_call(outcome, team, snapshot, outcome.interrupted, keep))
                 self._unsettled.add(pending)
             self._unsettled.keep_few()
             return pending
@@ -251,14 +264,14 @@ class Session:
         self,
         outcome: Outcome,
         team: Team,
-        delivery: Delivery | Repeat,
+        snapshot: Snapshot,
         known: bool = False,
         keep: Callable[[Any], object] = lambda result: None,
     ) -> Any:
         """Wait for a call and take in what it did.
 
         Args:
-            outcome, team, delivery: Of the call.
+            outcome, team, snapshot: Of the call.
             known: Whether the user has heard of it that it was interrupted.
             keep: Given the result before SIGINT can raise again.
         """
@@ -271,13 +284,13 @@ class Session:
                 values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
                 result = self.namespace.result(team, values)
             else:
-                self.namespace.failed(delivery, _what_they_did(outcome, team))
+                self.namespace.failed(snapshot, _what_they_did(outcome, team))
             if outcome.stuck:
-                self.namespace.doubt(delivery)
+                self.namespace.doubt(snapshot)
             if well:
                 keep(result)
         if not well:
-            raise_failure(outcome, team, called=True)
+            raise_failure(outcome, team, called=True, opened=self.namespace.open_error)
         return result
 
     def settle(self) -> None:
@@ -305,11 +318,15 @@ class Session:
         """
         with self._dispatch.turn:
             program = self._dispatch.number()
+            if is_looking():
+                self.unshown.add(program)
             team = self._engines.team_of(engines)
             with self._dispatch.interrupts:
                 outcome = self._dispatch.run(program, team.engines, Apply(program, operation, target, team, payload))
                 self._leave_broken_group(outcome, team)
-        raise_failure(outcome, team, called=True)  # nothing if it went well and nobody interrupted
+        raise_failure(
+            outcome, team, called=True, opened=self.namespace.open_error
+        )  # nothing if it went well and nobody interrupted
         return {engine: reply.value for engine, reply in outcome.replies.items()}
 
     def interrupt(self) -> bool:
@@ -320,7 +337,7 @@ class Session:
 def _what_they_did(outcome: Outcome, team: Team) -> dict[int, Any]:
     """What a program did, by replica.
 
-    Nothing where one of them was ended before it had opened the delivery: all of it is sent again.
+    Nothing where one of them was ended before it had opened the snapshot: all of it is sent again.
     """
     told = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items() if reply.value is not None}
     return told if len(told) == len(outcome.replies) else {}

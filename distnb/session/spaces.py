@@ -1,26 +1,27 @@
-"""What the notebook knows of one group of engines: which of its objects they have, and what it holds by handles."""
+"""What the notebook knows of one group of engines: what they have of its objects, and what it holds by handles."""
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from distnb.session.handles import HANDLES, RemoteState, state_of_handle
+from distnb.errors import CannotTravelError, DistnbError
+from distnb.objects.code import Classes
+from distnb.objects.packing import Side
+from distnb.objects.tracking import Tracker
+from distnb.session.handles import HANDLES, state_of_handle
 from distnb.values import DistributedValues, Mirrored, PerReplica
-from distnb.wire.bindings import Confirmation, Delivery, Reloads, SpaceKey
 from distnb.wire.environment import Environment
-from distnb.wire.fingerprints import Fingerprint
-from distnb.wire.graph import Unsendable
-from distnb.wire.immutables import is_plain, same
+from distnb.wire.exchange import Reloads, Snapshot, SpaceKey, former
 from distnb.wire.messages import ObjectId
-from distnb.wire.twins import Twins
 
-__all__ = ["MISSING", "Argument", "NotebookSpace", "Plain", "Seeing", "distributed_types"]
+__all__ = ["MISSING", "Argument", "NotebookSpace"]
 
 MISSING: Any = object()
+
+_MOST_CLASSES = 64
 
 
 class Argument:
@@ -32,50 +33,234 @@ class Argument:
         self.handle = handle
 
 
-@dataclass
+class NotebookReferences:
+    """How handles and distributed values stand in what is sent to one group of engines.
+
+    Attributes:
+        met: Handles that were looked at or sent, by id; whoever asks clears it.
+    """
+
+    def __init__(self, space: NotebookSpace) -> None:
+        self._space = space
+        self.met: dict[ObjectId, DistributedValues] = {}
+
+    def meet(self, identity: ObjectId) -> None:
+        """An engine object is within another that is read."""
+        handle = self._space.handle(identity)
+        if handle is not None:
+            self.met[identity] = handle
+
+    def look(self, obj: Any) -> Any:
+        """What stands for a handle in a digest."""
+        handle = obj.handle if type(obj) is Argument else obj
+        if type(handle) not in HANDLES:
+            return None
+        state = state_of_handle(handle)
+        self.met[state.identity] = handle
+        return _reference, (state.identity, type(obj) is Argument)
+
+    def token(self, obj: Any) -> Any:
+        """What stands for a handle, or for a distributed value that the notebook made."""
+        word, handle = ("argument", obj.handle) if type(obj) is Argument else ("own", obj)
+        kind = type(handle)
+        if kind in HANDLES:
+            return self._token_of_handle(handle, word)
+        if kind in (PerReplica, Mirrored):
+            space = self._space
+            if handle.num_replicas != space.size:
+                text = (
+                    f"A {kind.__name__} of {handle.num_replicas} replica(s) cannot be sent to a program that runs on "
+                    f"{space.size}. The cure: make it for as many replicas, or pass on strategy.local_results(value)."
+                )
+                return "refused", text, CannotTravelError.__name__
+            return "components", kind.__name__, dict(zip(handle.replica_ids, handle.values, strict=True))
+        return None
+
+    def _token_of_handle(self, handle: DistributedValues, word: str) -> Any:
+        state = state_of_handle(handle)
+        self.met[state.identity] = handle
+        try:
+            self._space.check(handle)
+        except DistnbError as error:
+            return "refused", str(error), type(error).__name__
+        return word, state.identity, state.local, "Mirrored" if isinstance(handle, Mirrored) else "PerReplica"
+
+    def resolve(self, token: Any) -> Any:
+        """The handle of an engine object that something which arrived refers to."""
+        return self._space.handle_of(token)
+
+
+def _reference(*parts: Any) -> None:
+    """Named in digests; never called."""
+
+
 class NotebookSpace:
     """The notebook's side of one group of engines.
 
+    Args:
+        key: Their ids, and how often the group was made anew.
+        user_ns: The notebook's namespace.
+        classes: The classes that it has sent or received.
+
     Attributes:
-        twins: Its objects that the engines have, and handles.
-        records: Fingerprints of the values that the engines have, by id (or by "name:…" for values without one).
-        shapes: dtype and shape of each array and tensor there: another one cannot be taken on in place.
-        bound: What each name is bound to on the engines: an id, a plain value, or None for what cannot be told from
-            another by an id (a tuple that holds a list).
-        environment: What the engines' environment is.
+        tracker: What of its objects the engines have.
+        plain: The immutable values and the handles that names are bound to on the engines.
+        bound: The names that are in the engines' namespace; None if that is not known.
+        environment: What the engines' environment is; None if that is not known.
         ended: The engines were restarted or stopped.
         sources: File names whose text the engines have.
-        outstanding: Deliveries of programs whose effects have not come, by serial.
-        cell: The serial of the one that is a cell's: nothing else runs until its effects are taken in.
+        modules: What they know of the notebook's modules.
+        forget, adopt, renamed, released: To be told with the next snapshot.
+        fresh: What was sent is not certain to have arrived: everything is sent again.
     """
 
-    key: SpaceKey
-    twins: Twins = field(default_factory=lambda: Twins(weak=True))
-    records: dict[ObjectId | str, Fingerprint] = field(default_factory=dict)
-    shapes: dict[ObjectId, Any] = field(default_factory=dict)
-    bound: dict[str, Any] = field(default_factory=dict)
-    environment: Environment | None = None
-    ended: bool = False
-    sources: set[str] = field(default_factory=set)
-    modules: dict[str, Reloads] = field(default_factory=dict)
-    confirmed: list[Confirmation] = field(default_factory=list)
-    rejected: list[int] = field(default_factory=list)
-    renamed: dict[ObjectId, ObjectId] = field(default_factory=dict)
-    outstanding: dict[int, Delivery] = field(default_factory=dict)
-    cell: int | None = None
-    _rules: dict[type, Callable[[Any], Any]] = field(default_factory=dict)
+    def __init__(self, key: SpaceKey, user_ns: dict[str, Any], classes: Classes) -> None:
+        self.key = key
+        self.whole = key[0]  # the engines that it was made with, those that died since among them
+        self.references = NotebookReferences(self)
+        self.tracker = Tracker(Side(user_ns, self.references, classes))
+        self.plain: dict[str, Any] = {}
+        self.bound: tuple[str, ...] | None = None
+        self.environment: Environment | None = None
+        self.ended = False
+        self.sources: set[str] = set()
+        self.modules: dict[str, Reloads] = {}
+        self.forget: set[str] = set()
+        self.adopt: dict[ObjectId, str | Mapping[int, int | ObjectId]] = {}
+        self.renamed: dict[str, str] = {}
+        self.released: list[ObjectId] = []
+        self.fresh = False
+        self.outstanding: dict[int, Snapshot] = {}
+        self.changing: set[int] = set()  # those, by serial, that may change an object of the notebook's in place
+        self._handles: dict[ObjectId, weakref.ref[Any]] = {}
+        self.make_handle: Any = None  # set by who takes in effects: makes a handle for an id that has none
 
     @property
-    def rules(self) -> dict[type, Callable[[Any], Any]]:
-        """How handles and distributed values stand in what is pickled for these engines."""
-        if "torch" in sys.modules and len(self._rules) == len(distributed_types()):
-            self._rules = {}  # made before torch was loaded
-        if not self._rules:
-            self._rules = _rules_of(self.by_reference)
-        return self._rules
+    def size(self) -> int:
+        """How many replicas it has."""
+        return len(self.key[0])
 
-    def __post_init__(self) -> None:
-        self.whole = self.key[0]  # the engines that it was made with, those that died since among them
+    # -- handles -------------------------------------------------------------------------------------------------------
+
+    def add_handle(self, identity: ObjectId, handle: DistributedValues) -> None:
+        """The notebook holds an engine object; the engines are told when the handle is gone."""
+
+        def gone(reference: weakref.ref[Any]) -> None:
+            if self._handles.get(identity) is reference:
+                del self._handles[identity]
+                self.released.append(identity)
+
+        self._handles[identity] = weakref.ref(handle, gone)
+        if identity in self.released:
+            self.released.remove(identity)
+
+    def handle(self, identity: ObjectId) -> Any:
+        """The handle of an engine object; None if the notebook holds none."""
+        reference = self._handles.get(identity)
+        return reference() if reference is not None else None
+
+    def handle_of(self, identity: ObjectId) -> Any:
+        """The handle of an engine object, made now if there is none."""
+        found = self.handle(identity)
+        return found if found is not None else self.make_handle(identity)
+
+    def handles(self) -> list[DistributedValues]:
+        """Every handle of this space that the notebook holds."""
+        return [handle for reference in list(self._handles.values()) if (handle := reference()) is not None]
+
+    def check(self, handle: DistributedValues, *, in_part: bool = False) -> None:
+        """Raise if a handle's object is gone, or is not these engines'.
+
+        Args:
+            in_part: It is enough if some replica has it.
+
+        Raises:
+            StaleHandleError: Its object is gone.
+            CannotTravelError: It belongs to another group of engines.
+        """
+        state = state_of_handle(handle)
+        state.check(() if in_part else None)
+        if state.space is not self:
+            raise CannotTravelError(
+                f"{state.label} ({state.type_name}) cannot be sent to this program: it belongs to a strategy of "
+                f"{state.space.size} replica(s) on engines {list(state.space.key[0])}, and the program runs on "
+                f"{list(self.key[0])}. The cure: fetch it with strategy.local_results(value), and pass on what you "
+                "need."
+            )
+
+    # -- what the engines are to hear of -------------------------------------------------------------------------------
+
+    def held_names(self) -> set[str]:
+        """Names of values that engine objects hold."""
+        return {
+            name
+            for handle in self.handles()
+            for fact in state_of_handle(handle).facts.values()
+            for name in fact.holds
+            if isinstance(name, str)
+        }
+
+    def let_go(self, rebound: Iterable[str], serial: int) -> None:
+        """Names are bound to other objects in the notebook. What engine objects hold of the former is kept."""
+        names = list(rebound)
+        formers = [name for name in self.tracker.names if "#" in name]
+        if not names and not formers:
+            return
+        held = self.held_names()
+        unheld = [name for name in formers if name not in held]
+        self.forget_names(unheld)
+        renamed = {name: former(name, serial) for name in names if name in held}
+        gone = [name for name in names if name not in held]
+        self.forget_names(gone)
+        for old, new in renamed.items():
+            self.tracker.rename(old, new)
+            for handle in self.handles():
+                for replica, fact in state_of_handle(handle).facts.items():
+                    if old in fact.holds:
+                        holds = tuple(new if name == old else name for name in fact.holds)
+                        state_of_handle(handle).facts[replica] = replace(fact, holds=holds)
+        self.renamed |= renamed
+
+    def forget_arguments(self, used: Iterable[str]) -> None:
+        """Of calls' arguments without names only the latest call's are kept, of classes a few, and what others hold."""
+        unused = dict.fromkeys(name for name in self.tracker.names if name[0] in "@%" and name not in used)
+        arguments = [name for name in unused if name[0] == "@"]
+        classes = [name for name in unused if name[0] == "%"]
+        if arguments or len(classes) > _MOST_CLASSES:
+            held = self.held_names()
+            old = [name for name in (*arguments, *classes[:-_MOST_CLASSES]) if name not in held]
+            self.forget_names(old)
+
+    def forget_names(self, names: Iterable[str]) -> None:
+        """What was sent under these names is not needed any more; the engines are told with the next snapshot."""
+        gone = set(names)
+        self.tracker.forget(gone)
+        self.tracker.send_again_beside(gone)
+        self.forget |= gone
+
+    def take_released(self) -> tuple[ObjectId, ...]:
+        """Ids of handles that are gone since it was last asked."""
+        found = tuple(self.released)
+        del self.released[: len(found)]
+        return found
+
+    def doubt(self) -> None:
+        """Maybe an engine has not got what was sent: all that a program needs is sent anew, with the next one."""
+        self.tracker.clear()
+        self.outstanding.clear()
+        self.plain.clear()
+        self.bound = None
+        self.environment = None
+        self.sources.clear()
+        self.modules.clear()
+        self.fresh = True
+
+    def reject(self, snapshot: Snapshot) -> None:
+        """The effects of a program will not come: maybe not even its snapshot was opened."""
+        self.outstanding.pop(snapshot.serial, None)
+        self.released.extend(snapshot.release)
+        self.adopt.update(snapshot.adopt)
+        self.doubt()
 
     def move(self, key: SpaceKey) -> None:
         """Go on with other engines: components are renumbered, those of engines that are gone are lost."""
@@ -83,182 +268,9 @@ class NotebookSpace:
         for handle in self.handles():
             state_of_handle(handle).move(before, key[0])
             object.__setattr__(handle, "_num_replicas", len(key[0]))
-
-    @property
-    def size(self) -> int:
-        """How many replicas it has."""
-        return len(self.key[0])
-
-    def is_current(self, name: str, user_ns: dict[str, Any]) -> bool:
-        """Whether what the engines have under a name is still what the notebook has."""
-        value = user_ns.get(name, MISSING)
-        marker = self.bound[name]
-        if isinstance(marker, Plain):
-            return value is not MISSING and same(value, marker.value)
-        if isinstance(value, HANDLES):
-            state = state_of_handle(value)
-            return state.space is self and state.identity == marker
-        return value is not MISSING and marker is not None and self.twins.id_of(value) == marker
-
-    @property
-    def has_news(self) -> bool:
-        """Whether the engines are to hear of something with the next delivery, whatever it brings."""
-        return bool(self.confirmed or self.rejected or self.renamed or self.twins.released)
-
-    def bound_is_released(self) -> bool:
-        """Whether an object that a name is bound to on the engines has died here."""
-        released = set(self.twins.released)
-        return bool(released) and any(marker in released for marker in self.bound.values() if isinstance(marker, tuple))
-
-    def mark_bound(self, name: str, value: Any) -> None:
-        """Note what a name is bound to on the engines."""
-        if isinstance(value, HANDLES):
-            self.bound[name] = state_of_handle(value).identity
-        else:
-            identity = self.twins.id_of(value)
-            self.bound[name] = Plain(value) if identity is None and is_plain(value) else identity
-
-    def reject(self, serial: int) -> None:
-        """The effects of a program will not come: maybe not even its delivery was opened.
-
-        What it brought, and what it may have changed, is sent again.
-        """
-        delivery = self.outstanding.pop(serial, None)
-        if delivery is not None:
-            self.tell_again(delivery)
-            self.rejected.append(serial)
-
-    def tell_again(self, delivery: Delivery) -> None:
-        """Maybe an engine never opens a delivery: what it brought, and what it may have changed, is sent again.
-
-        What it told is told again, too; an engine that knows passes over it.
-        """
-        serial = delivery.serial
-        self.confirmed[:0] = delivery.confirmed
-        self.rejected += delivery.rejected
-        self.renamed = {**delivery.renamed, **self.renamed}
-        self.twins.released.extend(delivery.release)
-        brought = {identity for identity, _ in self.twins.items() if identity[0] == serial}
-        for identity in delivery.watch:
-            self.forget(identity)
-        for key in [key for key, record in self.records.items() if not brought.isdisjoint(record.nodes)]:
-            del self.records[key]
-        self.twins.drop(brought)
-        self.environment = None
-        self.sources -= delivery.sources.keys()
-        for name in delivery.modules:
-            self.modules.pop(name, None)
-
-    def give_up_cell(self) -> None:
-        """A cell whose effects have not come by now failed without a word."""
-        if self.cell in self.outstanding:
-            self.reject(self.cell)
-        self.cell = None
-
-    def forget(self, identity: ObjectId) -> None:
-        """Take it that the engines' object may differ from the notebook's."""
-        record = self.records.pop(identity, None)
-        for node in record.nodes if record is not None else (identity,):
-            self.twins.contents.pop(node, None)
-
-    def by_reference(self, handle: Any) -> Any:
-        """How a handle, or a distributed value made in the notebook, stands in a delivery."""
-        word = "own"
-        if isinstance(handle, Argument):
-            handle = handle.handle
-            word = "argument"
-        if not isinstance(handle, HANDLES):
-            return self._components(handle)
-        state = self.state(handle)
-        if word == "own" and not state.local:
-            return state.identity
-        return word, state.identity, state.local, "Mirrored" if isinstance(handle, Mirrored) else "PerReplica"
-
-    def state(self, handle: DistributedValues, *, in_part: bool = False) -> RemoteState:
-        """A handle's state, once it is known to be of this space and alive.
-
-        Args:
-            in_part: It is enough if some replica has it.
-
-        Raises:
-            StaleHandleError: Its object is gone.
-            Unsendable: It belongs to another group of engines.
-        """
-        state = state_of_handle(handle)
-        state.check(() if in_part else None)
-        if state.space is not self:
-            raise Unsendable(
-                handle,
-                f"it belongs to a strategy of {state.space.size} replica(s) on engines "
-                f"{list(state.space.key[0])}, and this program runs on "
-                f"{list(self.key[0])}. Fetch it with strategy.local_results(value), and pass on what you need",
-            )
-        return state
-
-    def _components(self, value: DistributedValues) -> Any:
-        if value.num_replicas != self.size:
-            raise Unsendable(
-                value, f"it has components for {value.num_replicas} replica(s), and this program runs on {self.size}"
-            )
-        return (
-            "components",
-            "Mirrored" if isinstance(value, Mirrored) else "PerReplica",
-            dict(zip(value.replica_ids, value.values, strict=True)),
-        )
+        # A handle of components that differ stands otherwise for fewer replicas.
+        self.plain = {name: value for name, value in self.plain.items() if type(value) not in HANDLES}
 
     def end(self) -> None:
         """Its engines are gone: every handle of it is stale."""
         self.ended = True
-
-    def handles(self) -> list[DistributedValues]:
-        """Every handle of this space that the notebook holds."""
-        return [obj for _, obj in self.twins.items() if isinstance(obj, HANDLES)]
-
-
-@dataclass(frozen=True)
-class Plain:
-    """Marks a name that is bound to an immutable value on the engines."""
-
-    value: Any
-
-
-class Seeing(dict[type, Callable[[Any], Any]]):
-    """The rules of a pickler, noting which handles it met."""
-
-    def __init__(self, rules: dict[type, Callable[[Any], Any]], seen: list[Any]) -> None:
-        super().__init__(rules)
-        for kind, rule in rules.items():
-            self[kind] = functools.partial(_note_and_apply, seen, rule)
-
-
-def _note_and_apply(seen: list[Any], rule: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, (DistributedValues, Argument)):
-        seen.append(value)
-    return rule(value)
-
-
-def _rules_of(stand_in: Callable[[Any], Any]) -> dict[type, Callable[[Any], Any]]:
-    """The rules of a pickler for the engines, by type.
-
-    Args:
-        stand_in: Gives what a handle, or a distributed value, stands as.
-    """
-    rules: dict[type, Callable[[Any], Any]] = dict.fromkeys(distributed_types(), stand_in)
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "Tensor"):
-        rules[torch.Tensor] = _refuse_graph
-    return rules
-
-
-def _refuse_graph(tensor: Any) -> None:
-    if tensor.requires_grad and not tensor.is_leaf:
-        raise Unsendable(
-            tensor,
-            "it has a graph of operations behind it, which stays in this process. Pass on tensor.detach(), or compute "
-            "it inside the distributed cell",
-        )
-
-
-def distributed_types() -> tuple[type, ...]:
-    """The types that stand by reference in a delivery by a rule of their own."""
-    return (*HANDLES, PerReplica, Mirrored, Argument)

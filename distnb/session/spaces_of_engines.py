@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from distnb.session.handles import HANDLES, state_of_handle
+from distnb.session.handles import state_of_handle
 from distnb.session.operations import Operations
-from distnb.session.spaces import NotebookSpace, Plain
+from distnb.session.spaces import NotebookSpace
 from distnb.values import Mirrored
+from distnb.wire.exchange import SpaceKey
 
 __all__ = ["Spaces"]
 
@@ -18,10 +19,12 @@ class Spaces:
 
     Args:
         operations: Those of the namespace.
+        make: Makes the space of a key.
     """
 
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: Operations, make: Callable[[SpaceKey], NotebookSpace]) -> None:
         self._operations = operations
+        self._make = make
         self._spaces: dict[tuple[int, ...], NotebookSpace] = {}
         self._dead: set[int] = set()
         self._epochs = itertools.count(1)
@@ -37,7 +40,7 @@ class Spaces:
                 if self._lost_some(other) and set(other.key[0]) - self._dead == set(engines):
                     self._move(other, engines)
                     return other
-            space = self._spaces[engines] = NotebookSpace((engines, next(self._epochs)))
+            space = self._spaces[engines] = self._make((engines, next(self._epochs)))
         return space
 
     def engine_died(self, engine: int) -> None:
@@ -55,7 +58,6 @@ class Spaces:
 
     def _move(self, space: NotebookSpace, engines: tuple[int, ...]) -> None:
         """Let a space go on with fewer engines, or with more: those that stay keep its objects."""
-        space.give_up_cell()
         old, new = space.key, (engines, next(self._epochs))
         self._operations.rename(tuple(engine for engine in old[0] if engine in engines), old, new)
         del self._spaces[old[0]]
@@ -83,18 +85,13 @@ class Spaces:
                 space.end()
                 del self._spaces[key]
                 continue
-            space.give_up_cell()
             lost = [replica for replica, engine in enumerate(key) if engine in replaced]
             self._restore(space, kept[0], lost)
 
     def _restore(self, space: NotebookSpace, survivor: int, lost: Sequence[int]) -> None:
         handles = space.handles()
         mirrored = tuple(state_of_handle(handle).identity for handle in handles if isinstance(handle, Mirrored))
-        space.environment = None
-        space.sources.clear()
-        space.modules.clear()
-        # To be bound anew; the keys tell what may need deleting.
-        space.bound = dict.fromkeys(space.bound, Plain(object()))
+        space.doubt()  # the new processes have nothing
         restored = self._operations.restore(space, survivor, lost, mirrored)
         for handle in handles:
             state = state_of_handle(handle)
@@ -102,14 +99,6 @@ class Spaces:
                 state.restored(lost, survivor)
             else:
                 state.gone.update(space.key[0][replica] for replica in lost if replica in state.facts)
-        unknown = [
-            identity
-            for identity, obj in space.twins.items()
-            if identity not in restored and not isinstance(obj, HANDLES)
-        ]
-        space.twins.drop(unknown)
-        space.records.clear()
-        space.twins.contents.clear()
 
     def close(self) -> None:
         """The cluster is gone."""

@@ -42,6 +42,7 @@ class Supervisor:
         self._lost_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lost: queue.SimpleQueue[GiveUpOn | Died] = queue.SimpleQueue()
         self._hellos: dict[int, Hello] = {}
+        self._given_up: dict[int, float] = {}
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="distnb-supervisor", daemon=True)
         self._thread.start()
@@ -68,6 +69,10 @@ class Supervisor:
     def stuck(self) -> dict[int, int]:
         """Engines that are still busy with a program that was ended, and its number."""
         return dict(self._state.stuck)
+
+    def silent_s(self, engine: int) -> float:
+        """How long ago an engine was given up on that is stuck."""
+        return time.monotonic() - self._given_up.get(engine, 0.0)
 
     @property
     def hellos(self) -> dict[int, Hello]:
@@ -191,6 +196,8 @@ class Supervisor:
         self.wake_waiters()
 
     def _lose(self, loss: GiveUpOn | Died) -> None:
+        if isinstance(loss, GiveUpOn):
+            self._given_up[loss.engine] = time.monotonic()
         self._lost.put(loss)
         os.eventfd_write(self._lost_fd, 1)
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 
 from distnb.cluster.launch import Cluster
-from distnb.cluster.store import RendezvousStore
+from distnb.cluster.store import RendezvousStore, free_port
 from distnb.errors import ClusterError, OptionError
 from distnb.options import StrategySpec
 from distnb.topology import Device, Team
@@ -18,11 +18,13 @@ class Teams:
     """The teams of a session's programs. Each generation of them forms process groups of its own.
 
     Args:
-        store: Where the engines of a team find each other.
+        store: Where the engines of a team find each other; None for files in the cluster's private directory.
     """
 
-    def __init__(self, store: RendezvousStore) -> None:
+    def __init__(self, store: RendezvousStore | None) -> None:
         self._store = store
+        # Nobody listens there: it is what programs that make a store of their own look for in MASTER_PORT.
+        self._address = (store.host, store.port) if store is not None else ("127.0.0.1", free_port())
         self._teams: dict[StrategySpec, Team] = {}
         self._missed: set[int] = set()  # those whose end a program's user has been told of
         self._generation = 1
@@ -55,7 +57,8 @@ class Teams:
             generation = self._generation
         devices = tuple(cluster.engines[engine].device for engine in engines)
         hosts = tuple(cluster.ground.host(engine) for engine in engines)
-        return Team(tuple(engines), devices, generation, self._store.host, self._store.port, hosts)
+        directory = "" if self._store is not None else str(cluster.directory)
+        return Team(tuple(engines), devices, generation, *self._address, hosts, directory)
 
     def renew(self, after: Team | None = None) -> None:
         """Let the next programs' teams form new process groups: an engine came or went.

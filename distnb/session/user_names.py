@@ -12,7 +12,10 @@ _SHELL_NAMES = frozenset({"In", "Out", "exit", "quit", "get_ipython", "_dh", "_o
 
 def is_user_name(name: str, user_ns: Mapping[str, Any]) -> bool:
     """Whether a name is there, and is no name of the shell's or of Python's own."""
-    return name in user_ns and not (name.startswith("__") and name.endswith("__")) and name not in _SHELL_NAMES
+    if name not in user_ns or (name.startswith("__") and name.endswith("__")) or name in _SHELL_NAMES:
+        return False
+    # The shell's own `open`, which the engines have as well.
+    return name != "open" or "IPython" not in getattr(getattr(user_ns[name], "__code__", None), "co_filename", "")
 
 
 def user_names(user_ns: Mapping[str, Any]) -> set[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from distnb.errors import UnknownNameError
 
-__all__ = ["METHODS", "experimental"]
+__all__ = ["METHODS", "NAMES", "experimental"]
 
 METHODS = {
     "experimental_distribute_dataset": "distribute_dataset",
@@ -16,8 +16,12 @@ METHODS = {
     "experimental_local_results": "local_results",
     "experimental_run": "run",
     "experimental_run_v2": "run",
+    "unwrap": "local_results",
 }
 """Methods of `Strategy`."""
+
+NAMES = {"experimental_set_strategy": "set_strategy"}
+"""Names in `distnb`."""
 
 _EXPERIMENTAL = {
     name: name
@@ -28,6 +32,7 @@ _EXPERIMENTAL = {
         "MultiWorkerMirroredStrategy",
         "TPUStrategy",
         "ValueContext",
+        "set_strategy",
     )
 } | {"CollectiveCommunication": "CommunicationImplementation", "CollectiveHints": "CommunicationOptions"}
 """Names in `distnb.experimental`, and in `distnb`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -13,6 +14,7 @@ from distnb.runtime import choice, contexts, variable_homes  # noqa: F401  (find
 from distnb.runtime.arguments import check_call, check_input_function, check_input_options, explained
 from distnb.runtime.base import Runtime
 from distnb.strategies.aliases import METHODS
+from distnb.values.structure import flatten
 from distnb.variables.homes import several_strategies
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ _CLASSES = {
     "multi_worker": "distnb.strategies.multi_worker:MultiWorkerMirroredStrategy",
     "tpu": "distnb.strategies.tpu:TPUStrategy",
 }
+_OF_DISTNB = ("replica_id", "is_chief", "on_chief", "live", "nn", "metrics", "get_replica_context")
 _made: dict[StrategySpec, Strategy] = {}
 
 
@@ -88,6 +91,9 @@ class Strategy:
     def __getattr__(self, name: str) -> Any:
         if name in METHODS:
             return getattr(self, METHODS[name])
+        if name in _OF_DISTNB:
+            call = "()" if name in ("replica_id", "is_chief") else ""
+            raise UnknownNameError(type(self).__name__, name, cure=f"Write distnb.{name}{call}.")
         if name == "extended":
             raise AttributeError(
                 "A strategy has no 'extended': its methods are the strategy's own (worker_devices, colocate_with, …)."
@@ -195,6 +201,7 @@ class Strategy:
         __tracebackhide__ = True  # IPython shows the user's function, and its debugger goes from it to the cell
         check_call(fn, args, kwargs, options)
         contexts.require_cross_replica(self, "run")
+        contexts.renew_standing()
         return self.runtime.run(self, fn, args, kwargs if kwargs is not None else {}, options)
 
     @explained(
@@ -261,6 +268,18 @@ class Strategy:
             value: Any structure. A plain value is its only component.
         """
         return self.runtime.local_results(self, value)
+
+    def group(self, value: Any) -> None:
+        """Wait until every component of a value that is here has been computed.
+
+        Args:
+            value: What `run` returned. There is nothing to collect: what replicas do is done in order.
+        """
+        torch = sys.modules.get("torch")
+        components = flatten(self.local_results(value))[0]
+        for component in components:
+            if torch is not None and isinstance(component, torch.Tensor) and component.is_cuda:
+                torch.cuda.current_stream(component.device).synchronize()
 
     # Data -----------------------------------------------------------------------------------------------------------
 

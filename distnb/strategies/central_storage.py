@@ -26,6 +26,7 @@ class CentralStorageStrategy(Strategy):
     A variable that a program changes in place (`load_state_dict`, `torch.nn.init`, `p.data.mul_(0.5)`) takes memory on
     each replica that changed it, until the next optimizer step or the end of the next scope: then what all replicas
     changed alike becomes the one value, and what they changed to different values is an OutOfSyncError.
+    (After an error that the program caught, the next backward pass compares first, and tells it as a GradientError.)
 
     With one replica, such as one GPU, everything is on its device. Several replicas are the CPU devices of one machine,
     or its accelerators. An accelerator computes with its own memory only, so each then holds a copy of every parameter,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from distnb.errors import ContextError
+from distnb.errors import ContextError, OptionError
 from distnb.runtime import choice, contexts, this_process
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.strategies.base import Strategy
@@ -22,6 +22,7 @@ __all__ = [
     "is_chief",
     "on_chief",
     "replica_id",
+    "set_strategy",
 ]
 
 P = ParamSpec("P")
@@ -39,6 +40,28 @@ def get_strategy() -> Strategy:
 def has_strategy() -> bool:
     """Whether a strategy other than the default one is in force."""
     return contexts.innermost() is not None
+
+
+def set_strategy(strategy: Strategy | None) -> None:
+    """Be in a strategy's scope from here on, without a `with`: until another is set, or None.
+
+    In a distributed cell it lasts until the cell's end. What is made is kept in sync from the next `strategy.run` on.
+
+    Raises:
+        ContextError: Within `with strategy.scope():` or `strategy.run`; in a notebook's ordinary cell, whose variables
+            would not be made on the replicas.
+        OptionError: It is no strategy.
+    """
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise OptionError(f"set_strategy takes a strategy, or None, and got {strategy!r}.")
+    if has_strategy() and not contexts.has_standing():
+        raise ContextError(
+            f"set_strategy was called while {get_strategy()!r} is in force by `with strategy.scope():` or "
+            "strategy.run. Call it outside of these."
+        )
+    contexts.end_standing()
+    if strategy is not None and not isinstance(strategy, DefaultStrategy):
+        contexts.begin_standing(strategy)
 
 
 def in_cross_replica_context() -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Self
 
 from distnb.options import StrategySpec
-from distnb.runtime import contexts
+from distnb.runtime import contexts, progress
+from distnb.runtime.arguments import check_call, check_fits
 from distnb.strategies.base import Strategy
 
 __all__ = ["DefaultStrategy"]
@@ -27,10 +28,25 @@ class DefaultStrategy(Strategy):
         Raises:
             ContextError: In another strategy's scope.
         """
+        contexts.require_not_in_run(self, "scope")
         contexts.require_not_mixed(self)
-        return self.runtime.scope(self)
+        return nullcontext(self)
 
     def run(self, fn: Any, args: Sequence[Any] = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Call the function: `fn(*args, **kwargs)`."""
+        """Call the function: `fn(*args, **kwargs)`.
+
+        Raises:
+            ContextError: In a function that `run` called, or in another strategy's scope.
+        """
         __tracebackhide__ = True  # see Strategy.run
-        return super().run(fn, args, kwargs, options)
+        check_call(fn, args, kwargs, options)
+        contexts.require_cross_replica(self, "run")
+        contexts.in_default_run(True)
+        try:
+            with progress.calling:
+                return fn(*args, **kwargs) if kwargs else fn(*args)
+        except TypeError as error:
+            check_fits(error, fn, args, kwargs or {})
+            raise
+        finally:
+            contexts.in_default_run(False)

@@ -16,7 +16,7 @@ from numbers import Real
 from typing import Any, TextIO
 
 from distnb.errors import OptionError
-from distnb.runtime import this_process
+from distnb.runtime import progress, this_process
 from distnb.values import DistributedValues
 
 __all__ = ["Point", "Sink", "TextProgress", "is_ready", "live"]
@@ -24,13 +24,13 @@ __all__ = ["Point", "Sink", "TextProgress", "is_ready", "live"]
 Point = dict[str, Any]
 """Values of one call: {name: number}, where a number is anything that `float` takes; or {name: {replica: number}}."""
 
-Sink = Callable[[Point], None]
+Sink = Callable[[Point, progress.Place], None]
 
 sink: Sink | None = None
 """Where values go; set by whoever hosts this process. None: to the terminal."""
 
 
-def live(**scalars: Any) -> None:
+def live(*values: Any, **scalars: Any) -> None:
     """Show values while the program runs: each name gets a curve, drawn as it grows.
 
     Call it wherever values arise: in the function that `strategy.run` calls, at the top level of a distributed
@@ -41,15 +41,20 @@ def live(**scalars: Any) -> None:
             is taken, in the notebook every replica's).
 
     Raises:
-        OptionError: A value is no scalar.
+        OptionError: A value is no scalar, or has no name.
 
     Example:
         >>> import distnb
         >>> distnb.live(loss=0.25, accuracy=0.9)        # doctest: +SKIP
     """
+    if values:
+        raise OptionError(
+            f"live got a {type(values[0]).__name__} without a name. Write distnb.live(loss=value): each name gets a "
+            "curve of its own."
+        )
     point = {name: _scalar(name, value) for name, value in scalars.items()}
     if point:
-        (sink or _terminal)(point)
+        (sink or _terminal)(point, progress.place())
 
 
 def is_ready(point: Mapping[str, Any]) -> bool:
@@ -111,7 +116,7 @@ def _no_scalar(name: str, received: str, cure: str) -> OptionError:
 
 
 class TextProgress:
-    """A progress line in a terminal: the latest values, and how many calls of `live` a second.
+    """A progress line in a terminal: the step, the latest values, and how many steps a second.
 
     Args:
         stream: Where it is written; in a terminal the line is rewritten in place, elsewhere one is added now and then.
@@ -123,18 +128,21 @@ class TextProgress:
         self._clock = clock
         self._began: float | None = None
         self._drawn = 0.0
-        self._drawn_calls = 0
-        self._calls = 0
+        self._axis = progress.Axis()
+        self._step = self._first_step = 0
+        self._drawn_last = True
         self._point: Point = {}
         self._width = 0
 
-    def __call__(self, point: Point) -> None:
+    def __call__(self, point: Point, place: progress.Place) -> None:
         """Take a point; it is drawn if enough time has passed since the last."""
         now = self._clock()
+        step, call = place
+        self._step, self._drawn_last = self._axis.put((max(step, 1), call), point), False
         if self._began is None:
             self._began = self._drawn = now
+            self._first_step = self._step
             atexit.register(self.finish)
-        self._calls += 1
         self._point = {**self._point, **point}
         if now - self._drawn >= (0.1 if self._stream_now().isatty() else 10.0):
             self._draw(now)
@@ -143,11 +151,11 @@ class TextProgress:
         """Draw the last values, and leave the line."""
         if self._began is None:
             return
-        if self._calls > self._drawn_calls:
+        if not self._drawn_last:
             self._draw(self._clock())
         if self._stream_now().isatty():
             self._stream_now().write("\n")
-        self._began, self._calls, self._drawn_calls, self._width = None, 0, 0, 0
+        self._began, self._axis, self._point, self._width = None, progress.Axis(), {}, 0
         atexit.unregister(self.finish)
 
     def _stream_now(self) -> TextIO:
@@ -156,9 +164,9 @@ class TextProgress:
     def _draw(self, now: float) -> None:
         stream = self._stream_now()
         assert self._began is not None
-        rate = self._calls / max(now - self._began, 1e-9)
+        rate = (self._step - self._first_step) / max(now - self._began, 1e-9)
         parts = [
-            f"step {self._calls}",
+            f"step {self._step}",
             *(f"{name} {_shown(value)}" for name, value in self._point.items()),
             f"{rate:,.1f} steps/s",
         ]
@@ -170,7 +178,7 @@ class TextProgress:
         else:
             stream.write(line + "\n")
         stream.flush()
-        self._drawn, self._drawn_calls = now, self._calls
+        self._drawn, self._drawn_last = now, True
 
 
 def _shown(value: Any) -> str:
@@ -182,9 +190,9 @@ def _shown(value: Any) -> str:
 _progress = TextProgress()
 
 
-def _terminal(point: Point) -> None:
+def _terminal(point: Point, place: progress.Place) -> None:
     """In a script only one process writes: replica 0."""
     process = this_process.replica()  # none in a script that has used no strategy yet
     rank = process.rank if process is not None else int(os.environ.get("RANK", "0"))
     if rank == 0:
-        _progress(point)
+        _progress(point, place)

@@ -8,6 +8,7 @@ import torch
 
 from distnb.errors import ContextError, OptionError
 from distnb.runtime.replica_context import ReplicaContext
+from distnb.runtime.sample_weight import fitting_weight
 from distnb.strategies.context import get_replica_context, get_strategy
 from distnb.values import DistributedValues
 
@@ -21,7 +22,8 @@ def compute_average_loss(
 
     Args:
         per_example_loss: `[batch, ...]`, the losses of this replica's examples; empty for an empty slice.
-        sample_weight: Multiplies the losses: a number, or a tensor that broadcasts from the left. The divisor stays.
+        sample_weight: Multiplies the losses: a number, or a tensor that broadcasts from the left to the losses' shape;
+            a last axis of 1 that the losses do not have is dropped. The divisor stays.
         global_batch_size: Examples in the global batch. None takes it from the distributed batch that `strategy.run`
             was given; without one the replicas add up their sizes.
 
@@ -29,7 +31,8 @@ def compute_average_loss(
         A scalar. Summed over the replicas it is the mean over the global batch.
 
     Raises:
-        OptionError: A scalar loss; a batch size that is no whole number above 0; losses that are not one per example.
+        OptionError: A scalar loss; a batch size that is no whole number above 0; losses that are not one per example;
+            weights that do not fit the losses.
         ContextError: In cross-replica context without a `global_batch_size`, or of a distributed value.
 
     Example:
@@ -47,8 +50,7 @@ def compute_average_loss(
         losses = losses.to(torch.get_default_dtype())
     count = _checked_size(global_batch_size) if global_batch_size is not None else _global_count(losses)
     if sample_weight is not None:
-        weight = torch.as_tensor(sample_weight, dtype=losses.dtype, device=losses.device)
-        losses = losses * weight.reshape(weight.shape + (1,) * max(losses.ndim - weight.ndim, 0) if weight.ndim else ())
+        losses = losses * fitting_weight(sample_weight, losses, "compute_average_loss", "losses")
     return losses.sum() / count
 
 

@@ -31,12 +31,13 @@ class DistributedValues:
         StructureError: The components do not fit the number of replicas.
     """
 
-    __slots__ = ("__weakref__", "_components", "_global_batch_size", "_num_replicas")
+    __slots__ = ("__weakref__", "_components", "_global_batch_size", "_kinds", "_num_replicas")
 
     _word: ClassVar[str]  # what messages call it, also where a handle stands for it
     _components: dict[int, Any]
     _num_replicas: int
     _global_batch_size: int | None
+    _kinds: tuple[str, ...] | None
 
     def __init__(
         self,
@@ -57,17 +58,27 @@ class DistributedValues:
         self._components = here
         self._num_replicas = total
         self._global_batch_size = global_batch_size
+        self._kinds = None
 
     @classmethod
-    def own(cls, replica_id: int, component: Any, num_replicas: int, global_batch_size: int | None = None) -> Self:
+    def own(
+        cls,
+        replica_id: int,
+        component: Any,
+        num_replicas: int,
+        global_batch_size: int | None = None,
+        kinds: tuple[str, ...] | None = None,
+    ) -> Self:
         """The value as replica `replica_id` holds it: with its own component only.
 
-        Unchecked, because it is made once per `run`.
+        Unchecked, because it is made once per `run`. `kinds` says what each replica holds, where they are known to hold
+        unlike things.
         """
         value = cls.__new__(cls)
         value._components = {replica_id: component}
         value._num_replicas = num_replicas
         value._global_batch_size = global_batch_size
+        value._kinds = kinds
         return value
 
     @property
@@ -122,7 +133,21 @@ class DistributedValues:
     def _show(self, replica_id: int) -> str:
         if replica_id in self._components:
             return repr(self._components[replica_id])
-        return f"<on replica {replica_id}>"
+        return f"<{self._kinds[replica_id]} on replica {replica_id}>" if self._kinds else f"<on replica {replica_id}>"
+
+    def require_alike(self, method: str) -> None:
+        """Refuse to put unlike things together.
+
+        Raises:
+            DistributedValueError: The replicas are known to hold some; it says which replica holds what.
+        """
+        if self._kinds is not None:
+            held = "; ".join(f"replica {replica} holds {kind}" for replica, kind in enumerate(self._kinds))
+            raise DistributedValueError(
+                f"{method} got a {self._word} whose components are of unlike kinds: {held}. It puts tensors, arrays "
+                "and numbers of one kind together. Return the same kind on every replica, such as an empty tensor or 0 "
+                "in place of None; strategy.local_results(value) gives components of any type."
+            )
 
     def __format__(self, spec: str) -> str:
         return str(self) if not spec else self._refuse(f"cannot be formatted as {spec!r}")

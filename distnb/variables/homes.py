@@ -5,7 +5,7 @@ Variables know nothing of strategies and runtimes. These say at their import how
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class Home(Protocol):
 
     def first(self, tensor: torch.Tensor) -> torch.Tensor:
         """What replica 0 holds, on all replicas, which all call this."""
+
+    def every(self, value: Any) -> Sequence[Any]:
+        """What each replica gives, in replica order, on all of them, which all call this. Any sizes."""
 
     def adopt(self, variable: Variable) -> None:
         """A variable was made: give it replica 0's value and keep it in sync. All replicas call this."""

@@ -11,6 +11,7 @@ import torch
 from distnb.errors import ContextError, OptionError
 from distnb.options import VariableAggregation, VariableSynchronization
 from distnb.values.structure import flatten
+from distnb.variables import scattering
 from distnb.variables.facts import is_fact
 from distnb.variables.homes import Home, current_strategy, home_of, register_look
 from distnb.variables.settings import Settings, initial_tensor, parse_settings, value_for
@@ -137,14 +138,15 @@ class Variable(torch.nn.Parameter):
 
     # Assigning ------------------------------------------------------------------------------------------------------
 
-    def assign(self, value: Any) -> Self:
+    def assign(self, value: Any, *, read_value: bool = True) -> Any:
         """Set it to a value.
 
         Args:
             value: A number, a list, an array or a tensor that can be broadcast to the variable's shape.
+            read_value: Whether to return the variable.
 
         Returns:
-            The variable.
+            The variable; None with read_value=False.
 
         Raises:
             OptionError: In a replica, to a variable that says nothing of how the replicas' values are combined.
@@ -152,21 +154,88 @@ class Variable(torch.nn.Parameter):
             DistributedValueError: A PerReplica in cross-replica context, or a dtype that does not fit.
             StructureError: A shape that does not fit.
         """
-        return self._write("assign", value)
+        changed = self._write("assign", value)
+        return changed if read_value else None
 
-    def assign_add(self, value: Any) -> Self:
+    def assign_add(self, value: Any, *, read_value: bool = True) -> Any:
         """Add a value to it; see `assign`."""
-        return self._write("assign_add", value)
+        changed = self._write("assign_add", value)
+        return changed if read_value else None
 
-    def assign_sub(self, value: Any) -> Self:
+    def assign_sub(self, value: Any, *, read_value: bool = True) -> Any:
         """Subtract a value from it; see `assign`."""
-        return self._write("assign_sub", value)
+        changed = self._write("assign_sub", value)
+        return changed if read_value else None
 
     def __iadd__(self, value: Any) -> Self:  # type: ignore[misc]
-        return self.assign_add(value)
+        return self._write("assign_add", value)
 
     def __isub__(self, value: Any) -> Self:  # type: ignore[misc]
-        return self.assign_sub(value)
+        return self._write("assign_sub", value)
+
+    def scatter_update(self, indices: Any, updates: Any = None) -> Self:
+        """Set some rows. Of a row that is named twice the last value stays; see `scatter_add`."""
+        return self._scatter("scatter_update", indices, updates)
+
+    def scatter_add(self, *args: Any, **kwargs: Any) -> Any:
+        """Add to some rows: `variable[indices[i]] += updates[i]` for each i.
+
+        In a replica, what all replicas give is put together first: with aggregation SUM all their rows are changed,
+        with MEAN (adding and subtracting only) by their values over the number of replicas, with ONLY_FIRST_REPLICA
+        replica 0's rows. An ON_READ variable's component there is the replica's own.
+
+        Args:
+            indices: Numbers of rows (along the first axis). Alone, without `updates`, one object that has both: the
+                attributes `indices` and `values`, a pair, or a sparse (COO) tensor.
+            updates: A value for each; of the shape of the indices and the variable's other axes, or broadcast to it.
+
+        Returns:
+            The variable. (With three arguments this is torch's own `scatter_add(dim, index, src)`, a new tensor.)
+
+        Raises:
+            OptionError: No such row; an aggregation that does not say what the replicas' rows are together.
+            ContextError: An ON_READ variable in cross-replica context; another strategy is in force.
+            StructureError: A shape that does not fit.
+        """
+        if len(args) + len(kwargs) == 3:
+            return super().scatter_add(*args, **kwargs)
+        return self._scatter("scatter_add", *args, **kwargs)
+
+    def scatter_sub(self, indices: Any, updates: Any = None) -> Self:
+        """Subtract from some rows; see `scatter_add`."""
+        return self._scatter("scatter_sub", indices, updates)
+
+    def scatter_min(self, indices: Any, updates: Any = None) -> Self:
+        """Leave in some rows the smaller value; see `scatter_add`."""
+        return self._scatter("scatter_min", indices, updates)
+
+    def scatter_max(self, indices: Any, updates: Any = None) -> Self:
+        """Leave in some rows the larger value; see `scatter_add`."""
+        return self._scatter("scatter_max", indices, updates)
+
+    def scatter_mul(self, indices: Any, updates: Any = None) -> Self:
+        """Multiply some rows; see `scatter_add`."""
+        return self._scatter("scatter_mul", indices, updates)
+
+    def scatter_div(self, indices: Any, updates: Any = None) -> Self:
+        """Divide some rows; see `scatter_add`."""
+        return self._scatter("scatter_div", indices, updates)
+
+    def _scatter(self, method: str, indices: Any, updates: Any = None) -> Self:
+        home, settings = home_of(self._strategy), self._settings
+        in_replica = home.in_replica(writing=True)
+        own = component_of(self)
+        rows, changes = scattering.rows_and_updates(own, settings.label, method, indices, updates)
+        if not home.alone:
+            if settings.on_read and not in_replica:
+                raise ContextError(
+                    f"{method} of {settings.label} in cross-replica context: each replica has a component of its own, "
+                    "and all of them would change. Call it in the function that strategy.run calls."
+                )
+            if in_replica and not settings.on_read:
+                rows, changes = scattering.of_all_replicas(home, settings, method, rows, changes)
+        scattering.apply(method, own, rows, changes)
+        return self
 
     def _write(self, method: str, value: Any) -> Self:
         home = home_of(self._strategy)

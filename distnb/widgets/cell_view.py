@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from distnb.runtime import progress
 from distnb.session.live_model import LiveModel, VariableRow
 from distnb.session.output import OutputMerger
 from distnb.widgets.base import LiveView
@@ -29,7 +30,8 @@ class CellView:
         publisher: Where the cell's output goes.
         make_view: Makes the live view when it is time.
         replicas: Replicas to expect of a program that was not announced (`strategy.run` from an ordinary cell).
-        counted_before: (steps, examples) that each engine had counted before.
+        counted_before: (steps, examples) that each engine, and the notebook, had counted before.
+        devices: Of each engine.
     """
 
     def __init__(
@@ -38,11 +40,12 @@ class CellView:
         make_view: MakeView,
         replicas: int = 1,
         counted_before: Mapping[int, tuple[int, int]] | None = None,
+        devices: Mapping[int, str] | None = None,
     ) -> None:
         self.name = f"distnb-{uuid.uuid4().hex[:12]}"
         self.publisher = publisher
         publisher.on_clear = self._reappear
-        self.model = LiveModel(counted_before=counted_before)
+        self.model = LiveModel(counted_before=counted_before, devices=devices)
         self._make_view = make_view
         self._replicas = replicas
         self._view: LiveView | None = None
@@ -79,10 +82,10 @@ class CellView:
             for program in list(self._running):
                 self._replica_ended(program, event.engine, now)
 
-    def feed_here(self, point: dict[str, Any], now: float) -> None:
+    def feed_here(self, point: dict[str, Any], place: progress.Place, now: float) -> None:
         """Take a call of `distnb.live` in the notebook's process."""
         self._now = now
-        self.model.feed_here(point, now)
+        self.model.feed_here(point, place, now)
         self._has_live = self._changed = True
 
     def _status(self, event: Status, now: float) -> None:

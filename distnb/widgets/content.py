@@ -44,7 +44,6 @@ def head_text(model: LiveModel, now: float) -> str:
 def replica_table(model: LiveModel) -> Table:
     """One row for each replica; columns that nobody has anything for are left out."""
     rows = [model.rows[replica] for replica in sorted(model.rows)]
-    own = [name for name, curve in model.curves.items() if curve.differs]
     columns: list[tuple[str, bool, list[str]]] = [
         ("replica", True, [str(row.replica) for row in rows]),
         ("device", False, [row.device for row in rows]),
@@ -53,7 +52,7 @@ def replica_table(model: LiveModel) -> Table:
         ("examples/s", True, [_rate(row.per_second()[1]) for row in rows]),
         ("memory", True, [human_bytes(row.rss_nbytes) for row in rows]),
         ("on device", True, [human_bytes(row.device_nbytes) for row in rows]),
-        *((name, True, [short_number(row.values.get(name)) for row in rows]) for name in own[:4]),
+        *((name, True, [short_number(row.values.get(name)) for row in rows]) for name in model.curves),
         ("at", False, [row.where if row.state != "ended" else "" for row in rows]),
     ]
     cells = list(zip(*(column[2] for column in columns), strict=True))

@@ -14,13 +14,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from distnb.session.live_model import LiveModel, VariableRow
+from distnb.runtime import progress
+from distnb.session.live_model import HERE, LiveModel, VariableRow
 from distnb.strategies import live
 from distnb.widgets.base import LiveView
 from distnb.widgets.cell_view import VIEW_EVENTS, CellView
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
 from distnb.widgets.views import NoView, PictureView, TextView
-from distnb.wire.messages import Died, Output, TelemetrySample
+from distnb.wire.messages import Died, Display, Output, TelemetrySample
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -65,6 +66,7 @@ class Front:
         self._session: Session | None = None
         self._unsubscribe: Callable[[], None] = lambda: None
         self._replicas = 1
+        self._devices: dict[int, str] = {}
         self._counted: dict[int, tuple[int, int]] = {}  # steps and examples of each engine so far
         self._closed = False
         self._complained = False
@@ -85,7 +87,9 @@ class Front:
             self._session, self._unsubscribe = session, lambda: None
         if session is not None:
             self._unsubscribe = session.events.subscribe(self.take)
-            self._replicas = len(session.status())
+            rows = session.status()
+            self._replicas = len(rows)
+            self._devices = {row.engine: row.device for row in rows}
 
     def take(self, event: Any) -> None:
         """An event of the session; on the supervisor's thread, so it is only queued."""
@@ -93,11 +97,11 @@ class Front:
             self._queue.append((None, event))
             self._wake_up()
 
-    def live(self, point: live.Point) -> None:
+    def live(self, point: live.Point, place: progress.Place) -> None:
         """A call of `distnb.live` in this process."""
         view = self._current
         if view is not None:
-            self._queue.append((view, point))
+            self._queue.append((view, (point, place)))
             self._wake_up()
 
     # -- cells -----------------------------------------------------------------------------------------------------
@@ -113,7 +117,8 @@ class Front:
             if previous is not None:
                 self._retire(previous)
             publisher = publisher_for(self._shell, "distnb")
-            self._current = CellView(publisher, self._make_view, self._replicas, self._counted)
+            counted = {**self._counted, HERE: (progress.steps, progress.examples)}
+            self._current = CellView(publisher, self._make_view, self._replicas, counted, self._devices)
 
     def _retire(self, view: CellView) -> None:
         """Its cell is over: what still comes for it is sent to it by name."""
@@ -206,22 +211,28 @@ class Front:
         while self._queue:
             view, event = self._queue.popleft()
             if view is not None:
-                self._guarded(lambda view: view.feed_here(event, now), view)  # noqa: B023  (called at once)
+                self._guarded(lambda view: view.feed_here(event[0], event[1], now), view)  # noqa: B023  (called at once)
                 continue
             if isinstance(event, TelemetrySample):
                 self._counted[event.engine] = (event.steps, event.examples)
+            elif isinstance(event, Died):
+                self._counted.pop(event.engine, None)
             for each in self._views_of(event):
                 self._guarded(lambda view: view.feed(event, now), each)  # noqa: B023
 
     def _views_of(self, event: Any) -> list[CellView]:
         if isinstance(event, Died):
             return [self._current] if self._current is not None else []
+        if isinstance(event, Output | Display) and self._session and event.program in self._session.unshown:
+            return []
         view = self._of_program.get(event.program)
         if view is None:
             owner = self._current if event.program > self._boundary else self._previous
             if owner is None:
                 return []
             view = self._of_program[event.program] = owner
+            if not view.model.title and self._session is not None:  # an ordinary cell that calls replicas
+                view.model.title = self._session.latest_strategy
         if isinstance(event, Output):
             self._latest = view
         return [view]

@@ -31,6 +31,8 @@ const STYLE = `
 // The least and greatest of numbers that may be null (nan or infinite on the kernel's side; a value itself is then a word).
 const least = (a, b) => (a === null || (b !== null && b < a) ? b : a);
 const greatest = (a, b) => (a === null || (b !== null && b > a) ? b : a);
+// One point for two: what is nan or infinite (a word) is not hidden by what follows.
+const joined = (a, b) => [b[0], typeof a[1] === "string" ? a[1] : b[1], least(a[2], b[2]), greatest(a[3], b[3])];
 
 class Line {
   constructor(points = [], width = 1) {
@@ -38,23 +40,22 @@ class Line {
     this.width = width;
     this.count = width;
   }
-  add([step, value, low, high]) {
+  add(point) {
     const last = this.points[this.points.length - 1];
     if (last && this.count < this.width) {
-      this.points[this.points.length - 1] = [step, value, least(last[2], low), greatest(last[3], high)];
+      this.points[this.points.length - 1] = joined(last, point);
       this.count += 1;
       return;
     }
     if (this.points.length >= MOST_POINTS) {
       const halved = [];
       for (let i = 0; i < this.points.length; i += 2) {
-        const [a, b] = [this.points[i], this.points[i + 1] ?? this.points[i]];
-        halved.push([b[0], b[1], least(a[2], b[2]), greatest(a[3], b[3])]);
+        halved.push(joined(this.points[i], this.points[i + 1] ?? this.points[i]));
       }
       this.points = halved;
       this.width *= 2;
     }
-    this.points.push([step, value, low, high]);
+    this.points.push(point);
     this.count = 1;
   }
 }
@@ -243,7 +244,18 @@ class View {
     for (const tick of niceTicks(xLow, xHigh))
       drawn("text", { x: x(tick), y: HEIGHT - 6, "text-anchor": "middle" }, svg, shortNumber(tick));
     for (const [replicas, line] of lines) this.line(svg, line, x, y, COLORS[replicas[0] % COLORS.length], replicas.length > 1 || total === 1);
+    this.marks(svg, points.filter((point) => typeof point[1] !== "number").map((point) => [x(point[0]), point[1]]));
     return svg;
+  }
+  // A cross at the foot for each value that is nan or infinite; the first says which of them it is.
+  marks(svg, places) {
+    if (!places.length) return;
+    const foot = HEIGHT - BOTTOM - 4;
+    const crosses = places.map(([at]) => `M${(at - 3).toFixed(1)} ${foot - 3}l6 6m0 -6l-6 6`).join("");
+    drawn("path", { class: "mark", d: crosses, fill: "none", stroke: "#ef4444", "stroke-width": 1.5 }, svg);
+    const [first, word] = places.reduce((best, each) => (each[0] < best[0] ? each : best));
+    const left = first < WIDTH - 50;
+    drawn("text", { x: first + (left ? 6 : -6), y: foot + 3, "text-anchor": left ? "start" : "end", style: "fill:#ef4444" }, svg, word);
   }
   line(svg, line, x, y, color, thick) {
     const runs = [[]]; // where a value was nan or infinite the line is broken

@@ -15,6 +15,7 @@ __all__ = ["COLORS", "as_image", "nice_ticks", "pictures", "short_name", "short_
 
 COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04", "#06b6d4", "#ec4899")
 _GREY = "#808080"  # an image cannot follow the theme: mid-grey shows on light and dark
+_RED = "#ef4444"
 _WIDTH, _HEIGHT = 280, 180
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 26, 22
 
@@ -106,6 +107,7 @@ def _chart(curve: Curve, total: int) -> str:
         ]
         parts += [_band(run, color) for run in runs]
         parts.append(_stroke(runs, color, 5 if len(line.points) == 1 else 2.6 if thick else 1.3))
+    parts.append(_marks([(x(point[0]), point[1]) for point in points if not math.isfinite(point[1])]))
     return "".join(parts)
 
 
@@ -156,6 +158,20 @@ def _stroke(runs: Sequence[Sequence[Point]], color: str, width: float) -> str:
     )
     look = f'fill="none" stroke="{color}" stroke-width="{width}" stroke-linejoin="round" stroke-linecap="round"'
     return f'<path class="line" d="{path}" {look}/>' if path else ""
+
+
+def _marks(places: Sequence[tuple[float, float]]) -> str:
+    """A cross at the foot of the picture for each value that is nan or infinite; the first says which of them it is."""
+    if not places:
+        return ""
+    foot = _HEIGHT - _BOTTOM - 4
+    crosses = "".join(f"M{px - 3:.1f} {foot - 3}l6 6m0 -6l-6 6" for px, _ in places)
+    first, value = min(places)
+    at = f'x="{first + 6:.1f}"' if first < _WIDTH - 50 else f'x="{first - 6:.1f}" text-anchor="end"'
+    return (
+        f'<path class="mark" d="{crosses}" fill="none" stroke="{_RED}" stroke-width="1.5"/>'
+        f'<text {at} y="{foot + 3}" fill="{_RED}">{value:g}</text>'
+    )
 
 
 def _band(screen: Sequence[Point], color: str) -> str:

@@ -1,189 +1,437 @@
-"""What a program sees besides names: ambient modes, from the working directory to autocast, and random state.
+"""What a program sees besides names: modes, from the working directory to autocast, and random states.
 
-The notebook's is delivered to the engines when it changed, and what a program left behind comes back, so that the
-notebook stands where it would had it run the program itself.
+One table says of each mode how it is read and set, and when. The notebook's modes travel to the engines when they
+changed, and what a program left behind comes back, so that the notebook stands where it would had it run the program
+itself. What is no row of the table does not travel.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
+import importlib
+import os
+import pickle
 import random
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from distnb.wire.ambient import ambient
-from distnb.wire.twisters import NumpyTwister, PythonTwister, TorchTwister
+from distnb.wire import codec
 
-__all__ = ["Environment", "Generators", "apply_environment", "capture_environment", "capture_generators"]
-
-
-@dataclass(frozen=True)
-class Generators:
-    """States of the global random generators; None where the library is not loaded.
-
-    Attributes:
-        torch: The CPU generator's state, as bytes.
-        torch_seed: Its seed, if nothing has been drawn since it was seeded: other devices are then seeded alike.
-    """
-
-    python: Any = None
-    numpy: Any = None
-    torch: bytes | None = None
-    torch_seed: int | None = None
+__all__ = [
+    "MODES",
+    "RANDOM",
+    "Environment",
+    "Mode",
+    "Moment",
+    "apply_environment",
+    "capture_environment",
+    "cell_began",
+    "forget_casts",
+    "outside_inference",
+]
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The parts that changed.
+    """Modes by name: all of them, or those that changed.
 
     Attributes:
-        modes: The ambient modes that did, by name (see `wire.ambient`).
-        generators: None if they did not.
+        modes: Their values.
+        cell: The number of the notebook's cell in which they were captured.
     """
 
     modes: Mapping[str, Any] = field(default_factory=dict)
-    generators: Generators | None = None
+    cell: int = field(default=0, compare=False)
 
     @property
     def empty(self) -> bool:
         """Whether nothing changed."""
-        return not self.modes and self.generators is None
+        return not self.modes
 
     def since(self, earlier: Environment | None) -> Environment:
-        """The parts in which this differs from an earlier capture."""
+        """The modes in which this differs from an earlier capture."""
         if earlier is None:
             return self
         known = earlier.modes
-        unchanged = self.generators is earlier.generators or self.generators == earlier.generators
         return Environment(
-            {name: value for name, value in self.modes.items() if name not in known or known[name] != value},
-            None if unchanged else self.generators,
+            {name: value for name, value in self.modes.items() if name not in known or known[name] != value}
         )
 
     def with_changes(self, changes: Environment | None) -> Environment:
         """The same after some changes."""
-        if changes is None:
-            return self
-        return Environment({**self.modes, **changes.modes}, changes.generators or self.generators)
+        return self if changes is None else Environment({**self.modes, **changes.modes}, self.cell)
 
 
-def capture_environment(before: Environment | None = None, generators: Generators | None = None) -> Environment:
-    """The environment of this process.
+When = Literal["always", "cell", "beginning"]
+Moment = Literal["beginning", "end", "call"]
+_LOOKED_AT: dict[Moment, frozenset[When]] = {
+    "beginning": frozenset({"always", "cell", "beginning"}),
+    "end": frozenset({"always", "cell"}),
+    "call": frozenset({"always"}),
+}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One mode: a row of the table.
+
+    Attributes:
+        name: Under which it travels.
+        capture: Reads it. The value is plain data, and opens where none of the user's modules is.
+        apply: Sets it to a value that `capture` read in another process.
+        library: It is read only where this is loaded.
+        when: It is looked at "always", around each cell and call; around a "cell"; or at a cell's "beginning" only, so
+            that it does not come back (imports on the replicas change filters, too). The beginning of an ordinary cell
+            is the first call in it.
+        early: It is set before what comes with it is opened; the others, which would disturb that, afterwards.
+    """
+
+    name: str
+    capture: Callable[[], Any]
+    apply: Callable[[Any], Any]
+    library: str = ""
+    when: When = "always"
+    early: bool = False
+
+
+def capture_environment(before: Environment | None = None, moment: Moment = "beginning") -> Environment:
+    """The modes of this process.
 
     Args:
-        before: An earlier one: the same is returned if nothing has changed.
-        generators: The states of the random generators, where they are known.
+        before: An earlier capture. It is returned itself if nothing has changed.
+        moment: A cell's beginning, its end, or around a call. Modes that are not looked at then are taken from
+            `before`, but not at the first call in a cell.
     """
-    modes, generators = ambient.read(), generators or capture_generators()
-    if before is not None and before.modes is modes and before.generators is generators:
+    loaded = {"", *filter(_is_loaded, ("torch", "numpy"))}
+    looked_at = _LOOKED_AT[moment]
+    known = before.modes if before is not None and before.cell == _cell else {}
+    modes = {
+        mode.name: known[mode.name] if mode.when not in looked_at and mode.name in known else mode.capture()
+        for mode in MODES
+        if mode.library in loaded
+    }
+    if before is not None and before.cell == _cell and before.modes == modes:
         return before
-    return Environment(modes, generators)
+    return Environment(modes, _cell)
 
 
-def capture_generators() -> Generators:
-    """The states of the global generators of this process; the same object as long as nothing moves them.
-
-    They are asked for around every call. Reading them takes 40 µs, comparing their memory 2 µs.
-    """
-    global _last
-    torch = sys.modules.get("torch")
-    kinds = _twisters() if torch is not None and hasattr(torch, "default_generator") else _twisters_without_torch()
-    memory = None
-    if kinds is not None and kinds[1].works:
-        memory = [kind.read() for kind in kinds]
-        if memory == _last[0]:
-            return _last[1]
-    torch_state = None
-    if torch is not None and hasattr(torch, "default_generator"):
-        state = torch.default_generator.get_state()
-        torch_state = ctypes.string_at(state.data_ptr(), state.numel())
-    generators = _last[1]
-    # torch's memory has gaps, whose content changes when a state is written that is the same.
-    same = (
-        memory is not None and _last[0] is not None and memory[:2] == _last[0][:2] and torch_state == generators.torch
-    )
-    if not same:
-        generators = Generators(random.getstate(), _numpy_state(), torch_state)
-    _last = memory, generators
-    return generators
+_cell = 0
 
 
-_last: tuple[Any, Generators] = (None, Generators())
-
-
-@functools.cache
-def _twisters_without_torch() -> tuple[Any, ...] | None:
-    # This loads NumPy, which seeds itself from the system's entropy: loaded on the replicas alone it would differ.
-    kinds = PythonTwister(), NumpyTwister()
-    return kinds if kinds[0].works else None
-
-
-@functools.cache
-def _twisters() -> tuple[Any, ...] | None:
-    kinds, last = _twisters_without_torch(), TorchTwister()
-    return (*kinds, last) if kinds is not None and last.works else None
-
-
-def _numpy_state() -> Any:
-    import numpy.random
-
-    state = numpy.random.get_state(legacy=False)
-    if state["bit_generator"] != "MT19937":
-        return state
-    inner = state["state"]
-    return "MT19937", inner["key"].tobytes(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"])
-
-
-def with_fresh_seed(generators: Generators) -> Generators:
-    """The same states, with `torch_seed` set when torch's generator stands just behind its seeding."""
-    torch = sys.modules.get("torch")
-    if torch is None or generators.torch is None:
-        return generators
-    seed = torch.initial_seed()
-    fresh = torch.Generator().manual_seed(seed).get_state().numpy().tobytes()
-    return Generators(
-        generators.python, generators.numpy, generators.torch, seed if fresh == generators.torch else None
-    )
+def cell_began() -> None:
+    """A cell of the notebook begins."""
+    global _cell
+    _cell += 1
 
 
 def apply_environment(environment: Environment, *, early: bool | None = None) -> None:
-    """Make this process's environment what a capture says; parts that it does not tell of stay.
+    """Set this process's modes to a capture's; modes that it does not tell of stay.
 
     Args:
-        early: Only what is to be set before objects are made that came with it, or only what is not; None for all.
+        early: Only those that are set before objects are made that came with them, or only the others; None for all.
     """
-    if environment.modes:
-        ambient.write(environment.modes, early=early)
-    if environment.generators is not None and not early:
-        _apply_generators(environment.generators)
+    for mode in MODES:
+        if mode.name in environment.modes and early in (None, mode.early):
+            value = environment.modes[mode.name]
+            if mode.capture() != value:
+                mode.apply(value)
 
 
-def _apply_generators(generators: Generators) -> None:
-    if generators.python is not None:
-        random.setstate(generators.python)
-    if generators.numpy is not None:
-        _set_numpy_state(generators.numpy)
-    if generators.torch is not None:
-        import numpy
-        import torch
-
-        if generators.torch_seed is not None:
-            torch.manual_seed(generators.torch_seed)
-        torch.set_rng_state(torch.from_numpy(numpy.frombuffer(generators.torch, dtype=numpy.uint8).copy()))
+def _is_loaded(library: str) -> bool:
+    module = sys.modules.get(library)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
-def _set_numpy_state(state: Any) -> None:
+# -- the interpreter ---------------------------------------------------------------------------------------------------
+
+
+def _directory() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed under us
+        return None
+
+
+def _set_directory(directory: str | None) -> None:
+    if directory is not None and os.path.isdir(directory):
+        os.chdir(directory)
+
+
+def _set_path(path: tuple[str, ...]) -> None:
+    sys.path[:] = path
+
+
+_OF_THE_PROCESS = frozenset(
+    {
+        # What torchrun would set, and what says which devices and cores are whose.
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+        *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"),
+        *("PWD", "OLDPWD", "LINES", "COLUMNS", "PYTEST_CURRENT_TEST"),
+    }
+)
+# Bytes by bytes. `os.environ` itself decodes each item anew: 16 µs for 35 of them, where this takes 0.3.
+_variables: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
+_variables_at_first = dict(_variables)
+_variables_now = _variables_at_first  # when they were last looked at, and what had changed then
+_changed_now: dict[str, str | None] = {}
+
+
+def _changed_variables() -> dict[str, str | None]:
+    """Environment variables that were set, changed or deleted (None) since this process began.
+
+    Not all of them: on another machine the others are another's.
+    """
+    global _variables_now, _changed_now
+    if _variables == _variables_now:
+        return _changed_now
+    names = {os.fsdecode(name) for name, _ in _variables.items() ^ _variables_at_first.items()}
+    own = sorted(name for name in names if name not in _OF_THE_PROCESS and not name.startswith("DISTNB_"))
+    _variables_now, _changed_now = dict(_variables), {name: os.environ.get(name) for name in own}
+    return _changed_now
+
+
+def _set_variables(wanted: dict[str, str | None]) -> None:
+    for name in _changed_variables().keys() | wanted.keys():
+        at_first = _variables_at_first.get(os.fsencode(name))
+        value = wanted[name] if name in wanted else None if at_first is None else os.fsdecode(at_first)
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _warning_filters() -> list[tuple[Any, ...]]:
+    return [
+        (action, message, category.__module__, category.__qualname__, module, line)
+        for action, message, category, module, line in warnings.filters
+        if isinstance(category, type)
+    ]
+
+
+def _set_warning_filters(filters: list[tuple[Any, ...]]) -> None:
+    found = [
+        (action, message, category, module, line)
+        for action, message, of, name, module, line in filters
+        if (category := _category(of, name)) is not None
+    ]
+    warnings.resetwarnings()  # this lets the interpreter see that they changed
+    warnings.filters[:] = found  # type: ignore[index]
+
+
+def _category(module: str, name: str) -> Any:
+    """A class of warnings; None where it is not known (a class of the notebook), so that nothing can warn with it."""
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError):
+        return None
+    return found
+
+
+# -- torch -------------------------------------------------------------------------------------------------------------
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+def _default_device() -> str | None:
+    import torch.utils._device
+
+    # torch.get_default_device says "cpu" for None, too, which costs less: it sets no function mode.
+    device = torch.utils._device.CURRENT_DEVICE
+    return None if device is None else str(device)
+
+
+def _set_default_device(device: str | None) -> None:
+    # The notebook's cuda:0 is each replica's own device, as it is for tensors that travel.
+    here = device if device is None or device.partition(":")[0] in ("cpu", "meta") else codec.place_storage(device)
+    if codec.place_storage is codec.on_the_cpu:
+        here = device  # in the notebook the user's word is kept, for the next cell
+    _torch().set_default_device(here)
+
+
+_inference_entered: list[tuple[bool, Any]] = []
+
+
+def _set_inference(on: bool) -> None:
+    """Inference mode is entered, and left by whoever entered it."""
+    if _inference_entered and _inference_entered[-1][0] != on:
+        _inference_entered.pop()[1].__exit__(None, None, None)
+        return
+    guard = _torch().inference_mode(on)
+    guard.__enter__()
+    _inference_entered.append((on, guard))
+
+
+def _autocast() -> tuple[Any, ...]:
+    import torch
+
+    kinds = torch._C._autocast_supported_devices()
+    each = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    return each, torch.is_autocast_cache_enabled()
+
+
+def _set_autocast(value: tuple[Any, ...]) -> None:
+    import torch
+
+    for kind, enabled, dtype in value[0]:
+        torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_enabled(kind, enabled)
+    torch.set_autocast_cache_enabled(value[1])
+    torch.clear_autocast_cache()
+
+
+def _deterministic() -> tuple[bool, bool]:
+    torch = _torch()
+    on = torch.are_deterministic_algorithms_enabled()
+    return on, on and torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _matmul_precision() -> Any:
+    torch = _torch()
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by `fp32_precision`, of one backend or more
+        return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+
+
+def _set_matmul_precision(value: Any) -> None:
+    torch = _torch()
+    if isinstance(value, str):
+        torch.set_float32_matmul_precision(value)
+    else:
+        torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = value
+
+
+def _cudnn_flags() -> tuple[bool, bool]:
+    cudnn = _torch().backends.cudnn
+    return cudnn.benchmark, cudnn.deterministic
+
+
+def _set_cudnn_flags(value: tuple[bool, bool]) -> None:
+    cudnn = _torch().backends.cudnn
+    cudnn.benchmark, cudnn.deterministic = value
+
+
+def _torch_random() -> bytes:
+    state: bytes = _torch().default_generator.get_state().numpy().tobytes()
+    return state
+
+
+def _set_torch_random(state: bytes) -> None:
+    import torch
+
+    generator = torch.default_generator
+    wanted = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    seed_before = generator.initial_seed()
+    generator.set_state(wanted)
+    seed = generator.initial_seed()
+    if seed != seed_before or torch.equal(torch.Generator().manual_seed(seed).get_state(), wanted):
+        torch.manual_seed(seed)  # who seeds torch seeds the generators of all devices
+        generator.set_state(wanted)
+
+
+def _torch_printing() -> dict[str, Any]:
+    import torch._tensor_str
+
+    return dict(vars(torch._tensor_str.PRINT_OPTS))
+
+
+@contextmanager
+def outside_inference() -> Iterator[None]:
+    """Make tensors that are ordinary ones, whatever the user's mode is."""
+    if not _is_loaded("torch") or not _torch().is_inference_mode_enabled():
+        yield
+        return
+    with _torch().inference_mode(False):
+        yield
+
+
+def forget_casts() -> None:
+    """Before a program: what autocast cast for an earlier one may be out of date.
+
+    Whoever leaves an autocast context forgets it; but the notebook may have left it, and entered it again, unheard.
+    """
+    if _is_loaded("torch") and _torch()._C._is_any_autocast_enabled():
+        _torch().clear_autocast_cache()
+
+
+# -- NumPy -------------------------------------------------------------------------------------------------------------
+
+
+def _numpy_printing() -> dict[str, Any]:
     import numpy
 
-    if isinstance(state, tuple):
-        name, key, position, has_gauss, gauss = state
-        state = {
-            "bit_generator": name,
-            "state": {"key": numpy.frombuffer(key, dtype=numpy.uint32), "pos": position},
-            "has_gauss": has_gauss,
-            "gauss": gauss,
-        }
-    numpy.random.set_state(state)
+    # Formatters are functions, mostly the notebook's own.
+    options: dict[str, Any] = dict(numpy.get_printoptions())
+    return {name: value for name, value in options.items() if name not in ("formatter", "override_repr")}
+
+
+def _set_numpy_printing(options: dict[str, Any]) -> None:
+    import numpy
+
+    numpy.set_printoptions(**options)
+
+
+def _numpy_random() -> bytes:
+    # This loads NumPy, which seeds itself from the system's entropy: loaded on the replicas alone it would differ.
+    import numpy.random
+
+    return pickle.dumps(numpy.random.get_state(legacy=False))
+
+
+def _set_numpy_random(state: bytes) -> None:
+    import numpy.random
+
+    numpy.random.set_state(pickle.loads(state))
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+RANDOM = ("torch random state", "random", "numpy.random")
+"""The modes that are random states."""
+
+MODES = (
+    Mode("working directory", _directory, _set_directory, early=True),
+    Mode("import path", lambda: tuple(sys.path), _set_path, early=True),
+    Mode("environment variables", _changed_variables, _set_variables, early=True),
+    Mode("warning filters", _warning_filters, _set_warning_filters, when="beginning"),
+    Mode(
+        "default dtype",
+        lambda: _torch().get_default_dtype(),
+        lambda dtype: _torch().set_default_dtype(dtype),
+        "torch",
+        early=True,
+    ),
+    Mode("inference mode", lambda: _torch().is_inference_mode_enabled(), _set_inference, "torch"),
+    Mode("gradients", lambda: _torch().is_grad_enabled(), lambda on: _torch().set_grad_enabled(on), "torch"),
+    Mode("default device", _default_device, _set_default_device, "torch"),
+    Mode("autocast", _autocast, _set_autocast, "torch"),
+    Mode(
+        "deterministic algorithms",
+        _deterministic,
+        lambda value: _torch().use_deterministic_algorithms(value[0], warn_only=value[1]),
+        "torch",
+    ),
+    Mode("matmul precision", _matmul_precision, _set_matmul_precision, "torch"),
+    Mode("cudnn flags", _cudnn_flags, _set_cudnn_flags, "torch"),
+    Mode(
+        "torch printing",
+        _torch_printing,
+        lambda options: _torch().set_printoptions(**options),
+        "torch",
+        when="beginning",
+    ),
+    Mode("numpy printing", _numpy_printing, _set_numpy_printing, "numpy", when="beginning"),
+    Mode("torch random state", _torch_random, _set_torch_random, "torch"),
+    Mode("random", random.getstate, random.setstate, when="cell"),
+    Mode("numpy.random", _numpy_random, _set_numpy_random, when="cell"),
+)

@@ -7,6 +7,7 @@ sides, so that events flow, and programs can be ended, while the main thread com
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -53,7 +54,7 @@ class RunCell:
         filename: Key of the source in linecache, the notebook's own name for the cell.
         label: How tracebacks call it, "Cell In[3]".
         in_scope: Run inside `strategy.scope()`.
-        delivery: The namespace's parcel (see `wire.bindings`), made by session.namespace, opened by engine.namespace.
+        snapshot: What it needs of the namespace (see `wire.exchange`).
     """
 
     program: int
@@ -63,7 +64,7 @@ class RunCell:
     filename: str
     label: str = ""
     in_scope: bool = False
-    delivery: Any = None
+    snapshot: Any = None
 
 
 @dataclass(frozen=True)
@@ -72,16 +73,14 @@ class CallFunction:
 
     Attributes:
         method: The method's name; "" calls the first argument with the others, in cross-replica context.
-        delivery: The namespace's parcel with `(args, kwargs)` in it.
-        slot: Under which number both sides keep it, to say the next one shortly (see `wire.shorthand`).
+        snapshot: What it needs of the namespace, with `(args, kwargs)`.
     """
 
     program: int
     team: Team
     strategy: StrategySpec
     method: str
-    delivery: Any
-    slot: int | None = None
+    snapshot: Any
 
 
 @dataclass(frozen=True)
@@ -107,13 +106,13 @@ class ErrorReport:
     """An exception of a replica, ready to be shown and raised again in the notebook.
 
     Attributes:
-        pickled: The exception itself, or None where it cannot travel.
+        pickled: The exception itself, packed or pickled, or None where it cannot travel.
         type_name, text: Qualified class name, and str(exception).
         traceback: Plain lines, without distnb's own frames.
         rendered: The same as IPython would colour it.
     """
 
-    pickled: bytes | None
+    pickled: Any
     type_name: str
     text: str
     traceback: tuple[str, ...]
@@ -121,12 +120,20 @@ class ErrorReport:
 
 
 class Reply(NamedTuple):
-    """The end of a program on one replica."""
+    """The end of a program on one replica.
+
+    Attributes:
+        program, status, error, value: Which program, how it ended, and what it gave.
+        changed: The mirrored parameters that it changed by hand, with numbers that are equal for equal values.
+        renew: Whether it caught errors in which replicas parted: the next program needs a new process group.
+    """
 
     program: int
     status: Literal["ok", "error", "aborted", "interrupted"]
     error: ErrorReport | None = None
     value: Any = None
+    renew: bool = False
+    changed: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -187,6 +194,7 @@ class ProgramEnded:
     program: int
     status: Literal["ok", "error", "aborted", "interrupted"]
     summary: str = ""
+    where: str = ""  # the user's line that was the last, unless all went well
 
 
 @dataclass(frozen=True)
@@ -216,12 +224,12 @@ class Display:
 
 @dataclass(frozen=True)
 class Live:
-    """Values of `distnb.live`, batched: (seconds since the program began, step, {name: value})."""
+    """Values of `distnb.live`, batched: (training step, number of the call of `run` or 0, {name: value})."""
 
     engine: int
     program: int
     replica: int
-    points: tuple[tuple[float, int, dict[str, float]], ...]
+    points: tuple[tuple[int, int, dict[str, float]], ...]
 
 
 @dataclass(frozen=True)
@@ -230,7 +238,7 @@ class TelemetrySample:
 
     Attributes:
         seconds: Of the engine's own steady clock.
-        steps, examples: Counted by `Strategy.run` since the engine began.
+        steps, examples: Training steps (see `runtime.progress`) and examples since the engine began.
         rss_nbytes: Resident memory of the engine; device_nbytes: allocated on the accelerator, or None.
         where: The user's line that the replica is in, when known ("cell 3, line 12").
     """

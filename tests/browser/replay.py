@@ -40,6 +40,8 @@ class ReplaySession:
         )
 
     alive = True
+    latest_strategy = "mirrored"
+    unshown: frozenset[int] = frozenset()
     latest_program = property(lambda self: self._programs)
 
     def flush_events(self) -> bool:
@@ -110,7 +112,7 @@ class Player:
                     replica,
                     self.program,
                     replica,
-                    ((step * 0.02, step, {"loss": loss, "local loss": local, "accuracy": 1 - loss / 2.4}),),
+                    ((step, 0, {"loss": loss, "local loss": local, "accuracy": 1 - loss / 2.4}),),
                 )
                 if step % 10 == 0:
                     yield TelemetrySample(

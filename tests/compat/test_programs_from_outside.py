@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,6 @@ pytestmark = pytest.mark.timeout(180)
 
 PROGRAMS = Path(__file__).parent / "programs"
 REPLICAS = 2
-
-
-@pytest.fixture(scope="module")
-def notebook() -> Iterator[Notebook]:
-    with Notebook(REPLICAS) as notebook:
-        yield notebook
 
 
 @pytest.mark.parametrize("name", ["ddp_tutorial", "accelerate_loop", "fabric_loop"])

@@ -22,8 +22,6 @@ def make_connection() -> Connection:
         server_public=keys.server_public,
         client_public=keys.client_public,
         client_secret=keys.client_secret,
-        store_host="127.0.0.1",
-        store_port=1,
         notebook_pid=os.getpid(),
     )
 

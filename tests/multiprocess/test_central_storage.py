@@ -280,9 +280,9 @@ def test_changes_that_are_none_of_an_optimizers() -> None:
         strategy.run(step, args=(model, torch.optim.SGD(model.parameters(), lr=0.0)))
         result["doubled"] = torch.equal(model.weight, doubled)
 
-        result["lbfgs"] = error(lambda: strategy.run(torch.optim.LBFGS(model.parameters()).step, args=(closure,)))
         strategy.run(lambda: model.weight.data.mul_(1.0 + me))
         result["drifted"] = error(lambda: strategy.run(step, args=(model, optimizer)))
+        result["lbfgs"] = error(lambda: strategy.run(torch.optim.LBFGS(model.parameters()).step, args=(closure,)))
         """
     )
     for result in found:

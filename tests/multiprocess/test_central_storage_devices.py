@@ -142,6 +142,10 @@ _LIFE = """
     result["assigned"] = changed(
         lambda: setattr(model.weight, "data", model.weight.data * 2), lambda before: before * 2)
 
+    strategy.run(lambda: model.weight.data.mul_(1.0 + me))
+    result["drifted"] = error(lambda: strategy.run(step, args=(model, optimizer)))
+    strategy.run(lambda: model.weight.data.fill_(0.25))
+
     class Own(torch.optim.SGD):
         pass
 
@@ -150,7 +154,7 @@ _LIFE = """
     graphs.param_groups[0]["capturable"] = True
     result["capturable"] = error(lambda: strategy.run(step, args=(model, graphs)))
     strategy.run(lambda: model.weight.data.mul_(1.0 + me))
-    result["drifted"] = error(lambda: strategy.run(step, args=(model, optimizer)))
+    result["drifted_after_error"] = error(lambda: strategy.run(step, args=(model, optimizer)))
 """
 
 
@@ -174,6 +178,9 @@ def test_a_script_on_accelerators() -> None:
         assert "capturable=True" in result["capturable"]
         assert "OutOfSyncError" in result["drifted"]
         assert "Linear.weight of shape [4000, 64]" in result["drifted"]
+        after = result["drifted_after_error"]  # the backward pass after an error compares values first
+        assert after.startswith("GradientError")
+        assert "other values on replica 1" in after
 
 
 def test_one_accelerator_has_everything() -> None:

@@ -102,17 +102,21 @@ def test_all_files_are_the_users_alone(cluster: Cluster) -> None:
 
 def test_no_secret_can_be_listed(cluster: Cluster) -> None:
     keys = json.loads((cluster.directory / "connection.json").read_text())
-    secrets = [keys["client_secret"], json.loads(cluster.client_file.read_text())["key"]]
+    secrets = [keys["client_secret"], json.loads(cluster.client_file.read_text())["curve_serverkey"]]
     for pid in processes.children_of_this_run():
         shown = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
         assert not any(secret.encode() in shown for secret in secrets)
 
 
-def test_a_client_without_the_key_gets_nothing_run(cluster: Cluster, client: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("guess", [False, True], ids=["without a key", "with another key"])
+def test_a_client_without_the_key_gets_nothing_run(cluster: Cluster, client: Any, tmp_path: Path, guess: bool) -> None:
     info = json.loads(cluster.client_file.read_text())
-    forger = Session(key=b"guessed")
+    forger = Session(key=info["key"].encode())
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 1000
+        if guess:
+            socket.curve_serverkey = zmq.curve_keypair()[0]
+            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.connect(f"{info['interface']}:{info['mux']}")
         code = f"open({str(tmp_path / 'was-here')!r}, 'w')"
         for engine in client[:].apply_sync(asked.ident):

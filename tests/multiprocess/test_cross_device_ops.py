@@ -30,7 +30,7 @@ class Ring(distnb.CrossDeviceOps):
         self.num_packs = num_packs
         self.sizes = []
 
-    def reduce(self, op, tensor, replicas):
+    def reduce_implementation(self, op, tensor, replicas):
         self.sizes.append(tensor.numel())
         n, travelling, total = replicas.size, tensor, tensor.clone()
         for _ in range(n - 1):
@@ -196,7 +196,7 @@ def test_gradients_that_are_themselves_differentiated_and_sparse_ones() -> None:
 
     # One that rounds: what distnb sends beside the tensors must not suffer.
     class InHalfPrecision(distnb.CrossDeviceOps):
-        def reduce(self, op, tensor, replicas):
+        def reduce_implementation(self, op, tensor, replicas):
             return replicas.all_reduce(tensor.half(), op).to(tensor.dtype)
     for got, want in zip(grads(InHalfPrecision()), expected, strict=True):
         assert torch.allclose(got, want, rtol=1e-2)
@@ -244,7 +244,7 @@ def test_an_algorithm_that_forgets_to_communicate_is_found() -> None:
     """Its replicas would drift apart without a word; one that broadcasts what it made is left alone."""
     program = """
     class Forgets(distnb.CrossDeviceOps):
-        def reduce(self, op, tensor, replicas):
+        def reduce_implementation(self, op, tensor, replicas):
             return tensor * replicas.size
     rank = int(os.environ["RANK"])
     value = lambda: torch.ones(3) * (rank + 1)
@@ -258,7 +258,7 @@ def test_an_algorithm_that_forgets_to_communicate_is_found() -> None:
         assert strategy.reduce("sum", strategy.run(value), axis=None).tolist() == [3.0] * 3
     """
     for rank in run_ranks(_START + dedent(program), 2):
-        assert "Forgets.reduce returned another result on replica 1" in rank.check().result
+        assert "Forgets.reduce_implementation returned another result on replica 1" in rank.check().result
         assert "replicas.all_reduce(tensor, op)" in rank.result
 
 
@@ -266,7 +266,7 @@ def test_steps_that_do_not_match_are_found() -> None:
     program = """
     rank = int(os.environ["RANK"])
     class Confused(distnb.CrossDeviceOps):
-        def reduce(self, op, tensor, replicas):
+        def reduce_implementation(self, op, tensor, replicas):
             replicas.exchange(tensor, [(0, 1)] if replicas.rank == 0 else [(1, 0)])
             return tensor
     try:
@@ -400,48 +400,47 @@ def test_how_many_messages_many_tensors_become() -> None:
 
 
 @pytest.mark.timeout(150)
-def test_objects_travel_from_a_notebook_to_its_engines() -> None:
-    with Notebook(engines=2) as notebook:
+def test_objects_travel_from_a_notebook_to_its_engines(notebook: Notebook) -> None:
+    notebook.run(
+        "import distnb, torch\nFACTOR = 1\n"
+        "class Mine(distnb.CrossDeviceOps):\n"
+        "    def __init__(self): self.calls = 0\n"
+        "    def reduce_implementation(self, op, tensor, replicas):\n"
+        "        self.calls += 1\n"
+        "        return FACTOR * replicas.all_reduce(tensor, op)\n"
+        "mine = Mine()\n"
+        "chosen = distnb.MirroredStrategy(cross_device_ops=mine)\n"
+        "tree = distnb.MirroredStrategy(cross_device_ops=distnb.HierarchicalCopyAllReduce())"
+    )
+    for name in ("chosen", "tree"):
+        notebook.run(f"%%distribute {name}\nwith strategy.scope():\n    w = torch.nn.Parameter(torch.ones(2))")
+        # Another cell, and a call: the same strategy there, or its variable would be another one's.
         notebook.run(
-            "import distnb, torch\nFACTOR = 1\n"
-            "class Mine(distnb.CrossDeviceOps):\n"
-            "    def __init__(self): self.calls = 0\n"
-            "    def reduce(self, op, tensor, replicas):\n"
-            "        self.calls += 1\n"
-            "        return FACTOR * replicas.all_reduce(tensor, op)\n"
-            "mine = Mine()\n"
-            "chosen = distnb.MirroredStrategy(cross_device_ops=mine)\n"
-            "tree = distnb.MirroredStrategy(cross_device_ops=distnb.HierarchicalCopyAllReduce())"
+            f"%%distribute {name}\ndef step():\n    (w * (distnb.replica_id() + 1)).sum().backward()\n"
+            "strategy.run(step)\ngradient = sum(w.grad.tolist())"
         )
-        for name in ("chosen", "tree"):
-            notebook.run(f"%%distribute {name}\nwith strategy.scope():\n    w = torch.nn.Parameter(torch.ones(2))")
-            # Another cell, and a call: the same strategy there, or its variable would be another one's.
-            notebook.run(
-                f"%%distribute {name}\ndef step():\n    (w * (distnb.replica_id() + 1)).sum().backward()\n"
-                "strategy.run(step)\ngradient = sum(w.grad.tolist())"
-            )
-            assert notebook.value("gradient") == 6.0
-            total = f"{name}.reduce('sum', {name}.run(lambda: torch.ones(2)), axis=None).numpy().tolist()"
-            assert notebook.value(total) == [2.0, 2.0]
-        notebook.run("%%distribute chosen\ncalls = strategy.spec.option('cross_device_ops').calls")
-        assert notebook.value("calls") == 2  # the gradient of one cell, the call after it
-        assert notebook.value(
-            "[distnb.MirroredStrategy(cross_device_ops=distnb.HierarchicalCopyAllReduce()) is tree, "
-            "distnb.MirroredStrategy(cross_device_ops=mine) is chosen]"
-        ) == [True, True]
-        failed = notebook.try_run("distnb.MirroredStrategy(cross_device_ops=distnb.NcclAllReduce())")
-        assert failed.error_name == "OptionError"
-        assert "needs a GPU of its own for each replica, and the replicas have cpu:0, cpu:1" in failed.error_text
-        failed = notebook.try_run(
-            "import threading\nlocked = Mine()\nlocked.lock = threading.Lock()\n"
-            "distnb.MirroredStrategy(cross_device_ops=locked)"
-        )
-        assert "cannot be sent to the replicas" in failed.error_text
-        notebook.run(
-            "def failing(tensors): raise ZeroDivisionError('no sum today')\n"
-            "bad = distnb.MirroredStrategy(cross_device_ops=distnb.ReductionToOneDevice('cpu:1', failing))"
-        )
-        for cell in ("%%distribute bad\n", ""):
-            failed = notebook.try_run(cell + "bad.reduce('sum', bad.run(lambda: torch.ones(2)), axis=None)")
-            assert failed.error_name == "ZeroDivisionError"
+        assert notebook.value("gradient") == 6.0
+        total = f"{name}.reduce('sum', {name}.run(lambda: torch.ones(2)), axis=None).numpy().tolist()"
         assert notebook.value(total) == [2.0, 2.0]
+    notebook.run("%%distribute chosen\ncalls = strategy.spec.option('cross_device_ops').calls")
+    assert notebook.value("calls") == 2  # the gradient of one cell, the call after it
+    assert notebook.value(
+        "[distnb.MirroredStrategy(cross_device_ops=distnb.HierarchicalCopyAllReduce()) is tree, "
+        "distnb.MirroredStrategy(cross_device_ops=mine) is chosen]"
+    ) == [True, True]
+    failed = notebook.try_run("distnb.MirroredStrategy(cross_device_ops=distnb.NcclAllReduce())")
+    assert failed.error_name == "OptionError"
+    assert "needs a GPU of its own for each replica, and the replicas have cpu:0, cpu:1" in failed.error_text
+    failed = notebook.try_run(
+        "import threading\nlocked = Mine()\nlocked.lock = threading.Lock()\n"
+        "distnb.MirroredStrategy(cross_device_ops=locked)"
+    )
+    assert "cannot be sent to the replicas" in failed.error_text
+    notebook.run(
+        "def failing(tensors): raise ZeroDivisionError('no sum today')\n"
+        "bad = distnb.MirroredStrategy(cross_device_ops=distnb.ReductionToOneDevice('cpu:1', failing))"
+    )
+    for cell in ("%%distribute bad\n", ""):
+        failed = notebook.try_run(cell + "bad.reduce('sum', bad.run(lambda: torch.ones(2)), axis=None)")
+        assert failed.error_name == "ZeroDivisionError"
+    assert notebook.value(total) == [2.0, 2.0]

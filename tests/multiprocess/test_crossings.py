@@ -107,7 +107,7 @@ def ranks(body: str, size: int) -> list[Rank]:
     return [rank.check() for rank in run_ranks(program, size)]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("how", SWAPPED)
 def test_another_order_ends_every_replica(how, size):
     for rank in ranks(SWAPPED[how], size):
@@ -116,7 +116,7 @@ def test_another_order_ends_every_replica(how, size):
         assert "different order" in text
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_doubt_is_told_once_by_one_replica(size):
     first, *others = ranks(DOUBTFUL, size)
     assert not any(each.result[0] or each.result[2] for each in others), others
@@ -129,14 +129,14 @@ def test_doubt_is_told_once_by_one_replica(size):
     assert f"line {line})" in text
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_lines_of_ones_own_are_fine(size):
     for rank in ranks(FINE, size):
         assert rank.result == ("", "", [])
 
 
 @pytest.mark.timeout(120)
-def test_in_a_notebook():
+def test_in_a_notebook(notebook: Notebook) -> None:
     cell = """%%distribute mirrored
 def step():
     context = distnb.get_replica_context()
@@ -147,19 +147,18 @@ def step():
         context.all_reduce("sum", a)
 strategy.run(step)
 """
-    with Notebook(2) as notebook:
-        notebook.run("import torch, distnb\na, b = torch.ones(3), torch.zeros(3)")
-        one = 'context.all_reduce("sum", a)'
-        other = 'context.all_reduce("sum", b)'
-        ran = notebook.try_run(cell.replace("SWAP", f"{one}\n        {other}"))
-        assert ran.error_name == "CollectiveMismatchError", ran
-        assert other in ran.error_text or one in ran.error_text
-        assert any(f"line {number}" in ran.error_text for number in (5, 6, 8, 9))  # whichever replica is shown
-        ran = notebook.run(cell.replace("SWAP", f"{one}\n        {one}")).check()
-        assert ran.stderr.count("UserWarning") == 1
-        assert f"`{one}` on replica 0" in ran.stderr
-        assert f"`{other}` on replica 1" in ran.stderr
-        assert "line 5" in ran.stderr
-        assert "line 8" in ran.stderr
-        ran = notebook.run(cell.replace("SWAP", f"{other}\n        {one}")).check()
-        assert not ran.stderr
+    notebook.run("import torch, distnb\na, b = torch.ones(3), torch.zeros(3)")
+    one = 'context.all_reduce("sum", a)'
+    other = 'context.all_reduce("sum", b)'
+    ran = notebook.try_run(cell.replace("SWAP", f"{one}\n        {other}"))
+    assert ran.error_name == "CollectiveMismatchError", ran
+    assert other in ran.error_text or one in ran.error_text
+    assert any(f"line {number}" in ran.error_text for number in (5, 6, 8, 9))  # whichever replica is shown
+    ran = notebook.run(cell.replace("SWAP", f"{one}\n        {one}")).check()
+    assert ran.stderr.count("UserWarning") == 1
+    assert f"`{one}` on replica 0" in ran.stderr
+    assert f"`{other}` on replica 1" in ran.stderr
+    assert "line 5" in ran.stderr
+    assert "line 8" in ran.stderr
+    ran = notebook.run(cell.replace("SWAP", f"{other}\n        {one}")).check()
+    assert not ran.stderr

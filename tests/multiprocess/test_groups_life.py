@@ -157,7 +157,7 @@ def test_torch_may_tell_the_backend_of_a_subgroup():
     assert results(program, 2) == [(2, "it")] * 2
 
 
-def test_only_loopback_listens():
+def test_nobody_listens_once_replicas_of_one_machine_have_met():
     program = """
     import psutil
     group = groups.join(team(0), rank, cpu)
@@ -166,7 +166,7 @@ def test_only_loopback_listens():
     result = sorted(set(listening))
     group.barrier()
     """
-    assert results(program, 2) == [["127.0.0.1"]] * 2
+    assert results(program, 2) == [[]] * 2
 
 
 def test_forked_children_are_no_replicas():
@@ -452,7 +452,7 @@ def test_an_order_to_end_just_when_an_operation_has_begun_hinders_nothing():
             if rank == 0:
                 future.then(lambda future: busy.set() or over.wait(60))  # on Gloo's thread, once replica 1 has come
                 store.set("begun", "yes")
-                busy.wait()
+                busy.wait(10)  # an operation of Gloo's whose other side was aborted may never end: as good here
             raise KeyboardInterrupt
 
     backends["cpu"] = Interrupted()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,22 +41,20 @@ print("reading:", reading)
 """
 
 
-@pytest.fixture(scope="module")
-def notebook() -> Iterator[Notebook]:
-    with Notebook(2) as notebook:
-        notebook.run(SETUP)
-        yield notebook
+@pytest.fixture(scope="module", autouse=True)
+def _names(notebook: Notebook) -> None:
+    notebook.run(SETUP)
 
 
-def workers(before: set[int]) -> list[str]:
-    new = [processes.describe(p) for pid, p in processes.children_of_this_run().items() if pid not in before]
+def workers(notebook: Notebook, before: set[int]) -> list[str]:
+    new = [processes.describe(p) for pid, p in notebook.processes().items() if pid not in before]
     return [line for line in new if "distnb.engine" in line]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("ended_by", ["interrupt", "another replica's error"])
 def test_nothing_reads_on(notebook: Notebook, ended_by: str, persistent: bool) -> None:
-    before = set(processes.children_of_this_run())
+    before = set(notebook.processes())
     wait = "for batch in kept:\n    pass"
     if ended_by == "interrupt":
         source = READING.format(persistent=persistent, then=wait)
@@ -68,7 +65,7 @@ def test_nothing_reads_on(notebook: Notebook, ended_by: str, persistent: bool) -
     else:
         source = READING.format(persistent=persistent, then=f"if distnb.is_chief():\n    1 / 0\n{wait}")
         assert notebook.try_run(source, timeout_s=LIMIT_S).error_name == "ZeroDivisionError"
-    processes.wait_until(lambda: not workers(before), LIMIT_S, "DataLoader workers are still there")
+    processes.wait_until(lambda: not workers(notebook, before), LIMIT_S, "DataLoader workers are still there")
     assert "reading: []" in notebook.run(READERS, timeout_s=LIMIT_S).stdout
     ran = notebook.try_run("%%distribute mirrored\nnext(kept)", timeout_s=LIMIT_S)
     assert ran.error_name == "ProgramError"

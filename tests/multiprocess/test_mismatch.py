@@ -55,7 +55,7 @@ def outcomes(size: int) -> list[dict[str, Ended]]:
     return [rank.check().result for rank in run_ranks(program, size, timeout_s=120)]
 
 
-@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.timeout(200))])
+@pytest.fixture(params=[2, pytest.param(4, marks=[pytest.mark.timeout(200), pytest.mark.soak])])
 def ended(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return outcomes(request.param)
 
@@ -101,7 +101,8 @@ def test_backward_of_ddp_against_an_all_reduce(ended):
 def test_arguments_refused_on_one_replica(ended):
     for rank in ended:
         outcome = rank["refused_arguments"]
-        assert outcome.error == "CollectiveMismatchError", outcome
+        # The one whose arguments they were has caught its own error, and finds the others gone at the next collective.
+        assert outcome.error in ("CollectiveMismatchError", "CollectiveError"), outcome
         assert outcome.seconds < LIMIT_S
     assert any("which failed with" in rank["refused_arguments"].text for rank in ended)
 

@@ -63,7 +63,7 @@ tell(numbers=numbers, task=[task.task_type, task.task_id], rank=distnb.replica_i
      size=strategy.num_replicas_in_sync, devices=strategy.worker_devices, listening=sorted(listening),
      torchrun=[os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")])
 try:
-    os.environ["TF_CONFIG"] = ""
+    del os.environ["TF_CONFIG"]
     distnb.MultiWorkerMirroredStrategy()
 except RuntimeError as error:
     tell(moved=str(error))
@@ -79,7 +79,7 @@ except RuntimeError as error:
         assert told["task"] == ["worker", rank]
         assert (told["rank"], told["chief"], told["size"]) == (rank, rank == 0, 2)
         assert told["devices"] == ["cpu:0", "cpu:0"]
-        assert told["listening"] == ["127.0.0.1"]
+        assert set(told["listening"]) <= {"127.0.0.1"}
         assert told["torchrun"] == [str(rank), "2", "0", "1"]
         assert f"has joined its cluster as worker {rank}" in told["moved"]
 
@@ -220,27 +220,26 @@ def test_workers_that_were_told_of_different_clusters_say_so():
             assert "were told of different clusters" in task.stderr
 
 
-def test_in_a_notebook_the_engines_are_the_replicas():
-    with Notebook(engines=2) as notebook:
-        notebook.run(
-            "%%distribute multi_worker\n"
-            "import torch\n"
-            "with strategy.scope():\n    model = torch.nn.Linear(2, 1)\n"
-            "total = strategy.reduce('sum', strategy.run(lambda: torch.ones(2)), axis=None)\n"
-            "kind = type(strategy).__name__\nn = strategy.num_replicas_in_sync\n"
-        )
-        assert notebook.value("(kind, n, total.numpy().tolist())") == ("MultiWorkerMirroredStrategy", 2, [2.0, 2.0])
-        notebook.run("import distnb\noptions = distnb.CommunicationOptions(bytes_per_pack=8)")
-        notebook.run("s = distnb.MultiWorkerMirroredStrategy(None, options)\nout = s.run(lambda: 5)")
-        assert notebook.value("(out, s.num_replicas_in_sync, s.cluster_resolver.task_type)") == (5, 2, None)
-        notebook.run(
-            "import os, json\nos.environ['TF_CONFIG'] = json.dumps("
-            "{'cluster': {'worker': ['a:1', 'b:1']}, 'task': {'type': 'worker', 'index': 1}})"
-        )
-        for cell in ("%%distribute multi_worker\n1", "distnb.MultiWorkerMirroredStrategy()"):
-            failed = notebook.try_run(cell)
-            assert failed.error_name == "OptionError"
-            assert "run on its engines, on this machine, and TF_CONFIG says that it is worker 1" in failed.error_text
+def test_in_a_notebook_the_engines_are_the_replicas(notebook: Notebook) -> None:
+    notebook.run(
+        "%%distribute multi_worker\n"
+        "import torch\n"
+        "with strategy.scope():\n    model = torch.nn.Linear(2, 1)\n"
+        "total = strategy.reduce('sum', strategy.run(lambda: torch.ones(2)), axis=None)\n"
+        "kind = type(strategy).__name__\nn = strategy.num_replicas_in_sync\n"
+    )
+    assert notebook.value("(kind, n, total.numpy().tolist())") == ("MultiWorkerMirroredStrategy", 2, [2.0, 2.0])
+    notebook.run("import distnb\noptions = distnb.CommunicationOptions(bytes_per_pack=8)")
+    notebook.run("s = distnb.MultiWorkerMirroredStrategy(None, options)\nout = s.run(lambda: 5)")
+    assert notebook.value("(out, s.num_replicas_in_sync, s.cluster_resolver.task_type)") == (5, 2, None)
+    notebook.run(
+        "import os, json\nos.environ['TF_CONFIG'] = json.dumps("
+        "{'cluster': {'worker': ['a:1', 'b:1']}, 'task': {'type': 'worker', 'index': 1}})"
+    )
+    for cell in ("%%distribute multi_worker\n1", "distnb.MultiWorkerMirroredStrategy()"):
+        failed = notebook.try_run(cell)
+        assert failed.error_name == "OptionError"
+        assert "run on its engines, on this machine, and TF_CONFIG says that it is worker 1" in failed.error_text
 
 
 def test_an_evaluator_follows_the_chief_and_is_no_replica():
@@ -285,9 +284,9 @@ else:
     assert "An evaluator is a process of its own" in other["refused"]
 
 
-def test_the_program_of_the_readme():
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(import os\n.*?)```", readme, flags=re.DOTALL)
+def test_the_program_of_the_documentation():
+    page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(import os\n.*?)```", page, flags=re.DOTALL)
     names = ["worker 0", "worker 1", "evaluator 0"]  # the last one trains alone
     words = [sys.executable, "-c", f"import os; os.makedirs('alone'); os.chdir('alone')\n{program}"]
     with Tasks(program, names, command={"evaluator 0": words}) as tasks:

@@ -1,8 +1,8 @@
-"""Nothing hangs, as a user meets it: a real kernel, real engines, 2 and 4 of them.
+"""Nothing hangs, as a user meets it: a real kernel and real engines, of which there are two.
 
 Whatever goes wrong in a cell, the cell ends on every replica with an error that says what went wrong; the next cell
 works; variables made before are still there. No test here measures how long it takes: each has a hard limit, which
-is far beyond the second that is promised, and far below "for ever".
+is far beyond the second that is promised, and far below "for ever". `tests/soak` has the same with four engines.
 """
 
 from __future__ import annotations
@@ -90,9 +90,14 @@ class Notebooks:
             self.current = None
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 engines", "4 engines"])
-def notebooks(request: pytest.FixtureRequest) -> Iterator[Notebooks]:
-    notebooks = Notebooks(request.param)
+@pytest.fixture(scope="module")
+def engines() -> int:
+    return 2
+
+
+@pytest.fixture(scope="module")
+def notebooks(engines: int) -> Iterator[Notebooks]:
+    notebooks = Notebooks(engines)
     notebooks.get()
     yield notebooks
     notebooks.close()

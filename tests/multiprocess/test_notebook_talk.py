@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
+import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import needs
 from tests.kernel import Notebook, lines_of_each
 
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture(scope="module")
-def notebook() -> Iterator[Notebook]:
-    with Notebook(engines=2) as running:
-        running.run("import distnb")
-        yield running
+@pytest.fixture(scope="module", autouse=True)
+def _names(notebook: Notebook) -> None:
+    notebook.run("import distnb")
 
 
 # -- cells in the notebook's own process -----------------------------------------------------------------------------
@@ -191,6 +191,20 @@ def test_a_failing_call_shows_the_cells_line_and_debug_begins_there(notebook: No
 # -- modules that change under way -------------------------------------------------------------------------------------
 
 
+def test_an_ordinary_cell_hands_over_what_was_seeded(notebook: Notebook) -> None:
+    notebook.run(
+        "import random\nimport numpy as np\nstrategy = distnb.MirroredStrategy()\ndef draw():\n"
+        "    return random.random(), float(np.random.rand()), str(np.array([1 / 3]))"
+    )
+    for seed in (1, 2):
+        seeding = f"random.seed({seed}); np.random.seed({seed}); np.set_printoptions(precision={seed})"
+        notebook.run(f"{seeding}\nexpected = [draw() for _ in range(3)]\n{seeding}")
+        notebook.run("assert [strategy.run(draw) for _ in range(2)] == expected[:2]")
+        notebook.run("%%distribute mirrored\nthird = draw()")
+        notebook.run("assert third == expected[2]\nassert random.random() not in [drawn[0] for drawn in expected]")
+    notebook.run("np.set_printoptions(precision=8)")
+
+
 def test_modules_that_autoreload_changes_here_change_on_the_replicas(notebook: Notebook, tmp_path: Path) -> None:
     outer, inner = tmp_path / "distnb_talk_outer.py", tmp_path / "distnb_talk_inner.py"
     outer.write_text("from distnb_talk_inner import add\ndef f():\n    return add(1)\n")
@@ -271,3 +285,108 @@ sums = [strategy.run(lambda batch: float((batch[0] * batch[1]).sum()), args=(bat
     refused = notebook.try_run("torch.optim.SGD(model.parameters(), lr=0.1)")
     assert "RemoteMirrored is a handle" in refused.traceback
     assert "strategy.scope()" in refused.traceback
+
+
+# -- what the live view tells --------------------------------------------------------------------------------------
+
+TRAINS = """
+strategy = distnb.MirroredStrategy()
+with strategy.scope():
+    model = torch.nn.Linear(1, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
+
+def train(x):
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+        loss = distnb.nn.compute_average_loss(model(x).square()[:, 0])
+        loss.backward()
+        optimizer.step()
+    distnb.live(inner=loss)
+    return loss
+
+def evaluate(x):
+    with torch.no_grad():
+        return model(x).sum()
+
+batches = strategy.distribute_dataset(torch.ones(12, 1), batch_size=4)
+"""
+LOOP = """
+for epoch in range(2):
+    for batch in batches:
+        loss = strategy.reduce("sum", strategy.run(train, (batch,)), axis=None)
+        distnb.live(loss=loss, double=2 * loss)
+        distnb.live(rate=0.1)
+    for batch in batches:
+        strategy.run(evaluate, (batch,))
+    distnb.live(accuracy=0.5)
+"""
+
+
+@pytest.mark.parametrize("magic", ["", "%%distribute strategy\n"])
+def test_the_step_is_the_training_step_in_both_kinds_of_cells(notebook: Notebook, magic: str) -> None:
+    notebook.run("import torch\n" + TRAINS)
+    html = notebook.run(magic + LOOP).displays[-1]["text/html"]
+    for text in ("2 replicas", "step 6", "strategy ·" if magic else "mirrored ·"):
+        assert text in html
+    for text in ("cpu:0", "cpu:1", "inner", "loss", "double", "rate", "accuracy"):
+        assert f">{text}<" in html
+    for picture in re.findall(r"base64,([A-Za-z0-9+/=]+)", html):
+        ticks = re.findall(r'y="174"[^>]*>([\d.]+)<', base64.b64decode(picture).decode())
+        assert max(map(float, ticks)) <= 6
+
+
+def test_a_cell_of_the_notebooks_own_process_shows_no_replicas(notebook: Notebook) -> None:
+    notebook.run("import torch\n" + TRAINS)
+    ran = notebook.run("%%distribute default\nfor value in model.parameters():\n    distnb.live(value=value.sum())")
+    html = ran.displays[-1]["text/html"]
+    assert "default · ended" in html
+    assert "cpu:0" not in html
+
+
+def test_a_replica_that_failed_shows_where(notebook: Notebook) -> None:
+    notebook.run("import time")
+    failed = notebook.try_run(
+        "%%distribute mirrored\ndistnb.live(x=1.0)\n\ntime.sleep(0.5)\n"
+        "if distnb.replica_id() == 1:\n    raise ValueError('no')\nstrategy.run(lambda: torch.ones(()))\n"
+        "strategy.reduce('sum', torch.ones(()), axis=None)"
+    )
+    assert failed.error_name == "ValueError"
+    cells = re.findall(r"cell \d+, line (\d+)", failed.displays[-1]["text/html"])
+    assert cells == ["7", "6"]  # replica 0 waits for what replica 1's call returns
+
+
+def test_tab_never_prints(notebook: Notebook) -> None:
+    notebook.run(
+        "%%distribute mirrored\n"
+        "class Loud:\n"
+        "    @property\n"
+        "    def volume(self):\n"
+        "        print('loud')\n"
+        "        return 11\n"
+        "loud, mark = Loud(), object()\n"
+        "print('cell')\n"
+    )
+    assert "volume" in notebook.complete("loud.")
+    assert "bit_length" in notebook.complete("loud.volume.")
+    notebook.run("mark.__class__")  # all that was written before it has come
+    assert set(re.findall(r"cell|loud", notebook.run("%distnb output").stdout)) == {"cell"}
+    assert "loud" in notebook.run("loud.volume").stdout
+
+
+# -- other users of the machine ---------------------------------------------------------------------------------------
+
+
+def test_a_session_listens_on_loopback_only(notebook: Notebook) -> None:
+    notebook.run("%%distribute mirrored\nimport torch, torch.distributed as dist\ndist.all_reduce(torch.ones(3))")
+    ours = notebook.processes()
+    listed = subprocess.run([needs("ss"), "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    lines = [line for line in listed.splitlines() if any(f"pid={pid}," in line for pid in ours)]
+    assert len(lines) >= 2, "the two channels"
+    assert [line for line in lines if not line.split()[3].startswith("127.0.0.1:")] == []
+
+
+def test_the_last_value_of_a_cell_is_underscore_in_the_notebook(notebook: Notebook) -> None:
+    notebook.run("%%distribute mirrored\nx = 5\nx * 2")
+    assert notebook.run("%%distribute mirrored\n_ + 1").text.endswith("11\n")
+    assert notebook.value("_ + 1") == 12
+    assert notebook.value("list(Out.values())[-2:]") == [10, 11]

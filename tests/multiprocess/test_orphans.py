@@ -44,7 +44,7 @@ def _left() -> str:
     return "\n".join(processes.describe(process) for process in processes.children_of_this_run().values())
 
 
-@pytest.mark.parametrize("behaviour", ["", "workers", "gil"])
+@pytest.mark.parametrize("behaviour", [pytest.param("", marks=pytest.mark.soak), "workers", "gil"])
 def test_sigkill_of_the_notebook(behaviour: str) -> None:
     notebook, engines, directory = started_notebook("wait", behaviour)
     try:
@@ -59,7 +59,9 @@ def test_sigkill_of_the_notebook(behaviour: str) -> None:
     assert_all_gone(directory)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGHUP, pytest.param(signal.SIGQUIT, marks=pytest.mark.soak)]
+)
 def test_other_signals(number: signal.Signals) -> None:
     notebook, _, directory = started_notebook("wait", "workers")
     notebook.send_signal(number)

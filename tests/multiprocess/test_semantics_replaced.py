@@ -8,11 +8,12 @@ import pytest
 
 from distnb.session.session import Session
 from tests.multiprocess.sessions import lose, run_cell, started
+from tests.processes import OF_MODULE
 
 pytestmark = pytest.mark.timeout(170)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
     with started() as session:
         yield session
@@ -42,6 +43,7 @@ def test_a_replaced_engine_keeps_training(session: Session) -> None:
     assert first != second, "each replica's BatchNorm has seen its own examples"
     lose(session, 1)
     assert session.restart(missing=True) == (1,)
+    OF_MODULE.update(row.pid for row in session.status())
     run_cell(
         session,
         "strategy.assert_in_sync([model, optimizer])\n"

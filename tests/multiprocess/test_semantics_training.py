@@ -71,7 +71,7 @@ def _train_alone(optimizer: str, dtype: torch.dtype) -> Any:
         torch.set_default_dtype(default)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_training_equals_one_replica(n: int) -> None:
     program = """
     result = {(name, str(dtype)): train(distnb.MirroredStrategy(), name, dtype)
@@ -252,8 +252,7 @@ def test_two_random_streams() -> None:
     import random
     import numpy as np
     def draw():
-        numpys = float(np.random.rand()), float(np.random.randn())
-        return [torch.rand(1).item(), random.random(), *numpys, random.gauss(0, 1)]
+        return [torch.rand(1).item(), random.random(), random.gauss(0, 1), float(np.random.rand()), np.random.randn()]
     def merged():
         return distnb.get_replica_context().merge_call(lambda s: torch.rand(1).item())
     shared, own = [], []
@@ -274,12 +273,11 @@ def test_two_random_streams() -> None:
     assert shared[0] == shared[1] == shared[2]
     own = [one[1] for one in found]
     for replica in range(3):
-        assert [draws[:1] for draws in own[replica][:4]] == [draws[:1] for draws in own[replica][4:]]  # seeded alike
-        assert len({tuple(draws) for draws in own[replica]}) >= 7
+        assert [draws[0] for draws in own[replica][:4]] == [draws[0] for draws in own[replica][4:]]  # seeded alike
+        assert len({draws[0] for draws in own[replica]}) == 4
+        assert [draws[1:] for draws in own[replica]] == [draws[1:] for draws in own[0]]  # torch's alone are folded
         for other in range(replica):
             assert all(mine[0] != theirs[0] for mine, theirs in zip(own[replica], own[other], strict=True))
-            assert all(mine[1] != theirs[1] for mine, theirs in zip(own[replica][:3], own[other][:3], strict=True))
-    assert own[0][3][1] == own[1][3][1] == own[2][3][1]
     # The shared stream is the one of a program without replicas.
     torch.manual_seed(0)
     expected = [torch.rand(1).item() for _ in range(2)]
@@ -362,7 +360,7 @@ def test_metrics_of_a_scope(when: str) -> None:
         if len(x):
             auroc.update(torch.linspace(0.0, 1.0, len(x)), torch.arange(len(x)) % 2)
             both.update(x)
-        seen.append(float(mean.result()))
+        seen.append(float(mean.result()))  # of all replicas
     batches = strategy.distribute_dataset(torch.arange(8.0), batch_size=5)
     for batch in batches:
         strategy.run(step, args=(batch,))
@@ -387,7 +385,7 @@ def test_metrics_of_a_scope(when: str) -> None:
         assert right
         assert found["accuracy"] == (1 + 1 + 1 + 0) / 8
         assert found["both"] == {"sum": 28.0, "max": 7.0}
-        assert found["seen"] != 3.5
+        assert found["seen"] == 3.5
         assert found["direct"] == 0.5
         assert "strategy.run" in found["error"]
 

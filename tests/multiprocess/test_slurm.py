@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import processes
+from tests.conftest import needs
 from tests.kernel import Notebook
 from tests.machines import Machines, machines
 from tests.remote_engines import check_cut_off, check_killed, check_secrets, check_stop, check_training, left
@@ -49,9 +52,12 @@ found = (socket.gethostname(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD
          sorted({c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}))
 """)
     job = notebook.value("os.environ['SLURM_JOB_ID']")
-    assert notebook.value("strategy.local_results(found)") == tuple(
-        (host, local, "2", job, False, [network.address(host)]) for host in ("blue", "red") for local in "01"
-    )
+    found = notebook.value("strategy.local_results(found)")
+    assert [each[:5] for each in found] == [
+        (host, local, "2", job, False) for host in ("blue", "red") for local in "01"
+    ]
+    for host, *_, listening in found:
+        assert set(listening) <= {network.address(host)}
 
 
 def test_no_secret_is_an_argument_or_a_variable(notebook: Notebook) -> None:
@@ -87,6 +93,30 @@ def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
 
 def test_an_engine_that_is_killed(notebook: Notebook) -> None:
     check_killed(notebook, "red")
+
+
+def test_an_engine_that_scancel_ends(environment: dict[str, str], notebook: Notebook, tmp_path: Path) -> None:
+    notebook.run("%distnb restart --missing", timeout_s=150)
+    processes.OF_MODULE.update(steps())
+    keeper = psutil.Process(notebook.value("cluster.status()[3].pid")).parent()
+    assert keeper is not None
+    goes = tmp_path / "goes"
+    cell = notebook.start(f"""%%distribute mirrored
+import torch.distributed as dist
+while True:
+    dist.all_reduce(torch.ones(1))
+    open({str(goes)!r}, "w").close()
+""")
+    processes.wait_until(goes.exists, 60, "the cell does not begin")
+    step = f"{environment['SLURM_JOB_ID']}.{keeper.environ()['SLURM_STEP_ID']}"
+    subprocess.run([needs("scancel"), step], env=environment, check=True, timeout=30)
+    ended = notebook.finish(cell, timeout_s=40)
+    assert ended.error_name in ("EngineDied", "CollectiveError"), ended.traceback
+    notebook.run("%%distribute mirrored\nleft = strategy.num_replicas_in_sync", timeout_s=40)
+    assert notebook.value("left") == 3
+    state = notebook.value("cluster.status()[3].state")
+    assert state.startswith("(on red) was killed by SIG")
+    assert f"Slurm says: STEP {step} ON red CANCELLED" in state
 
 
 def test_stop_leaves_no_process_on_any_node(notebook: Notebook) -> None:

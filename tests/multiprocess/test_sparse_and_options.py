@@ -56,7 +56,7 @@ MODES = [(name, accumulate, mean) for name in OPTIMIZERS for accumulate in (Fals
 def test_sparse_gradients_train_as_on_one_replica_under_every_algorithm() -> None:
     program = """
     class Own(distnb.CrossDeviceOps):
-        def reduce(self, op, tensor, replicas):
+        def reduce_implementation(self, op, tensor, replicas):
             return replicas.all_reduce(tensor, op)
 
     ways = [None, distnb.HierarchicalCopyAllReduce(), distnb.ReductionToOneDevice(), Own()]
@@ -85,7 +85,7 @@ def test_sparse_tensors_are_summed_and_options_of_a_call_are_kept() -> None:
 
     class Seen(distnb.CrossDeviceOps):
         sizes = []
-        def reduce(self, op, tensor, replicas):
+        def reduce_implementation(self, op, tensor, replicas):
             self.sizes.append(tensor.numel())
             return replicas.all_reduce(tensor, op)
 

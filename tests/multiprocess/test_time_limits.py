@@ -107,6 +107,7 @@ dist.init_process_group(timeout=short)
 dist.init_process_group()
 dist.init_process_group(timeout=short)
 dist.destroy_process_group()
+dist.init_process_group()
 if rank == 1:
     threading.Event().wait(1.0)
 assert sum_of() == 2
@@ -151,7 +152,7 @@ for timeout in (timedelta(0), 3):
 
 
 @pytest.mark.timeout(120)
-def test_in_a_notebook_the_cell_ends_everywhere():
+def test_in_a_notebook_the_cell_ends_everywhere(notebook: Notebook) -> None:
     cell = """%%distribute mirrored
 import torch.distributed as dist
 from datetime import timedelta
@@ -162,10 +163,9 @@ while distnb.replica_id() == 1:
     pass
 dist.all_reduce(torch.ones(3))
 """
-    with Notebook(2) as notebook:
-        notebook.run("import torch, distnb")
-        ran = notebook.try_run(cell, timeout_s=30)
-        assert ran.error_name == "CollectiveError", ran
-        assert MISSES in ran.error_text
-        works = "%%distribute mirrored\ntotal = torch.ones(1)\ndist.all_reduce(total)\nprint('sum', int(total), kept)"
-        assert "sum 2 3" in notebook.run(works, timeout_s=30).stdout
+    notebook.run("import torch, distnb")
+    ran = notebook.try_run(cell, timeout_s=30)
+    assert ran.error_name == "CollectiveError", ran
+    assert MISSES in ran.error_text
+    works = "%%distribute mirrored\ntotal = torch.ones(1)\ndist.all_reduce(total)\nprint('sum', int(total), kept)"
+    assert "sum 2 3" in notebook.run(works, timeout_s=30).stdout

@@ -177,7 +177,7 @@ def fetched(notebook: Notebook, strategy: str = "") -> tuple[list[float], list[o
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("replicas", [2, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 4))])
 def test_a_distributed_cell(notebook: Notebook, replicas: int, case: Case) -> None:
     notebook.run(constants(case))
     notebook.run(f"%%distribute on_{replicas}\n{CELL}")

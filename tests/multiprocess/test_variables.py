@@ -372,9 +372,9 @@ def test_batch_norms_that_train_on_one_replica_only_are_named() -> None:
         assert "replica 0 called BatchNorm's running statistics(float32[2], float32[2])" in told
 
 
-def test_the_program_of_the_readme() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"## Variables\n.*?```python\n(.*?)```", readme, flags=re.DOTALL)
+def test_the_program_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "variables.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert {rank.check().stdout for rank in run_ranks(program, 2)} == {"3 steps, 10 examples\n"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,6 @@ from tests.seeds.matrix import PROGRAMS, REFERENCE
 from tests.seeds.test_programs import same
 
 pytestmark = pytest.mark.timeout(170)
-
-
-@pytest.fixture(scope="module")
-def notebook() -> Iterator[Notebook]:
-    with Notebook(2) as notebook:
-        yield notebook
 
 
 def text_of(program: str) -> str:

@@ -1,11 +1,12 @@
-"""Ambient modes around calls: what the notebook is in when it calls, the replicas are in while they compute."""
+"""Modes: what the notebook is in when it calls, the replicas are in while they compute; what is handed over when."""
 
 from __future__ import annotations
 
-import contextlib
 import decimal
 import logging
+import os
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from distnb.wire.environment import capture_environment
-from distnb.wire.twisters import TorchTwister
+from distnb.wire import codec
+from distnb.wire.environment import apply_environment, capture_environment, cell_began
 from tests.worlds import DoubleWorld, distributed, modes_kept, ordinary
 
 
@@ -26,15 +27,6 @@ def world() -> Iterator[DoubleWorld]:
         yield DoubleWorld(2)
 
 
-@contextlib.contextmanager
-def _set(on: Callable[[], Any], off: Callable[[], Any]) -> Iterator[None]:
-    on()
-    try:
-        yield
-    finally:
-        off()
-
-
 AROUND: dict[str, tuple[Callable[[], Any], str]] = {
     "no_grad": (torch.no_grad, "torch.is_grad_enabled()"),
     "inference_mode": (torch.inference_mode, "torch.is_inference_mode_enabled(), torch.is_grad_enabled()"),
@@ -43,22 +35,13 @@ AROUND: dict[str, tuple[Callable[[], Any], str]] = {
         "str((torch.ones(1, 1) @ torch.ones(1, 1)).dtype)",
     ),
     "device": (lambda: torch.device("meta"), "str(torch.ones(1).device)"),
-    "detect_anomaly": (torch.autograd.detect_anomaly, "torch.is_anomaly_enabled()"),
-    "errstate": (lambda: np.errstate(over="raise"), "np.geterr()['over']"),
-    "printoptions": (lambda: np.printoptions(precision=2), "str(np.array([1 / 3]))"),
-    "localcontext": (lambda: decimal.localcontext(prec=4), "str(decimal.Decimal(1) / 3)"),
-    "disable": (
-        lambda: _set(lambda: logging.disable(logging.ERROR), lambda: logging.disable(logging.NOTSET)),
-        "logging.getLogger('x').isEnabledFor(logging.ERROR)",
-    ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("name", AROUND)
 def test_around_a_call(name: str, world: DoubleWorld) -> None:
     around, shown = AROUND[name]
-    world.run(ordinary(f"import torch, numpy as np, decimal, logging\ndef f():\n    return {shown}"))
+    world.run(ordinary(f"import torch\ndef f():\n    return {shown}"))
     function = world.notebook.user_ns["f"]
     outside = function()
     for _ in range(3):
@@ -103,27 +86,135 @@ def test_tensors_made_in_inference_mode_are_changed_later(world: DoubleWorld) ->
     assert world.notebook.user_ns["n"] == 6
 
 
+def test_what_is_per_cell_is_handed_over_once_a_cell(world: DoubleWorld) -> None:
+    world.run(
+        ordinary(
+            "import torch, random, warnings, numpy as np\ndef f():\n"
+            "    return random.random(), np.random.rand(), str(np.array([1 / 3])), warnings.filters[0][0]"
+        )
+    )
+    function = world.notebook.user_ns["f"]
+    found = []
+    for precision in (2, 4):
+        cell_began()
+        random.seed(precision)
+        np.random.seed(precision)
+        np.set_printoptions(precision=precision)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if precision == 2 else "always")
+            outside = function()
+            random.seed(precision)
+            np.random.seed(precision)
+            found = [_as_one(world.call(function)) for _ in range(2)]
+            assert found[0] == outside
+            assert found[1][:2] != outside[:2]  # the replicas' streams go on
+            random.seed(0)
+            np.set_printoptions(precision=1)
+            assert _as_one(world.call(function))[2] == outside[2]  # not around each call
+
+
+def test_what_a_call_drew_is_handed_back_by_the_next_cell(world: DoubleWorld) -> None:
+    world.run(ordinary("import random\ndef f():\n    return random.random()"))
+    random.seed(1)
+    expected = [random.random() for _ in range(3)]
+    random.seed(1)
+    cell_began()
+    assert world.call(world.notebook.user_ns["f"]) == expected[0]
+    world.run(distributed("b = random.random()"))
+    world.run(ordinary("c = random.random()"))
+    assert [world.notebook.user_ns[name] for name in "bc"] == expected[1:]
+
+
 def test_unchanged_is_the_same_object() -> None:
     before = capture_environment()
     assert capture_environment(before) is before
+    assert capture_environment(before, "call") is before
     with torch.no_grad():
         inside = capture_environment(before)
         assert dict(inside.since(before).modes) == {"gradients": False}
     assert capture_environment(before).since(before).empty
+    cell_began()
+    assert capture_environment(before, "call").since(before).empty
 
 
-@pytest.mark.parametrize("draw", [lambda: torch.rand(1), lambda: torch.randn(1, dtype=torch.float64), random.random])
-def test_what_is_drawn_is_seen(draw: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.rand(1),
+        lambda: torch.randn(1, dtype=torch.float64),
+        random.random,
+        lambda: random.gauss(0, 1),
+        np.random.rand,
+        np.random.randn,
+    ],
+)
+def test_what_is_drawn_goes_on_elsewhere(draw: Callable[[], Any]) -> None:
     draw()
     before = capture_environment()
-    draw()
-    assert capture_environment(before).generators != before.generators
+    following = [float(draw()) for _ in range(3)]
+    assert not capture_environment(before).since(before).empty
+    apply_environment(codec.decode(codec.encode(before)))
+    assert [float(draw()) for _ in range(3)] == following
 
 
-def test_the_memory_of_the_torch_generator_is_found() -> None:
-    twister = TorchTwister()
-    assert twister.works
-    torch.manual_seed(3)
-    before = twister.read()
-    torch.rand(1)
-    assert twister.read() != before
+def test_who_seeds_torch_seeds_the_devices_of_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = capture_environment()
+    seed_all, seeds = torch.manual_seed, []
+    try:
+        torch.manual_seed(1)
+        monkeypatch.setattr(torch, "manual_seed", lambda seed: (seeds.append(seed), seed_all(seed)))
+        seeded, later = capture_environment(), []
+        for _ in range(2):
+            torch.rand(1)
+            later.append(capture_environment())
+        torch.default_generator.manual_seed(2)
+        apply_environment(later[0])  # with another seed
+        apply_environment(later[1])  # it was drawn from
+        apply_environment(seeded)  # anew with the same
+        assert seeds == [1, 1]
+        assert capture_environment(seeded) is seeded
+    finally:
+        apply_environment(outside)
+
+
+def test_a_filter_for_a_class_that_the_other_side_cannot_import_is_left_out(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text("class Mine(UserWarning): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    with warnings.catch_warnings():
+        import only_here  # type: ignore[import-not-found]
+
+        outside = capture_environment()
+        warnings.simplefilter("error", FutureWarning)
+        warnings.simplefilter("error", only_here.Mine)
+        changed = codec.decode(codec.encode(capture_environment().since(outside)))
+        monkeypatch.delitem(sys.modules, "only_here")
+        os.remove(tmp_path / "only_here.py")
+        warnings.resetwarnings()
+        apply_environment(changed)
+        assert warnings.filters[0][:3:2] == ("error", FutureWarning)
+
+
+def test_modes_that_do_not_travel() -> None:
+    def modes() -> tuple[Any, ...]:
+        level = logging.getLogger("mine").level
+        return decimal.getcontext().prec, np.geterr()["over"], torch.is_anomaly_enabled(), level
+
+    outside = modes()
+    with decimal.localcontext(prec=4), np.errstate(over="ignore"), torch.autograd.set_detect_anomaly(True):
+        logging.getLogger("mine").setLevel(5)
+        captured = capture_environment()
+        logging.getLogger("mine").setLevel(0)
+    apply_environment(captured)
+    assert modes() == outside
+
+
+def test_filters_and_printing_of_the_replicas_do_not_come_back(world: DoubleWorld) -> None:
+    show = "str(warnings.filters[0][:3:2]), str(np.array([1 / 3]))"
+    world.run(ordinary("import warnings, numpy as np\nwarnings.simplefilter('error', UserWarning)"))
+    world.run(distributed("warnings.simplefilter('ignore', FutureWarning)\nnp.set_printoptions(precision=2)"))
+    world.run(distributed(f"there = {show}"))
+    world.run(ordinary(f"here = {show}"))
+    assert world.notebook.user_ns["here"] == (str(("error", UserWarning)), "[0.33333333]")
+    assert world.notebook.user_ns["there"] == (str(("ignore", FutureWarning)), "[0.33]")

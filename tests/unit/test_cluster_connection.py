@@ -13,16 +13,21 @@ from distnb.cluster.connection import Connection, make_keys, make_run_directory,
 from distnb.cluster.orphans import record_group, recorded_groups, start_time
 from distnb.cluster.placement import network_environment
 from distnb.cluster.store import RendezvousStore
-from distnb.cluster.surroundings import Seat, compute_environment, engine_environment, script_environment, threads_for
+from distnb.cluster.surroundings import (
+    Seat,
+    compute_environment,
+    engine_environment,
+    engines_environment,
+    script_environment,
+    threads_for,
+)
 from distnb.errors import StartError
 from distnb.topology import Device
 
 
 def make_connection() -> Connection:
     keys = make_keys()
-    return Connection(
-        "tcp://a:1", "tcp://a:2", keys.server_public, keys.client_public, keys.client_secret, "127.0.0.1", 7, 42
-    )
+    return Connection("tcp://a:1", "tcp://a:2", keys.server_public, keys.client_public, keys.client_secret, 42)
 
 
 def test_a_connection_comes_back_as_it_was_written_and_is_secret(tmp_path: Path) -> None:
@@ -108,7 +113,7 @@ def test_every_computing_process_communicates_on_loopback() -> None:
 def test_secrets_are_not_in_an_engine_s_environment(tmp_path: Path) -> None:
     connection = make_connection()
     connection.write(tmp_path)
-    text = repr(engine_environment(0, Device("cpu"), 2, tmp_path, agent="agent", replaces=False))
+    text = repr(engines_environment(2, tmp_path, agent="agent") | engine_environment(0, Device("cpu"), replaces=False))
     assert connection.client_secret not in text
     assert str(tmp_path / "connection.json") in text
 
@@ -151,3 +156,10 @@ def test_devices_and_stores_need_no_torch() -> None:
         "assert 'torch' not in sys.modules, 'torch'\nassert 'ipyparallel' not in sys.modules, 'ipyparallel'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_torchs_words_about_sockets_are_shown_to_who_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    assert compute_environment(2)["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    assert compute_environment(2)["TORCH_CPP_LOG_LEVEL"] == "INFO"

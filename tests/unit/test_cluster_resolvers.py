@@ -15,6 +15,7 @@ from distnb.cluster_resolver import (
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
+    UnionResolver,
 )
 from distnb.errors import OptionError
 
@@ -150,7 +151,7 @@ def test_tf_config_is_read_at_each_access(monkeypatch: pytest.MonkeyPatch):
     assert resolver.master("worker", 0) == "grpc://a:1"
 
 
-@pytest.mark.parametrize("text", [None, "", "  ", "{}", '{"cluster": {}}', '{"cluster": {}, "task": {}}'])
+@pytest.mark.parametrize("text", [None, "{}", '{"cluster": {}}', '{"cluster": {}, "task": {}}'])
 def test_no_tf_config_is_no_cluster(monkeypatch: pytest.MonkeyPatch, text: str | None):
     monkeypatch.setenv("TF_CONFIG", text or "")
     if text is None:
@@ -180,6 +181,8 @@ def test_an_index_may_be_text_and_an_evaluator_outside_of_the_cluster(monkeypatc
     ("config", "told"),
     [
         ("{'cluster': 1}", "TF_CONFIG is no JSON"),
+        ("", "TF_CONFIG is no JSON .*: it is empty"),
+        ("  ", "it is empty.*leave it unset"),
         ("null", "TF_CONFIG is null, and a JSON object is needed"),
         ("[1]", r"TF_CONFIG is \[1\]"),
         ('"worker"', 'TF_CONFIG is "worker"'),
@@ -205,6 +208,44 @@ def test_a_wrong_tf_config_shows_the_wrong_part(monkeypatch: pytest.MonkeyPatch,
     resolver = tf_config(monkeypatch, config)
     with pytest.raises(OptionError, match=told):
         _ = (resolver.task_type, resolver.task_id, resolver.rpc_layer)
+
+
+def test_keys_that_nothing_heeds_are_named(monkeypatch: pytest.MonkeyPatch):
+    resolver = tf_config(monkeypatch, {**task(), "session_master": "x", "servise": 1})
+    with pytest.warns(UserWarning, match="'session_master', 'servise'"):
+        assert resolver.task_id == 1
+
+
+def test_a_master_without_a_task(monkeypatch: pytest.MonkeyPatch):
+    resolver = tf_config(monkeypatch, {"cluster": DENSE})
+    with pytest.raises(ValueError, match=r"does not know which task.*master\('worker', 0\)"):
+        resolver.master()
+    assert resolver.master("worker", 0) == "a:1"
+
+
+# -- several ----------------------------------------------------------------------------------------------------------
+
+
+def test_several_resolvers_are_one():
+    first = SimpleClusterResolver(DENSE, task_type="worker", task_id=1, rpc_layer="grpc", num_accelerators={"GPU": 2})
+    both = UnionResolver(first, SimpleClusterResolver({"worker": ["d:1", "a:1"], "ps": {3: "p:1"}}))
+    assert both.cluster_spec().as_dict() == {**DENSE, "worker": ["a:1", "b:1", "d:1"], "ps": {3: "p:1"}}
+    assert (both.task_type, both.task_id, both.rpc_layer, both.num_accelerators()) == ("worker", 1, "grpc", {"GPU": 2})
+    assert both.master() == "grpc://b:1"
+    assert UnionResolver(both, task_type="chief", task_id=0, rpc_layer="x").master() == "x://c:1"
+    sparse = UnionResolver(SimpleClusterResolver({"w": {1: "a:1"}}), SimpleClusterResolver({"w": {1: "b:1"}}))
+    with pytest.raises(ValueError, match="different addresses for w 1: a:1 and b:1"):
+        sparse.cluster_spec()
+    with pytest.raises(ValueError, match="got 'a:1'"):
+        UnionResolver("a:1")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="none"):
+        UnionResolver()
+
+
+def test_a_spec_as_a_cluster_def():
+    told = ClusterSpec({"worker": ["a:1", "b:1"], "ps": {3: "p:1"}}).as_cluster_def()
+    assert [(job.name, dict(job.tasks)) for job in told.job] == [("ps", {3: "p:1"}), ("worker", {0: "a:1", 1: "b:1"})]
+    assert ClusterSpec(told).as_dict() == {"ps": {3: "p:1"}, "worker": ["a:1", "b:1"]}
 
 
 # -- Slurm ------------------------------------------------------------------------------------------------------------

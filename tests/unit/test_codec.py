@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
@@ -10,32 +9,51 @@ import pytest
 import torch
 
 from distnb.errors import MessageError
+from distnb.objects.packing import Packed, Side
+from distnb.objects.tracking import Tracker
 from distnb.options import StrategySpec
 from distnb.topology import Device, Team
-from distnb.wire.bindings import Delivery, Repeat
-from distnb.wire.codec import Parcel, decode, encode, pack, unpack
-from distnb.wire.graph import GraphPickler, GraphUnpickler, Side, pack_all
+from distnb.wire.codec import decode, encode
 from distnb.wire.messages import CallFunction, Reply
-from distnb.wire.shorthand import CallReader, CallWriter
+
+
+class ByValue:
+    """Nothing is sent by reference."""
+
+    def look(self, obj: Any) -> Any:
+        return None
+
+    def token(self, obj: Any) -> Any:
+        return None
+
+    def resolve(self, token: Any) -> Any:
+        raise KeyError(token)
+
+
+def end() -> Tracker:
+    return Tracker(Side({}, ByValue()))
+
+
+def frames_of(value: Any) -> list[Any]:
+    return encode(Reply(1, "ok", value=end().pack_loose(value)))
 
 
 def travel(value: Any) -> Any:
-    """Through a parcel, a message and bytes of another process."""
-    message = decode([bytearray(frame) for frame in encode(Reply(1, "ok", value=pack(value)))])
-    return unpack(message.value)
+    """Packed, in a message, as the bytes of another process."""
+    return end().open_loose(decode([bytearray(frame) for frame in frames_of(value)]).value)
 
 
 def test_a_message_keeps_its_fields() -> None:
     team = Team((0, 2), (Device("cpu"), Device("cuda", 1)), 3, "127.0.0.1", 4)
-    message = CallFunction(9, team, StrategySpec("mirrored"), "run", Parcel([b"abc"]))
+    message = CallFunction(9, team, StrategySpec("mirrored"), "run", Packed(1, ("x",), b"abc", (b"d",)))
     assert decode(encode(message)).team == team
-    assert bytes(decode(encode(message)).delivery.frames[0]) == b"abc"
+    arrived = decode(encode(message)).snapshot
+    assert (bytes(arrived.data), bytes(arrived.buffers[0])) == (b"abc", b"d")
 
 
 def test_large_buffers_travel_beside_the_header() -> None:
-    array, tensor = np.arange(100_000), torch.arange(50_000.0)
-    frames = encode(pack({"a": array, "t": tensor}))
-    assert memoryview(frames[0]).nbytes < 1000
+    frames = frames_of({"a": np.arange(100_000), "t": torch.arange(50_000.0)})
+    assert memoryview(frames[0]).nbytes < 2000
     assert sorted(memoryview(frame).nbytes for frame in frames)[-2:] == [200_000, 800_000]
 
 
@@ -72,16 +90,14 @@ def test_views_share_their_storage_on_the_other_side_and_can_be_written() -> Non
 
 
 @pytest.mark.parametrize("writeable", [True, False])
-def test_arrays_are_built_on_the_very_buffers_that_arrived(writeable: bool) -> None:
-    array = np.arange(100_000)
+def test_large_arrays_are_built_on_the_very_buffers_that_arrived(writeable: bool) -> None:
+    array = np.arange(200_000)
     array.flags.writeable = writeable
-    side = Side({})
-    pickler = GraphPickler(file := io.BytesIO(), side, {})
-    arrived = [bytearray(frame) for frame in encode(Reply(1, "ok", value=pack_all(pickler, file, [array])))]
-    back = GraphUnpickler(decode(arrived).value, side, lambda pid: None).load()
+    arrived = [bytearray(frame) for frame in frames_of([array])]
+    [back] = end().open_loose(decode(arrived).value)
     assert np.array_equal(back, array)
     assert back.flags.writeable == writeable
-    assert any(np.shares_memory(back, np.frombuffer(frame, np.uint8)) for frame in arrived)
+    assert not writeable or any(np.shares_memory(back, np.frombuffer(frame, np.uint8)) for frame in arrived)
 
 
 def test_modules_and_notebook_functions() -> None:
@@ -95,29 +111,3 @@ def test_modules_and_notebook_functions() -> None:
 def test_bytes_that_are_no_message_are_refused_with_a_word() -> None:
     with pytest.raises(MessageError, match="no message of distnb"):
         decode([b"GET / HTTP/1.1"])
-
-
-def test_a_repeated_call_is_a_short_message_that_says_it_all() -> None:
-    team = Team((0, 1), (Device("cpu"),) * 2, 1, "127.0.0.1", 1)
-    spec, space = StrategySpec("mirrored"), ((0, 1), 1)
-    writer, reader = CallWriter(), CallReader()
-
-    def sent(message: CallFunction) -> CallFunction:
-        frames = encode(writer.write(message))
-        lengths.append(len(frames[0]))
-        return reader.read(decode(frames))
-
-    lengths: list[int] = []
-    first = CallFunction(1, team, spec, "run", Delivery(space, 1, Parcel([b"x" * 100]), keep=3))
-    assert sent(first).delivery.keep == 3
-    for number in (2, 3):
-        got = sent(CallFunction(number, team, spec, "run", Repeat(space, number, 3, 1)))
-        assert (got.program, got.team, got.strategy, got.method) == (number, team, spec, "run")
-        assert got.delivery == Repeat(space, number, 3, 1)
-    assert max(lengths[1:]) < 40
-    # A call of another kind, whose first message is a repeated one: the other side's reader began anew.
-    writer, reader = CallWriter(), CallReader()
-    for number in (4, 5):
-        assert sent(CallFunction(number, team, spec, "reduce", Repeat(space, number, 0, 1))).delivery.serial == number
-    got = sent(CallFunction(6, team, spec, "reduce", Delivery(space, 6, Parcel([b"abc"]), delete=("x",))))
-    assert got.delivery.delete == ("x",)

@@ -25,7 +25,7 @@ CPUS = ["cpu:0", "cpu:1"]
 class Own(distnb.CrossDeviceOps):
     returns: Any = None
 
-    def reduce(self, op: ReduceOp, tensor: torch.Tensor, replicas: Any) -> Any:
+    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Any) -> Any:
         return tensor if self.returns is None else self.returns
 
 
@@ -149,7 +149,9 @@ def test_an_algorithm_is_the_same_object_wherever_it_arrives() -> None:
         assert copy.deepcopy(ops) is ops
     # Where it never was: as in another process, of which the class knows nothing.
     names: dict[str, Any] = {"distnb": distnb, "__name__": "__main__"}
-    exec("class Cell(distnb.CrossDeviceOps):\n    def reduce(self, op, tensor, replicas): return 7", names)
+    exec(
+        "class Cell(distnb.CrossDeviceOps):\n    def reduce_implementation(self, op, tensor, replicas): return 7", names
+    )
     ops = names["Cell"]()
     ops.note = "kept"
     sent = pickle.dumps([ops, ops])
@@ -158,7 +160,7 @@ def test_an_algorithm_is_the_same_object_wherever_it_arrives() -> None:
     first, second = pickle.loads(sent)
     again = pickle.loads(sent)[0]
     assert first is second is again
-    assert (first.note, first.reduce(None, None, None)) == ("kept", 7)
+    assert (first.note, first.reduce_implementation(None, None, None)) == ("kept", 7)
     unsendable = Own()
     unsendable.lock = (each for each in ())  # type: ignore[attr-defined]
     with pytest.raises(errors.OptionError, match="cannot be sent to the replicas"):
@@ -201,7 +203,8 @@ def test_a_result_of_another_kind_is_an_error(returned: Any) -> None:
     ops = Own()
     ops.returns = returned
     with pytest.raises(
-        errors.OptionError, match=r"Own\.reduce was given torch\.float32.*must return a tensor of the same"
+        errors.OptionError,
+        match=r"Own\.reduce_implementation was given torch\.float32.*must return a tensor of the same",
     ):
         Aggregation(Group(), ops).all_reduce(torch.ones(3))  # type: ignore[arg-type]
 
@@ -225,7 +228,7 @@ def test_what_an_accumulation_function_returns(sum_up: Any, told: str) -> None:
             return [tensor, tensor]
 
     with pytest.raises(errors.OptionError, match=rf"given 2 tensors, torch\.float32.* returned {told}"):
-        ops.reduce(ReduceOp.SUM, torch.ones(3), Replicas())  # type: ignore[arg-type]
+        ops.reduce_implementation(ReduceOp.SUM, torch.ones(3), Replicas())  # type: ignore[arg-type]
 
 
 def test_nccls_algorithm_is_the_groups_own_unless_it_is_replaced() -> None:
@@ -236,8 +239,8 @@ def test_nccls_algorithm_is_the_groups_own_unless_it_is_replaced() -> None:
     assert (tensor.tolist(), group.calls, plain.exact) == ([2.0] * 3, [((3,), "mean")], True)
 
     class Replaced(NcclAllReduce):
-        def reduce(self, op: ReduceOp, tensor: torch.Tensor, replicas: Any) -> torch.Tensor:
-            return super().reduce(op, tensor.repeat(2), replicas)[:3] + 1
+        def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Any) -> torch.Tensor:
+            return super().reduce_implementation(op, tensor.repeat(2), replicas)[:3] + 1
 
     replaced = Aggregation(group, Replaced())
     replaced.all_reduce(tensor)

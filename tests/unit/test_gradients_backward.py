@@ -14,6 +14,8 @@ from distnb.collectives import backward
 
 
 class Listener:
+    aggregates = True
+
     def __init__(self) -> None:
         self.heard: list[str] = []
         self.fails_at = ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from distnb.cluster.capacity import Capacity
 from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.hosts import HostOptions, make_plan, read_host_options
 from distnb.cluster.keeper import Assignment
@@ -28,7 +29,7 @@ from distnb.topology import Device, Team
 from distnb.wire.channel import Switchboard
 
 WORKERS = SimpleClusterResolver({"worker": ["a:1", "a:2", "b:1"]}, num_accelerators={"GPU": 2})
-CONNECTION = Connection("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", "a", "b", "c", "10.0.0.1", 3, 4, "harbour", "token")
+CONNECTION = Connection("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", "a", "b", "c", 4, "harbour", "token")
 
 
 def test_options_are_read() -> None:
@@ -95,17 +96,28 @@ def test_whose_machines_the_workers_are(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_how_many_engines_a_machine_gets(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"a": 4, "b": 0}
+    room = Capacity(cores=16, memory_nbytes=2**40)
+    found = {"a": (4, room), "b": (0, Capacity(cores=1, memory_nbytes=2**40))}
     monkeypatch.setattr("distnb.cluster.remote.probe", lambda names, way: found)
 
+    notices: list[str] = []
+
     def engines(**words: Any) -> dict[str, int]:
-        hosts, _ = plan_hosts(("a", "b"), SSH(), oversubscribe=False, **{"per_host": None, "devices": None} | words)
+        hosts, _, notices[:] = plan_hosts(
+            ("a", "b"), SSH(), oversubscribe=False, **{"per_host": None, "devices": None} | words
+        )
         return dict(Counter(hosts))
 
     assert engines() == {"a": 4, "b": 2}
     assert engines(without_gpus={"a": 1, "b": 1}) == {"a": 4, "b": 1}
     assert engines(per_host={"a": 2}) == {"a": 2, "b": 2}
     assert engines(devices="cpu:0", without_gpus={"a": 3, "b": 3}) == {"a": 1, "b": 1}
+    assert notices == []
+    assert engines(without_gpus={"b": 3}) == {"a": 4, "b": 3}
+    assert len(notices) == 1
+    assert "3 engines share the 1 core of b" in notices[0]
+    with pytest.raises(StartError, match=r"^b: 9 engines were asked for on a machine with 1 core"):
+        engines(without_gpus={"b": 9})
 
 
 @pytest.mark.parametrize(

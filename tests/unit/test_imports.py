@@ -38,19 +38,6 @@ def test_the_engine_side_loads_no_front_end(module: str):
     assert not {"ipywidgets", "anywidget", "distnb.magics", "distnb.widgets", "distnb.session"} & loaded
 
 
-def test_what_a_starting_engine_loads_on_two_threads_has_nothing_in_common():
-    # Packages whose modules import each other are found half-made by whoever comes second.
-    begin = (
-        "import importlib\nfrom distnb.engine.__main__ import IN_COMMON\n[*map(importlib.import_module, IN_COMMON)]\n"
-    )
-    before = loaded_by(begin)
-    thread = loaded_by(begin + "import torch, torch.distributed")
-    main = loaded_by(begin + "from distnb.engine import app; app._leave_out_the_debugger()")
-    assert "torch.distributed" in thread
-    assert "ipykernel.debugger" in main
-    assert sorted((thread & main) - before) == []
-
-
 @pytest.mark.parametrize("name", distnb.__all__)
 def test_every_public_name_loads(name: str):
     assert getattr(distnb, name) is not None

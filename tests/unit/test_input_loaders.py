@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -168,7 +169,7 @@ def check_equal(make: Callable[[], Any], replicas: int, *, rng: bool = True, **o
         {"batch_sampler": Buckets()},
         {"batch_size": 1, "shuffle": True},
     ],
-    ids=str,
+    ids=lambda arguments: re.sub(r" object at 0x\w+", "", str(arguments)),  # the same in each of several workers
 )
 @pytest.mark.parametrize("dataset", [Squares(), Batched(), TensorDataset(X, Y)], ids=lambda d: type(d).__name__)
 def test_batches_equal_those_of_the_plain_loader(dataset: Any, arguments: dict[str, Any], replicas: int) -> None:

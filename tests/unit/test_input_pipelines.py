@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 import distnb
 from distnb import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, PerReplica, TensorSpec
@@ -202,8 +209,85 @@ def test_functions_that_give_nothing_to_read() -> None:
     for given, message in ((None, "returned None"), (3, "cannot be distributed"), (torch.arange(3), "not batched yet")):
         with pytest.raises(ProgramError, match=message):
             distribute_from_function(lambda context, given=given: given, **place(2, 0))
-    with pytest.raises(StructureError, match="never batched"):
-        list(distribute_from_function(lambda context: [1, 2], **place(2, 0)))
+
+
+def test_elements_are_handed_out_as_they_are_in_turn() -> None:
+    def read(make: Callable[[Any], Any], replica_id: int, **more: Any) -> list[Any]:
+        return [one.values[0] for one in distribute_from_function(make, **place(2, replica_id, **more))]
+
+    assert [read(lambda context: range(3), replica_id) for replica_id in range(2)] == [[0, 2], [1, None]]
+    tensors = [torch.tensor(float(number)) for number in range(3)]
+    first, second = (read(lambda context: tensors, replica_id) for replica_id in range(2))
+    assert [*map(float, first), float(second[0])] == [0.0, 2.0, 1.0]
+    assert (second[1].shape, second[1].dtype) == ((0,), torch.float32)
+    mixed = [(torch.ones(2), torch.ones(3), "a"), (torch.ones(1), 7, "b")]
+    (one, two, three), *nothing = distribute_from_function(lambda context: mixed, **place(2, 1))
+    assert [one.values[0].tolist(), two.values[0], three.values[0], nothing] == [[1.0], 7, "b", []]
+    assert one.global_batch_size is None
+    scalars = distribute_from_function(lambda context: DataLoader(range(3), batch_size=None), **place(2, 0))
+    assert scalars.element_spec.values == (TensorSpec((), int),) * 2
+    # Batches still know how large they are together, and after an odd end there is an empty one.
+    batches = distribute_from_function(lambda context: [torch.ones(3), torch.ones(2), torch.ones(1)], **place(2, 1))
+    assert [(len(one.values[0]), one.global_batch_size) for one in batches] == [(2, 5), (0, 1)]
+
+
+def test_elements_of_pipelines_of_unequal_length() -> None:
+    def read(here: dict[str, Any]) -> list[Any]:
+        dataset = distribute_from_function(lambda context: range(2 - context.input_pipeline_id), **here)
+        return [one.values[0] for one in dataset]
+
+    assert on_replicas([0, 1], read) == [[0, 1], [0, None]]
+    assert on_replicas([0, 0, 1], read) == [[0], [1], [0]]
+
+
+def test_asking_for_the_next_batch() -> None:
+    dataset = distribute([torch.ones(2), torch.ones(1)], **place(2, 0))
+    assert isinstance(dataset, distnb.DistributedDataset)
+    assert dataset.cardinality == 2
+    assert distribute(lambda: iter([torch.ones(2)]), **place(2, 0)).cardinality == -2
+    batches = iter(dataset)
+    assert isinstance(batches, distnb.DistributedIterator)
+    assert batches.get_next().values[0].tolist() == [1.0]
+    optional = batches.get_next_as_optional()
+    assert optional.has_value()
+    assert optional.get_value().global_batch_size == 1
+    optional = batches.get_next_as_optional()
+    assert not optional.has_value()
+    with pytest.raises(ValueError, match="has_value"):
+        optional.get_value()
+    with pytest.raises(StopIteration):
+        batches.get_next()
+
+
+@pytest.mark.parametrize(("prefetch", "ahead"), [(None, 2), (0, 0), (3, 3)])
+def test_iterables_are_read_ahead(prefetch: int | None, ahead: int) -> None:
+    made: list[int] = []
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            for number in range(9):
+                made.append(number)
+                yield torch.full((2,), number)
+
+    for data in (lambda: iter(Stream()), Stream().__iter__(), DataLoader(Stream(), batch_size=None)):
+        made.clear()
+        batches = iter(distribute(data, options=InputOptions(prefetch=prefetch), **place(2, 0)))
+        assert made == []
+        for count in (1, 2):
+            next(batches)
+            assert len(made) == count + ahead
+    examples: list[int] = []
+
+    class Examples(Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            examples.append(index)
+            return index
+
+    next(iter(distribute(DataLoader(Examples(), batch_size=2, collate_fn=None), **place(2, 0))))
+    assert examples == [0]  # what may draw random numbers for each example is not
 
 
 def test_a_pipeline_may_be_parted_by_a_sampler_of_torchs() -> None:
@@ -303,6 +387,31 @@ def test_arrays_and_lists_of_batches_under_a_policy() -> None:
         return [[x.component(here["replica_id"]).tolist() for x in each] for each in (arrays, batches)]
 
     assert on_replicas([0, 1], read) == [[[[0, 1], [2, 3], [4]]] * 2] * 2
+
+
+def test_auto_deals_out_files_where_there_are_enough() -> None:
+    def read(here: dict[str, Any]) -> Any:
+        return [[x.component(here["replica_id"]).tolist() for x in distribute(data, **here)] for data in datasets]
+
+    datasets = [DataLoader(Files(list(names)), batch_size=None) for names in ("abc", "a", "ab")]
+    assert on_replicas([0, 1], read) == [
+        [[[97], [99]], [[97]], [[97]]],
+        [[[98], []], [[]], [[98]]],
+    ]
+    assert on_replicas([0, 0], read)[1] == [[[]] * 3, [[]], [[]] * 2]  # one worker: each batch is cut
+
+
+class Files(IterableDataset[Any]):
+    """One batch of one example for each file."""
+
+    def __init__(self, files: list[str]) -> None:
+        self.files = files
+
+    def with_files(self, files: list[str]) -> Any:
+        return Files(files)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (torch.tensor([ord(file)]) for file in self.files)
 
 
 def test_files_are_dealt_out() -> None:

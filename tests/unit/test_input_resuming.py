@@ -239,3 +239,27 @@ def test_states_that_do_not_fit() -> None:
         dataset.load_state_dict(apart.state_dict())
     with pytest.raises(OptionError, match="each saves its own"):
         apart.load_state_dict(dataset.state_dict())
+
+
+def test_what_a_generator_draws_while_it_is_read_ahead() -> None:
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(6):
+            yield torch.rand(2)
+
+    def dataset() -> Any:
+        return distribute(batches, **place(2, 0))
+
+    def numbers(data: Any) -> list[Any]:
+        return [batch.values[0].tolist() for batch in data]
+
+    torch.manual_seed(1)
+    first = dataset()
+    iterator = iter(first)
+    next(iterator)
+    state = first.state_dict()
+    rest, after = numbers(iterator), torch.rand(1)
+    torch.manual_seed(2)
+    again = dataset()
+    again.load_state_dict(state)
+    assert numbers(again) == rest
+    assert torch.rand(1) == after

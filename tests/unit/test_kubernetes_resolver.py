@@ -103,7 +103,9 @@ def test_running_pods_are_the_cluster_in_numeric_order(api: ApiServer):
     assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.2:2222", "10.0.0.3:2222"], "ps": ["[fd00::1]:2222"]}
     assert api.asked == [("/api/v1/pods", "job-name=train"), ("/api/v1/pods", "job-name=ps")]
     assert resolver.master("worker", 1) == "grpc://10.0.0.3:2222"
-    assert (resolver.task_type, resolver.task_id, resolver.master()) == (None, None, "")
+    assert (resolver.task_type, resolver.task_id) == (None, None)
+    with pytest.raises(OptionError, match="does not know which task"):
+        resolver.master()
     resolver.task_type, resolver.task_id = "worker", 0
     assert resolver.master() == "grpc://10.0.0.2:2222"
     api.pods.append(worker(3, "10.0.0.9"))
@@ -134,6 +136,14 @@ def test_what_is_wrong_is_told(api: ApiServer):
     api.refuse = True
     with pytest.raises(ClusterError, match="403 Forbidden"):
         resolver.cluster_spec()
+
+
+def test_the_defaults_and_the_names_of_tf_distribute(api: ApiServer):
+    api.pods = [("ml", "job-name=tensorflow", "train-0", "10.0.0.1", "Running")]
+    assert KubernetesClusterResolver().cluster_spec().as_dict() == {"worker": ["10.0.0.1:8470"]}
+    assert KubernetesClusterResolver(tf_server_port=99).cluster_spec().as_dict() == {"worker": ["10.0.0.1:99"]}
+    with pytest.raises(OptionError, match="one option"):
+        KubernetesClusterResolver(port=1, tf_server_port=2)
 
 
 def test_a_server_that_does_not_answer_is_an_error():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from distnb.errors import OptionError
-from distnb.session.live_model import MOST_POINTS, Curve, Line, LiveModel, VariableRow
+from distnb.session.live_model import HERE, MOST_POINTS, Curve, Line, LiveModel, VariableRow
 from distnb.strategies import live as live_module
 from distnb.strategies.live import TextProgress, live
 from distnb.topology import Device, Team
@@ -31,7 +31,7 @@ TEAM = Team((0, 1), (Device("cpu", 0), Device("cpu", 1)), 1, "", 0)
 @pytest.fixture
 def points(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     taken: list[dict[str, Any]] = []
-    monkeypatch.setattr(live_module, "sink", taken.append)
+    monkeypatch.setattr(live_module, "sink", lambda point, place: taken.append(point))
     return taken
 
 
@@ -90,7 +90,7 @@ def test_a_terminal_gets_one_line_that_is_rewritten() -> None:
     progress = TextProgress(stream, lambda: now[0])
     for step in range(100):
         now[0] = step * 0.02
-        progress({"loss": 1 / (step + 1)})
+        progress({"loss": 1 / (step + 1)}, (0, 0))
     progress.finish()
     text = stream.getvalue()
     assert text.count("\n") == 1
@@ -105,7 +105,7 @@ def test_a_file_gets_a_line_now_and_then() -> None:
     progress = TextProgress(stream, lambda: now[0])
     for step in range(100):
         now[0] = step * 0.25
-        progress({"loss": 0.5})
+        progress({"loss": 0.5}, (step + 1, 0))
     progress.finish()
     assert stream.getvalue().count("\n") == 3
     assert "\r" not in stream.getvalue()
@@ -155,7 +155,7 @@ def test_nan_on_all_replicas_is_equal() -> None:
 def test_live_events_become_curves_and_rows() -> None:
     model = started()
     for replica in (0, 1):
-        model.feed(Live(replica, 1, replica, ((0.1, 1, {"loss": 2.0}), (0.2, 2, {"loss": 1.0}))), 0.3)
+        model.feed(Live(replica, 1, replica, ((1, 0, {"loss": 2.0}), (2, 0, {"loss": 1.0}))), 0.3)
     assert [point[:2] for point in model.curves["loss"].lines[0].points] == [(1, 2.0), (2, 1.0)]
     assert model.rows[1].values == {"loss": 1.0}
     fresh = model.take_fresh()
@@ -165,7 +165,7 @@ def test_live_events_become_curves_and_rows() -> None:
 
 def test_fresh_points_of_a_fast_loop_are_joined() -> None:
     model = started(1)
-    model.feed(Live(0, 1, 0, tuple((0.0, step, {"loss": float(step)}) for step in range(1, 1001))), 0.1)
+    model.feed(Live(0, 1, 0, tuple((step, 0, {"loss": float(step)}) for step in range(1, 1001))), 0.1)
     fresh = model.take_fresh(most=50)["loss"][0]
     assert len(fresh) == 50
     assert fresh[0] == (20.0, 20.0, 1.0, 20.0)
@@ -174,7 +174,7 @@ def test_fresh_points_of_a_fast_loop_are_joined() -> None:
 def test_steps_go_on_over_the_programs_of_a_cell() -> None:
     model = LiveModel(counted_before={0: (100, 0)})
     for program in range(1, 4):
-        model.feed(Live(0, program, 0, ((0.0, 1, {"loss": 1.0}),)), 0.0)
+        model.feed(Live(0, program, 0, ((100 + program, program, {"loss": 1.0}),)), 0.0)
         model.feed(TelemetrySample(0, program, 0, 0.1 * program, 100 + program, 16 * program, 10), 0.0)
     assert [point[0] for point in model.curves["loss"].lines[0].points] == [1, 2, 3]
     assert (model.rows[0].steps, model.rows[0].examples) == (3, 48)
@@ -232,8 +232,8 @@ def test_an_interrupted_cell_says_so_and_where_its_replicas_were() -> None:
 
 def test_the_notebooks_own_points() -> None:
     model = LiveModel("default")
-    model.feed_here({"loss": 1.0}, 0.0)
-    model.feed_here({"loss": {0: 1.0, 1: 2.0}}, 0.1)
+    model.feed_here({"loss": 1.0}, (0, 0), 0.0)
+    model.feed_here({"loss": {0: 1.0, 1: 2.0}}, (0, 0), 0.1)
     assert set(model.curves["loss"].lines) == {0, 1}
 
 
@@ -243,7 +243,7 @@ def test_the_notebooks_own_points() -> None:
 def trained(replicas: int = 2) -> LiveModel:
     model = started(replicas)
     for replica in range(replicas):
-        points = tuple((0.0, s, {"loss": 1 / s, "own <loss>": 1 / s + 0.1 * replica}) for s in range(1, 50))
+        points = tuple((s, 0, {"loss": 1 / s, "own <loss>": 1 / s + 0.1 * replica}) for s in range(1, 50))
         model.feed(Live(replica, 1, replica, points), 0.1)
     return model
 
@@ -262,7 +262,7 @@ def test_a_picture_is_well_formed_and_thick_where_reduced() -> None:
 @pytest.mark.parametrize("values", [[0.0], [1.0, 1.0], [math.nan], [math.inf, 1.0], [1e-30, 2e-30], [-5.0, 1e12]])
 def test_odd_values_are_drawn(values: list[float]) -> None:
     model = started(1)
-    model.feed(Live(0, 1, 0, tuple((0.0, i, {"x": value}) for i, value in enumerate(values))), 0.0)
+    model.feed(Live(0, 1, 0, tuple((i, 0, {"x": value}) for i, value in enumerate(values))), 0.0)
     text = pictures(model)["x"]
     ET.fromstring(text)
     assert "nan" not in text.replace(">nan", "")  # only the title says nan
@@ -291,7 +291,7 @@ def test_in_a_terminal_an_error_stands_in_a_line_of_its_own(monkeypatch: pytest.
 def test_a_line_is_broken_where_a_value_is_not_finite() -> None:
     model = started(1)
     values = (1.0, 2.0, math.nan, math.inf, 3.0, math.nan, 4.0, 5.0)
-    model.feed(Live(0, 1, 0, tuple((0.0, i, {"x": value}) for i, value in enumerate(values))), 0.0)
+    model.feed(Live(0, 1, 0, tuple((i, 0, {"x": value}) for i, value in enumerate(values))), 0.0)
     (line,) = [path.get("d", "") for path in ET.fromstring(pictures(model)["x"]).iter() if path.get("class") == "line"]
     assert [part.count("L") for part in line.split("M")[1:]] == [1, 0, 1]
     sent = _plain(model.curves["x"].lines[0].points)
@@ -302,8 +302,8 @@ def test_a_line_is_broken_where_a_value_is_not_finite() -> None:
 def test_long_names_leave_room_for_the_values() -> None:
     name = "validation/" + "layer/" * 10 + "loss"
     model = started(2)
-    model.feed(Live(0, 1, 0, ((0.0, 1, {name: 0.5}),)), 0.0)
-    model.feed(Live(1, 1, 1, ((0.0, 1, {name: 0.25}),)), 0.0)
+    model.feed(Live(0, 1, 0, ((1, 0, {name: 0.5}),)), 0.0)
+    model.feed(Live(1, 1, 1, ((1, 0, {name: 0.25}),)), 0.0)
     (title, *_) = [text for text in ET.fromstring(pictures(model)[name]).iter() if text.tag.endswith("}text")]
     words = " ".join(title.itertext())
     assert len(words) < 45
@@ -349,3 +349,74 @@ def test_a_cell_that_drew_nothing_leaves_one_line() -> None:
     html = static_html(model, 3.0)
     assert "<img" not in html
     assert "<table" not in html
+
+
+# -- where values stand ----------------------------------------------------------------------------------------------
+
+
+def points_of(model: LiveModel, name: str, replica: int = 0) -> list[tuple[float, float]]:
+    return [point[:2] for point in model.curves[name].lines[replica].points]
+
+
+def test_all_that_is_told_in_a_training_step_stands_at_that_step() -> None:
+    model = started()
+    for replica in (0, 1):
+        told = [(0, 0, {"accuracy": 0.1})]  # evaluation, before the first step
+        for step in range(1, 5):
+            told += [(step, step, {"loss": 1 / step}), (step, step, {"loss": 2 / step}), (step, 0, {"rate": 0.1})]
+        told.append((4, 0, {"accuracy": 0.9}))
+        model.feed(Live(replica, 1, replica, tuple(told)), 0.1)
+    assert [step for step, _ in points_of(model, "loss")] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert [step for step, _ in points_of(model, "rate")] == [1, 2, 3, 4]
+    assert points_of(model, "accuracy") == [(0, 0.1), (4, 0.9)]
+    assert not model.curves["loss"].differs
+
+
+def test_a_program_that_does_not_train_has_a_place_for_each_telling() -> None:
+    model = started(1)
+    told = [(0, 0, {name: float(i)}) for i in range(3) for name in ("a", "b")]
+    model.feed(Live(0, 1, 0, tuple(told)), 0.1)
+    model.feed(Live(1, 1, 1, tuple((1, call, {"in run": float(call)}) for call in (1, 1, 2, 3))), 0.1)
+    assert [points_of(model, name) for name in ("a", "b")] == [[(0, 0), (1, 1), (2, 2)]] * 2
+    assert [step for step, _ in points_of(model, "in run", 1)] == [1, 1, 2, 3]
+
+
+def test_updates_by_hand_are_no_steps_and_still_stand_side_by_side() -> None:
+    model = started(1)
+    told = [each for call in (1, 2, 3) for each in ((1, call, {"inner": 1.0}), (0, 0, {"outer": 1.0}))]
+    model.feed(Live(0, 1, 0, tuple(told)), 0.1)
+    assert [step for step, _ in points_of(model, "inner")] == [1, 2, 3]
+    assert [step for step, _ in points_of(model, "outer")] == [1, 2, 3]
+
+
+def test_steps_begin_anew_in_each_cell() -> None:
+    model = LiveModel(counted_before={0: (100, 1600), HERE: (50, 0)}, devices={0: "cuda:0"})
+    model.feed(Live(0, 7, 0, ((101, 1, {"loss": 1.0}), (102, 2, {"loss": 0.5}))), 0.0)
+    model.feed_here({"mine": 1.0}, (51, 0), 0.0)
+    model.feed_here({"mine": 2.0}, (52, 0), 0.0)
+    assert points_of(model, "loss") == [(1, 1.0), (2, 0.5)]
+    assert points_of(model, "mine") == [(1, 1.0), (2, 2.0)]
+    table = replica_table(model)
+    assert table.header == ("replica", "device", "loss", "mine")
+    assert table.rows == (("0", "cuda:0", "0.5", "2"),)
+
+
+def test_a_replica_that_failed_says_where() -> None:
+    model = started()
+    for replica in (0, 1):
+        model.feed(TelemetrySample(replica, 1, replica, 0.2, 0, 0, 1_000_000, where="cell 3, line 9"), 0.2)
+    model.feed(ProgramEnded(1, 1, "error", "ValueError: no", "cell 2, line 4"), 0.3)
+    model.feed(ProgramEnded(0, 1, "aborted"), 0.3)
+    rows = {row[0]: row[-1] for row in replica_table(model).rows}
+    assert rows == {"0": "cell 3, line 9", "1": "cell 2, line 4"}
+
+
+def test_values_that_are_not_finite_are_marked_and_never_hidden() -> None:
+    model = started(1)
+    values = [math.nan if i == 700 else 1.0 + i for i in range(1, 3000)]
+    model.feed(Live(0, 1, 0, tuple((i, 0, {"x": value}) for i, value in enumerate(values, 1))), 0.0)
+    root = ET.fromstring(pictures(model)["x"])
+    (mark,) = [path for path in root.iter() if path.get("class") == "mark"]
+    assert mark.get("d", "").count("M") == 1
+    assert "nan" in "".join(root.itertext())
+    assert not [path for path in ET.fromstring(pictures(trained())["loss"]).iter() if path.get("class") == "mark"]

@@ -26,6 +26,7 @@ from distnb.cluster_resolver import (
 from distnb.errors import OptionError
 from distnb.magics import load_ipython_extension, unload_ipython_extension
 from distnb.magics.cell_text import check_no_nested_magic, padded
+from distnb.magics.commands import COMMANDS
 from distnb.magics.request import read_request
 from distnb.options import StrategySpec
 from distnb.widgets.front import Front
@@ -67,6 +68,27 @@ def error_of(shell: InteractiveShell, source: str) -> str:
 
 
 # -- stop ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("event", ["pre_execute", "pre_run_cell"])
+@pytest.mark.parametrize("first", [True, False], ids=["before ours", "after ours"])
+def test_stop_in_a_callback_of_someone_elses_as_a_cell_begins(shell: InteractiveShell, event: str, first: bool) -> None:
+    pressed = []
+
+    def callback(*info: Any) -> None:
+        if not pressed:
+            pressed.append(event)
+            signal.raise_signal(signal.SIGINT)
+            pressed.append("went on")
+
+    shell.events.callbacks[event].insert(0 if first else len(shell.events.callbacks[event]), callback)
+    result, _ = run(shell, "ran = True")
+    assert isinstance(result.error_in_exec, KeyboardInterrupt)
+    assert "ran" not in shell.user_ns
+    assert pressed == [event, "went on"]
+    result, _ = run(shell, "ran = True")
+    assert result.success
+    assert shell.user_ns["ran"]
 
 
 def test_stop_while_a_cell_is_about_to_begin(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,13 +428,49 @@ def test_default_called_as_a_function(shell: InteractiveShell) -> None:
 
 
 def test_help_and_unknown_commands(shell: InteractiveShell) -> None:
-    assert "%distnb start [-n N]" in run(shell, "%distnb")[1]
+    for line in ("%distnb", "%distnb help", "%distnb -h", "%distnb --help", "%distnb?"):
+        text = run(shell, line)[1]
+        assert "%distnb start [-n N]" in text
+        assert "--launcher-args" in text
+        for command in COMMANDS:
+            assert f"%distnb {command}" in text
     assert "did you mean start" in error_of(shell, "%distnb strat")
+    assert "did you mean start" in error_of(shell, "%distnb help strat")
     assert "whole number" in error_of(shell, "%distnb start -n many")
     assert "takes nothing more" in error_of(shell, "%distnb stop now")
     assert "numbers" in error_of(shell, "%distnb restart first")
     assert "not both" in error_of(shell, "%distnb restart 1 --missing")
     assert "ways to draw" in error_of(shell, "%distnb live loud")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_does_nothing_else(
+    shell: InteractiveShell, session: ReplaySession, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(sessions, "start", lambda *_, **__: pytest.fail("a cluster was started"))
+    monkeypatch.setattr(session, "stop", lambda: pytest.fail("the cluster was stopped"))
+    for line in (f"%distnb {command} -h", f"%distnb {command} --help", f"%distnb help {command}"):
+        result, text = run(shell, line)
+        assert result.success
+        assert f"%distnb {command}" in text
+    assert sessions.current() is session
+
+
+def test_help_of_distribute(shell: InteractiveShell, session: ReplaySession) -> None:
+    cells = ["%%distribute -h", "%%distribute --help\nx = 1", "%%distribute mirrored -h\n1 / 0", "%%distribute?"]
+    cells += ["%%distribute default -h\n1 / 0", "%%distribute default -h"]
+    for cell in cells:
+        result, text = run(shell, cell)
+        assert result.success
+        for word in ("--devices", "--gradients {sum,mean}", "central_storage", "mirrored"):
+            assert word in text
+    assert session.cells == []
+    assert "x" not in shell.user_ns
+
+
+def test_a_cell_without_a_body_is_told_so_whatever_the_strategy(shell: InteractiveShell) -> None:
+    for word in ("default", "mirrored"):
+        assert "the cell is empty below its first line" in error_of(shell, f"%%distribute {word}")
 
 
 def test_without_a_cluster(shell: InteractiveShell) -> None:
@@ -510,7 +568,7 @@ def test_completion(shell: InteractiveShell, line: str, expected: set[str]) -> N
 
 
 def test_every_option_of_start_completes(shell: InteractiveShell) -> None:
-    options = set(re.findall(r"--[a-z-]+", run(shell, "%distnb start ?")[1]))
+    options = set(re.findall(r"--[a-z-]+", run(shell, "%distnb start -h")[1]))
     assert {"--hosts", "--launcher", "--secret"} <= options <= complete(shell, "%distnb start --")
 
 

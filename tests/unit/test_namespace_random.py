@@ -9,7 +9,7 @@ from tests.random_cells import assert_as_in_one_ipython, draw_cells
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 60))])
 def test_as_in_one_ipython(seed: int) -> None:
     torch.set_num_threads(1)
     assert_as_in_one_ipython(draw_cells(seed), replicas=1 + seed % 3)

@@ -11,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from distnb.magics.commands import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PINS = {
@@ -35,14 +37,37 @@ def test_what_is_asked_for_is_pinned_within_its_range(asked: Requirement) -> Non
     assert exact.version in asked.specifier
 
 
-@pytest.mark.parametrize("paper", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"])
+PAPERS = ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))]
+
+
+@pytest.mark.parametrize("paper", PAPERS)
 def test_commands_and_paths_in_a_paper_exist(paper: str) -> None:
     text = (ROOT / paper).read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert set(re.findall(r"(?:`|\$ )make ([a-z]+)", text)) <= targets
     paths = re.findall(r"`((?:distnb|tests|benchmarks|notebooks|extension)/[\w./]*)`", text)
     missing = [path for path in paths if not (ROOT / path).exists()]
+    linked = re.findall(r"\]\(([\w./-]+)\)", text)
+    missing += [path for path in linked if not ((ROOT / paper).parent / path).exists()]
+    modules = re.findall(r"`python -m (benchmarks\.\w+)`", text)
+    missing += [name for name in modules if not (ROOT / f"{name.replace('.', '/')}.py").exists()]
     assert not missing
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in ROOT.glob("docs/*") if f"docs/{page.name}" not in readme] == []
+
+
+def test_the_commands_that_are_documented_exist() -> None:
+    text = "".join((ROOT / paper).read_text(encoding="utf-8") for paper in PAPERS)
+    assert set(re.findall(r"(?<!%)%distnb (\w+)", text)) <= set(COMMANDS)
+    table = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert set(COMMANDS) - set(re.findall(r"%distnb (\w+)", table)) == {"help"}
+
+
+def test_no_address_is_invented() -> None:
+    assert "urls" not in PROJECT
 
 
 def test_the_quick_start_is_the_cell_that_the_readme_shows() -> None:

@@ -26,6 +26,24 @@ def test_ranks_meet_and_return_values():
     assert [rank.check().result for rank in run_ranks(program, 2)] == [3.0, 3.0]
 
 
+def test_ranks_are_like_processes_that_have_just_started():
+    program = """
+    import atexit, numpy, random, threading
+    result = {
+        "own": (hash("text"), random.random(), numpy.random.random(), torch.initial_seed(), os.getpid()),
+        "common": (os.getsid(0) == os.getpid(), __name__, sys.argv == [__file__], "tests" in sys.path[0]),
+        "threads": (torch.get_num_threads(), [each.name for each in threading.enumerate()]),
+    }
+    atexit.register(print, "the end")
+    """
+    first, second, third = (rank.check() for rank in run_ranks(program, 3))
+    assert not set(first.result["own"][1:]) & set(third.result["own"][1:]), "forked from one process"
+    assert not set(first.result["own"]) & set(second.result["own"])
+    assert first.result["common"] == second.result["common"] == (True, "__main__", True, False)
+    assert first.result["threads"] == second.result["threads"] == (1, ["MainThread"])
+    assert first.stdout == second.stdout == "the end\n"
+
+
 def test_a_failing_rank_is_reported_with_its_own_error():
     good, bad = run_ranks("if os.environ['RANK'] == '1': raise ValueError('mine')", 2)
     good.check()

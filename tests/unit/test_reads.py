@@ -56,7 +56,7 @@ def reads(source: str) -> set[str]:
         ("for i in xs:\n    break\nelse:\n    x = 1\nx", "xs x"),
         ("for i in xs:\n    continue\n    y", "xs"),
         # try and with
-        ("try:\n    x = f()\nexcept E as e:\n    x = e\nx", "f E"),
+        ("try:\n    x = f()\nexcept E as e:\n    x = e\nx", "f E e"),  # it deletes `e`
         ("try:\n    x = f()\nexcept E:\n    pass\nx", "f E x"),
         ("try:\n    x = f()\nfinally:\n    y = 1\nx, y", "f"),
         ("try:\n    f()\nexcept E as e:\n    pass\ne", "f E e"),

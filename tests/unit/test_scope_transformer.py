@@ -103,14 +103,126 @@ def test_the_receiver_may_be_any_expression(shell: InteractiveShell) -> None:
     assert shell.user_ns["made"] == [1]
 
 
-def test_inside_a_function_it_raises_with_the_cure(shell: InteractiveShell) -> None:
+def pretend(shell: InteractiveShell) -> None:
+    """Run what would be sent here, as the replicas would."""
+
+    def run_here(source: str, spec: StrategySpec, filename: str) -> None:
+        shell.sent.append((source, spec, filename))
+        shell.user_ns["there"].remote = False
+        try:
+            exec(compile(source, filename, "exec"), shell.user_ns)
+        finally:
+            shell.user_ns["there"].remote = True
+
+    ScopeDispatch(run_here).install(shell)
+
+
+FUNCTION = """
+def train(width, there):
+    seen, other = [], 5
+    try:
+        with there.scope() as s:
+            model = [width, scale]
+            seen.append(s.inside)
+            import math as m
+            squares = [i * i for i in range(3)]
+            def helper(x):
+                inner = x + width
+                return inner
+            if width > 100:
+                never = 1
+    finally:
+        done = True
+    return model, seen, m.floor(1.5), squares, helper(1), sorted(locals())
+"""
+
+
+def test_in_a_function_the_block_gets_its_locals_and_gives_back_what_it_assigned(shell: InteractiveShell) -> None:
+    pretend(shell)
+    run(shell, f"scale = 3\nmodel = 'global'\n{FUNCTION}\nfound = train(4, there)\nlocally = train(4, here)")
+    for name in ("found", "locally"):
+        model, seen, m, squares, helped, names = shell.user_ns[name]
+        assert (model, seen, m, squares, helped) == ([4, 3], [True], 1, [0, 1, 4], 5)
+        assert set(names) - {"_scope_"} == {
+            *["done", "helper", "m", "model", "other", "s", "seen", "squares", "there", "width"]
+        }
+    assert shell.user_ns["model"] == "global"
+    assert len(shell.sent) == 1
+    assert not [name for name in shell.user_ns if name.startswith(("_given_", "_made_", "_block_"))]
+
+
+def test_the_lines_of_a_function_are_those_of_the_cell(shell: InteractiveShell) -> None:
+    pretend(shell)
+    result = shell.run_cell("def f():\n    with there.scope():\n        a = 1\n        1 / 0\nf()")
+    traceback = result.error_in_exec.__traceback__
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    assert traceback.tb_lineno == 4
+
+
+def test_methods_and_functions_in_functions(shell: InteractiveShell) -> None:
+    pretend(shell)
+    text = (
+        "class Trainer:\n    def __init__(self, strategy):\n        self.strategy = strategy\n"
+        "    def build(self, n):\n        def inner():\n            with self.strategy.scope():\n"
+        "                self.model = n\n                out = n + 1\n            return out\n        return inner()\n"
+        "t = Trainer(there)\nn = t.build(2)"
+    )
+    run(shell, text)
+    assert (shell.user_ns["n"], shell.user_ns["t"].model) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("return", "def f():\n    with there.scope():\n        return 1\nf()"),
+        ("yield", "def f():\n    with there.scope():\n        yield 1\nlist(f())"),
+        ("break", "def f():\n    for i in [1]:\n        with there.scope():\n            break\nf()"),
+        ("break", "for i in [1]:\n    with there.scope():\n        break"),
+        ("del", "def f():\n    x = 1\n    with there.scope():\n        del x\nf()"),
+        ("global", "def f():\n    global g\n    with there.scope():\n        g = 1\nf()"),
+        (
+            "nonlocal",
+            "def f():\n    x = 1\n    with there.scope():\n        def g():\n            nonlocal x\n            x = 2\nf()",
+        ),
+    ],
+)
+def test_what_belongs_to_the_code_around_is_refused_with_the_cure(
+    shell: InteractiveShell, word: str, text: str
+) -> None:
+    with pytest.raises(ContextError, match=f"holds a `{word}`.*%%distribute"):
+        run(shell, text)
+    assert shell.sent == []
+    run(shell, text.replace("there", "here"))
+
+
+def test_what_is_the_blocks_own_is_not(shell: InteractiveShell) -> None:
+    pretend(shell)
+    text = (
+        "def f():\n    with there.scope():\n        for i in range(3):\n            if i:\n                break\n"
+        "        def g():\n            return i\n    return g()\nn = f()"
+    )
+    run(shell, text)
+    assert shell.user_ns["n"] == 1
+
+
+@pytest.mark.parametrize("around", ["if True:", "for i in [1]:", "try:", "while 'a' not in dir():", "with nothing():"])
+def test_in_a_statement_of_the_cell(shell: InteractiveShell, around: str) -> None:
+    pretend(shell)
+    end = "\nfinally:\n    pass" if around == "try:" else ""
+    run(
+        shell,
+        f"from contextlib import nullcontext as nothing\n{around}\n    with there.scope():\n        a = 1{end}\nb = a",
+    )
+    assert shell.user_ns["b"] == 1
+    ((source, _, _),) = shell.sent
+    assert source.splitlines()[2:] == ["    with there.scope():", "        a = 1"]
+
+
+def test_in_the_code_of_a_module_it_raises_with_the_cure(shell: InteractiveShell) -> None:
+    exec("def f():\n    with there.scope():\n        pass", shell.user_ns)
     with pytest.raises(ContextError, match="%%distribute"):
-        run(shell, "def f():\n    with there.scope():\n        pass\nf()")
-
-
-def test_inside_an_if_it_raises_too(shell: InteractiveShell) -> None:
-    with pytest.raises(ContextError):
-        run(shell, "if True:\n    with there.scope():\n        pass")
+        run(shell, "f()")
 
 
 def test_other_withs_are_left_alone() -> None:

@@ -207,6 +207,23 @@ def test_contexts_of_one_device() -> None:
             ONE.run(inner)
 
 
+def test_no_replica_of_the_default_strategy_begins_in_another() -> None:
+    inner = [
+        lambda: DEFAULT.run(print),
+        lambda: DEFAULT.reduce("sum", torch.ones(1), axis=None),
+        lambda: DEFAULT.gather(torch.ones(1), 0),
+        DEFAULT.scope,
+    ]
+    for each in inner:
+        with pytest.raises(RuntimeError, match="replica context"):
+            DEFAULT.run(each)
+    merged = DEFAULT.run(
+        lambda: distnb.get_replica_context().merge_call(lambda s, x: s.reduce("sum", x, axis=None), (torch.ones(1),))
+    )
+    assert merged == 1
+    assert DEFAULT.run(lambda: 1) == 1
+
+
 def test_contexts_are_per_thread() -> None:
     seen: list[Any] = []
     with ONE.scope():
@@ -244,11 +261,30 @@ def test_who_am_i(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
         distnb.on_chief(3)  # type: ignore[arg-type]
 
 
-def test_progress_counts() -> None:
-    progress.reset()
-    for batch in ONE.distribute_dataset(torch.arange(5), batch_size=2):
-        ONE.run(lambda x: None, args=(batch,))
-    assert progress.steps == 3
+@pytest.mark.parametrize("strategy", [ONE, distnb.get_strategy()], ids=["one_device", "default"])
+def test_a_call_of_run_in_which_optimizers_step_is_one_training_step(strategy: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(()))
+    optimizers = [torch.optim.SGD([weight], 0.1), torch.optim.Adam([weight], 0.1)]
+
+    def train(fail: bool = False) -> None:
+        places.append(progress.place()[0] - before)
+        for optimizer in optimizers:
+            weight.sum().backward()
+            optimizer.step()
+        places.append(progress.place()[0] - before)
+        if fail:
+            raise KeyError("wrong")
+
+    before, places = progress.steps, list[int]()
+    for _ in range(2):
+        strategy.run(train)
+    strategy.run(lambda: weight.sum())  # evaluation
+    with pytest.raises(KeyError, match="wrong"):
+        strategy.run(train, (True,))
+    assert (progress.steps - before, progress.place()) == (2, (before + 2, 0))
+    assert places == [1, 1, 2, 2, 3, 3]
+    optimizers[0].step()  # outside of run, as in code for torchrun
+    assert progress.steps - before == 3
 
 
 # -- reduce, gather, values -------------------------------------------------------------------------------------------

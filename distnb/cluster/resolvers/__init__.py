@@ -9,6 +9,7 @@ from distnb.cluster.resolvers.simple import SimpleClusterResolver
 from distnb.cluster.resolvers.slurm import SlurmClusterResolver
 from distnb.cluster.resolvers.spec import ClusterSpec
 from distnb.cluster.resolvers.tf_config import TFConfigClusterResolver
+from distnb.cluster.resolvers.union import UnionResolver
 
 __all__ = [
     "ClusterResolver",
@@ -17,4 +18,5 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "UnionResolver",
 ]

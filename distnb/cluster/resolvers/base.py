@@ -71,13 +71,19 @@ class ClusterResolver(ABC):
             rpc_layer: Another protocol than the resolver's.
 
         Raises:
-            OptionError: There is no such task.
+            OptionError: There is no such task, or it was not named and which one this process is is not known.
         """
         spec = self.cluster_spec()
         kind = self.task_type if task_type is None else task_type
         index = self.task_id if task_id is None else task_id
-        if not spec or kind is None or index is None or (kind == "evaluator" and kind not in spec.jobs):
+        if not spec or (kind == "evaluator" and kind not in spec.jobs):
             return ""
+        if kind is None or index is None:
+            raise OptionError(
+                f"master() was asked for the address of this process's task, and {type(self).__name__} does not know "
+                f"which task of the cluster this is: {spec.as_dict()}. Name one, master('worker', 0), or assign "
+                "task_type and task_id."
+            )
         return self._with_protocol(spec.task_address(kind, index), rpc_layer)
 
     def num_accelerators(

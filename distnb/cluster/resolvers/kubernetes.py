@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["KubernetesClusterResolver"]
 
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-_DEFAULT = {"worker": ("job-name=distnb",)}
+_PORT = 8470
+_DEFAULT = {"worker": ("job-name=tensorflow",)}
 _ANSWER_S = 30.0
 
 
@@ -30,11 +31,12 @@ class KubernetesClusterResolver(ClusterResolver):
     by the pod's name (HOSTNAME); elsewhere assign `task_type` and `task_id`.
 
     Args:
-        job_to_label_mapping: Job name to label selectors of its pods; None for `{"worker": ["job-name=distnb"]}`.
-        port: Where each task listens.
+        job_to_label_mapping: Job name to label selectors of its pods; None for `{"worker": ["job-name=tensorflow"]}`.
+        port: Where each task listens; 8470 if it is not given.
         rpc_layer: See `ClusterResolver.rpc_layer`.
         override_client: A `kubernetes.client.CoreV1Api` that is set up already.
         namespace: Where the pods are. None: this pod's own; outside of a cluster all namespaces.
+        tf_server_port: tf.distribute's name of `port`.
 
     Raises:
         OptionError: An argument is malformed, or the client is not installed.
@@ -44,11 +46,16 @@ class KubernetesClusterResolver(ClusterResolver):
     def __init__(
         self,
         job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
-        port: int = 8470,
+        port: int | None = None,
         rpc_layer: str | None = None,
         override_client: CoreV1Api | None = None,
         namespace: str | None = None,
+        *,
+        tf_server_port: int | None = None,
     ) -> None:
+        if port is not None and tf_server_port is not None:
+            raise OptionError(f"port={port!r} and tf_server_port={tf_server_port!r} are one option. Give one of them.")
+        port = port if port is not None else tf_server_port if tf_server_port is not None else _PORT
         self._selectors = _DEFAULT if job_to_label_mapping is None else _checked(job_to_label_mapping)
         self._port = whole_number(port, f"port={port!r}")
         self._rpc_layer = rpc_layer

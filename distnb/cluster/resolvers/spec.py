@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from distnb.errors import OptionError
 
-__all__ = ["ClusterSpec"]
+__all__ = ["ClusterDef", "ClusterSpec", "JobDef"]
+
+
+@dataclass(frozen=True)
+class JobDef:
+    """One job of a `ClusterDef`.
+
+    Attributes:
+        name: The job's name.
+        tasks: Task index to address.
+    """
+
+    name: str
+    tasks: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class ClusterDef:
+    """A cluster as tf.train.ClusterDef has it.
+
+    Attributes:
+        job: The jobs, by name.
+    """
+
+    job: tuple[JobDef, ...]
 
 
 class ClusterSpec:
@@ -15,7 +40,7 @@ class ClusterSpec:
 
     Args:
         cluster: Job name to addresses: a list, whose places are the task indices, or a dict from task index to
-            address; or another ClusterSpec.
+            address; or another ClusterSpec, or a ClusterDef.
 
     Raises:
         OptionError: It is malformed; the text shows the part that is.
@@ -26,10 +51,12 @@ class ClusterSpec:
         ('b:2222', 1, [1])
     """
 
-    def __init__(self, cluster: ClusterSpec | Mapping[str, Sequence[str] | Mapping[int, str]]) -> None:
+    def __init__(self, cluster: ClusterSpec | ClusterDef | Mapping[str, Sequence[str] | Mapping[int, str]]) -> None:
         if isinstance(cluster, ClusterSpec):
             self._jobs: dict[str, dict[int, str]] = cluster._jobs
             return
+        if isinstance(cluster, ClusterDef):
+            cluster = {job.name: job.tasks for job in cluster.job}
         if not isinstance(cluster, Mapping):
             raise OptionError(
                 f"A cluster is a dict from job names to addresses, like {{'worker': ['host:port']}}; got {cluster!r}."
@@ -69,6 +96,10 @@ class ClusterSpec:
             job: list(tasks.values()) if list(tasks) == list(range(len(tasks))) else dict(tasks)
             for job, tasks in self._jobs.items()
         }
+
+    def as_cluster_def(self) -> ClusterDef:
+        """The cluster in tf.train.ClusterDef's form: `.job`, each with `.name` and `.tasks`; sorted by name."""
+        return ClusterDef(tuple(JobDef(job, dict(self._jobs[job])) for job in sorted(self._jobs)))
 
     def _job(self, name: str) -> dict[int, str]:
         if name not in self._jobs:

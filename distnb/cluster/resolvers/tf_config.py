@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from typing import Any
 
 from distnb.cluster.resolvers.base import ClusterResolver, whole_number
@@ -13,6 +14,7 @@ from distnb.errors import OptionError
 __all__ = ["TFConfigClusterResolver"]
 
 _VARIABLE = "TF_CONFIG"
+_KEYS = ("cluster", "task", "environment", "rpc_layer")
 _EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 
 
@@ -20,7 +22,8 @@ class TFConfigClusterResolver(ClusterResolver):
     """Reads TF_CONFIG, at each access, so that a program may set it after it made the resolver.
 
     The variable holds JSON: `{"cluster": {"worker": ["host0:2222", …]}, "task": {"type": "worker", "index": 0}}`.
-    Unset, or `{}`, there is no cluster.
+    Unset, or `{}`, there is no cluster. Other keys than "cluster", "task", "environment" and "rpc_layer" are named in
+    a warning, since nothing here heeds them ("session_master" neither: there are no sessions).
 
     Args:
         task_type, task_id: Instead of what TF_CONFIG says of this process.
@@ -85,15 +88,21 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def _read() -> dict[str, Any]:
-    text = os.environ.get(_VARIABLE, "")
-    if not text.strip():
-        return {}
+    text = os.environ.get(_VARIABLE, "{}")
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise OptionError(f"TF_CONFIG is no JSON ({error}): {_short(text)}. It should look like {_EXAMPLE}") from None
+        raise OptionError(
+            f"TF_CONFIG is no JSON ({error}): {_short(text) if text.strip() else 'it is empty'}. It should look like "
+            f"{_EXAMPLE}; without a cluster leave it unset."
+        ) from None
     if not isinstance(config, dict):
         raise OptionError(f"TF_CONFIG is {_short(text)}, and a JSON object is needed, such as {_EXAMPLE}")
+    if unknown := [name for name in config if name not in _KEYS]:
+        warnings.warn(
+            f"TF_CONFIG has {', '.join(map(repr, unknown))}, which distnb does not heed. It knows {', '.join(_KEYS)}.",
+            stacklevel=4,
+        )
     return config
 
 

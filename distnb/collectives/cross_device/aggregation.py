@@ -58,7 +58,7 @@ class Aggregation:
     ) -> None:
         self.group = group
         self.packs = packs or Packs()
-        self.exact = ops is None or type(ops).reduce is NcclAllReduce.reduce
+        self.exact = ops is None or type(ops).reduce_implementation is NcclAllReduce.reduce_implementation
         self._ops = None if self.exact else ops
         self._replicas = Replicas(group)
         self._options = options
@@ -103,12 +103,12 @@ class Aggregation:
             return
         with torch.no_grad():
             given = tensor.detach()
-            total = self._ops.reduce(op, given, self._replicas)
+            total = self._ops.reduce_implementation(op, given, self._replicas)
             if total is not given:
                 if (got := unfit(total, given.shape, given.dtype)) is not None:
                     raise OptionError(
-                        f"{type(self._ops).__name__}.reduce was given {given.dtype}{list(given.shape)} and returned "
-                        f"{got}. It must return a tensor of the same shape and dtype, dense and with data."
+                        f"{type(self._ops).__name__}.reduce_implementation was given {given.dtype}{list(given.shape)} "
+                        f"and returned {got}. It must return a tensor of the same shape and dtype, dense and with data."
                     )
                 tensor.copy_(total)
             if self._unconfirmed:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import cloudpickle
 
 from distnb.errors import OptionError
-from distnb.options import ReduceOp
+from distnb.options import CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,9 @@ _packed: dict[str, bytes] = {}  # of those that were sent; strategies, and with 
 class CrossDeviceOps(ABC):
     """How the replicas of a `MirroredStrategy` make one tensor of theirs: of gradients, in reduce, in all_reduce.
 
-    A subclass says how, in `reduce`. Every replica is a process of its own, which runs that method with its own tensor;
-    what it needs of the others it asks of `replicas`.
+    A subclass says how, in `reduce_implementation`. Every replica is a process of its own, which runs that method with
+    its own tensor; what it needs of the others it asks of `replicas`. In a distributed cell, and in a script, an
+    algorithm can be used by itself, too: `reduce`, `batch_reduce`, `broadcast`.
 
     An object is the same in every process that it travels to, and arrives as it was when the first strategy was made
     with it: functions and values that its methods read included. Two strategies are the same object if their
@@ -42,7 +43,7 @@ class CrossDeviceOps(ABC):
     Example:
         >>> import distnb
         >>> class InHalfPrecision(distnb.CrossDeviceOps):
-        ...     def reduce(self, op, tensor, replicas):
+        ...     def reduce_implementation(self, op, tensor, replicas):
         ...         if not tensor.is_floating_point():
         ...             return replicas.all_reduce(tensor, op)
         ...         return replicas.all_reduce(tensor.half(), op).to(tensor.dtype)
@@ -60,7 +61,7 @@ class CrossDeviceOps(ABC):
         return made
 
     @abstractmethod
-    def reduce(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
+    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
         """Make one tensor of all replicas' tensors. Runs on every replica, at the same point of the program.
 
         Args:
@@ -74,6 +75,53 @@ class CrossDeviceOps(ABC):
         Returns:
             The elementwise sum or mean, in the same shape and dtype, the same bits on every replica.
         """
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+    ) -> torch.Tensor:
+        """Combine a value's components; used by itself, in cross-replica context. All replicas call it together.
+
+        Args:
+            reduce_op: "sum" or "mean".
+            per_replica_value: What `strategy.run` returned: a tensor, an array or a number on each replica.
+            destinations: Devices of replicas, or a value that is on them: every replica gets the result in any case.
+            options: How to communicate in this call.
+
+        Returns:
+            The result, on each replica; MEAN of integers is float64.
+
+        Raises:
+            ContextError: The value's replicas are not here: in a notebook's ordinary cell.
+            OptionError: An unknown op; a destination where no replica computes; options that cannot be honoured.
+            DistributedValueError: Booleans, unlike components, or no numbers at all.
+        """
+        from distnb.collectives.cross_device import direct
+
+        return direct.reduce(self, ReduceOp.parse(reduce_op), per_replica_value, destinations, options)
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[torch.Tensor]:
+        """`reduce` of several values: pairs of a value and its destinations."""
+        return [self.reduce(reduce_op, value, destinations, options) for value, destinations in value_destination_pairs]
+
+    def broadcast(self, tensor: Any, destinations: Any = None) -> torch.Tensor:
+        """Replica 0's tensor, on all replicas, which call it together with tensors of one shape and dtype.
+
+        Args:
+            tensor: A tensor, an array, a number or a PerReplica of them.
+            destinations: As in `reduce`.
+        """
+        from distnb.collectives.cross_device import direct
+
+        return direct.broadcast(tensor, destinations)
 
     def check(self, devices: Sequence[str], nccl: bool) -> None:  # noqa: B027  (there may be nothing to refuse)
         """Refuse replicas that this cannot serve; called when a strategy is made, and again where it runs.

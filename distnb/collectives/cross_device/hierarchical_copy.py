@@ -49,8 +49,8 @@ class HierarchicalCopyAllReduce(PackedOps):
         OptionError: `num_packs` is negative.
     """
 
-    def reduce(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
-        """See `CrossDeviceOps.reduce`."""
+    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
+        """See `CrossDeviceOps.reduce_implementation`."""
         levels = tree(replicas.size)
         for level in levels:
             part = replicas.exchange(tensor, level)

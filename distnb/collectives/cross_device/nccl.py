@@ -28,8 +28,8 @@ class NcclAllReduce(PackedOps):
         OptionError: `num_packs` is negative; a strategy whose replicas have no GPU each raises it when it is made.
     """
 
-    def reduce(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
-        """See `CrossDeviceOps.reduce`."""
+    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
+        """See `CrossDeviceOps.reduce_implementation`."""
         return replicas.all_reduce(tensor, op)
 
     def check(self, devices: Sequence[str], nccl: bool) -> None:

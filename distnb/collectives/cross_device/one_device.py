@@ -28,7 +28,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             replica 0. None for replica 0's device.
         accumulation_fn: Called there with a list of tensors, one of each replica, in replica order; returns their
             elementwise sum, in the same shape and dtype. None adds them up one after another. What it gets may hold
-            several tensors, one after another (see `CrossDeviceOps.reduce`).
+            several tensors, one after another (see `CrossDeviceOps.reduce_implementation`).
 
     Raises:
         OptionError: `reduce_to_device` is no device (a strategy none of whose replicas has it raises it when it is
@@ -45,8 +45,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         self.reduce_to_device = None if reduce_to_device is None else str(parse_device(reduce_to_device))
         self.accumulation_fn = accumulation_fn
 
-    def reduce(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
-        """See `CrossDeviceOps.reduce`."""
+    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
+        """See `CrossDeviceOps.reduce_implementation`."""
         where = self._replica(replicas.devices)
         parts = replicas.gather(tensor, where)
         if parts is not None:

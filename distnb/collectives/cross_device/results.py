@@ -41,7 +41,7 @@ def confirm_equal(group: Group, ops: CrossDeviceOps, total: torch.Tensor) -> Non
     unlike = [rank for rank, each in enumerate(all_of_them) if not torch.equal(each, all_of_them[0])]
     if unlike:
         raise OptionError(
-            f"{type(ops).__name__}.reduce returned another result on replica {', '.join(map(str, unlike))} than on "
-            "replica 0. It must return the same bits on all of them, as `replicas.all_reduce(tensor, op)` does, or "
-            "`replicas.broadcast(total)` at its end."
+            f"{type(ops).__name__}.reduce_implementation returned another result on replica "
+            f"{', '.join(map(str, unlike))} than on replica 0. It must return the same bits on all of them, as "
+            "`replicas.all_reduce(tensor, op)` does, or `replicas.broadcast(total)` at its end."
         )

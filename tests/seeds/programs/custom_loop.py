@@ -51,7 +51,7 @@ def train_step(inputs):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    train_accuracy.update_state(predictions.detach(), labels.long())
+    train_accuracy.update_state(labels, predictions.detach())
     return loss.detach()
 
 
@@ -59,7 +59,7 @@ def train_step(inputs):
 def valid_step(inputs):
     examples, labels = inputs
     predictions = model(examples)
-    valid_accuracy.update_state(predictions, labels.long())
+    valid_accuracy.update_state(labels, predictions)
     return compute_loss(labels, predictions)
 
 

@@ -37,7 +37,7 @@ def forward(images, labels):
     predictions = model(images)
     per_example = F.cross_entropy(predictions, labels, reduction="none")
     loss_metric.update_state(per_example.detach())
-    accuracy.update_state(predictions.detach(), labels)
+    accuracy.update_state(labels, predictions.detach())
     return per_example
 
 

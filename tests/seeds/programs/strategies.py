@@ -13,7 +13,7 @@ rank = distnb.replica_id()
 class Doubling(distnb.CrossDeviceOps):
     """Of our own writing: what comes out shows that it was asked."""
 
-    def reduce(self, op, tensor, replicas):
+    def reduce_implementation(self, op, tensor, replicas):
         return 2 * replicas.all_reduce(tensor, op)
 
 

@@ -1,0 +1,115 @@
+"""What it costs that a cell reads an object which did not change, and to send one the first time, against one dump.
+
+    python -m benchmarks.namespace [--rounds 5] [--kinds records frame tensors array]
+
+The floor is one dump of the object by cloudpickle's C pickler, buffers out of band, and a fast hash of all of it. Of
+tensors it is taken with a reducer that gives their memory: torch's own costs twenty times as much. Times of cells are
+those of a cell that reads the object, less those of an empty one, on one engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+import xxhash
+
+from benchmarks.cell_shell import Cells
+from benchmarks.harness import Target, compare, report
+
+
+class _Floor(cloudpickle.Pickler):  # type: ignore[misc]
+    """The cheapest pickler that sees all of a tensor."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor:
+            data: Any = obj.numpy()
+            return str, (str(obj.dtype), obj.shape, pickle.PickleBuffer(data))
+        return super().reducer_override(obj)
+
+
+def floor(value: Any) -> float:
+    """Seconds for one dump and one hash."""
+    start = time.perf_counter()
+    buffers: list[Any] = []
+    file = io.BytesIO()
+    _Floor(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    hasher = xxhash.xxh3_128(file.getbuffer())
+    for each in buffers:
+        hasher.update(each.raw())
+    return time.perf_counter() - start
+
+
+def _frame() -> Any:
+    import pandas  # type: ignore[import-untyped]
+
+    return pandas.DataFrame({"text": [f"row {i % 997}" for i in range(1_000_000)], "x": np.arange(1e6)})
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "records": lambda: [{"id": i, "name": str(i), "value": i * 1.5} for i in range(100_000)],
+    "frame": _frame,
+    "tensors": lambda: {f"t{i}": torch.full((10,), float(i)) for i in range(10_000)},
+    "array": lambda: np.random.default_rng(0).random(125_000_000),
+    "small": lambda: [{"id": i} for i in range(1_000)],
+}
+
+
+def main() -> int:
+    """Run it. Returns 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    options = parser.parse_args()
+    cells = Cells("distnb")
+    cells.run("%distnb start -n 1")
+    kept = True
+    try:
+        for kind in options.kinds:
+            kept &= _measure(cells, kind, options.rounds)
+    finally:
+        cells.run("%distnb stop")
+    return 0 if kept else 1
+
+
+def _measure(cells: Cells, kind: str, rounds: int) -> bool:
+    names = cells.shell.user_ns
+    value = names["obj"] = KINDS[kind]()
+
+    def cell(text: str) -> float:
+        start = time.perf_counter()
+        cells.run(f"%%distribute mirrored\n{text}")
+        return time.perf_counter() - start
+
+    def first() -> float:
+        names["obj"] = pickle.loads(pickle.dumps(value))  # other objects of the same content are sent
+        return max(1e-6, cell("obj") - cell("pass"))
+
+    def unchanged() -> float:
+        return max(1e-6, cell("obj") - cell("pass"))
+
+    def changed_beside() -> float:
+        """It did not change, and a small list beside it did."""
+        names["beside"] = [time.perf_counter()]
+        return max(1e-6, cell("obj, beside") - cell("pass"))
+
+    cell("obj")
+    again = compare({"unchanged": unchanged, "beside": changed_beside, "floor": lambda: floor(value)}, rounds=rounds)
+    target = Target("unchanged", "floor", at_most=2.0)
+    kept = report(f"{kind}: read, and not changed", again, baseline="floor", targets=[target])
+    sent = compare({"first": first, "floor": lambda: floor(value)}, rounds=max(2, rounds // 2))
+    target = Target("first", "floor", at_most=3.0)
+    kept &= report(f"{kind}: sent the first time", sent, baseline="floor", targets=[target])
+    del names["obj"]
+    return kept
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,104 @@
+"""What one replica costs over plain PyTorch: microseconds of a training step of a small model, in this process.
+
+    python -m benchmarks.one_replica [--rounds 60] [--steps 20]
+
+The same step of a small MLP takes turns as a plain loop, under the default strategy, under one_device, and under
+mirrored with one replica. Targets: at most 20 µs a step more than the plain loop; an empty function through the default
+strategy's `run` at most 3 µs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+import distnb
+from benchmarks.harness import Comparison, Measure, compare, timed
+
+_STEP_US, _RUN_US = 20.0, 3.0
+_OPTIMIZERS: dict[str, Any] = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}
+
+
+def _stepping(strategy: Any, optimizer_class: Any) -> Callable[[], object]:
+    torch.manual_seed(0)
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        layers = [torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32), torch.nn.ReLU()]
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(32, 4))
+        optimizer = optimizer_class(model.parameters(), lr=1e-3)
+    x, y = torch.randn(8, 16), torch.randn(8, 4)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = (model(x) - y).square().sum() / 8
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return (lambda: step(x, y)) if strategy is None else (lambda: strategy.run(step, args=(x, y)))
+
+
+def _best_of(call: Callable[[], object], calls: int) -> Measure:
+    """The quickest of some calls: what a busy machine adds to the others is none of the call's."""
+    one = timed(call)
+    return lambda: min(one() for _ in range(calls))
+
+
+def _more_us(comparison: Comparison, name: str) -> float:
+    """The median over the rounds of what a contender takes more than the plain one."""
+    pairs = zip(comparison.values[name], comparison.values["plain"], strict=True)
+    return statistics.median([own - plain for own, plain in pairs]) * 1e6
+
+
+def _told(what: str, us: float, most: float) -> bool:
+    print(f"  {what}: {us:+.1f} µs (at most {most:g}: {'met' if us <= most else 'missed'})")
+    return us <= most
+
+
+def main() -> int:
+    """Run it. Returns 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    default = distnb.get_strategy()
+    strategies = {
+        "plain": None,
+        "default": default,
+        "one_device": distnb.OneDeviceStrategy("cpu:0"),
+        "mirrored": distnb.MirroredStrategy(),
+    }
+    met = True
+    for kind, optimizer_class in _OPTIMIZERS.items():
+        steps = {name: _best_of(_stepping(each, optimizer_class), options.steps) for name, each in strategies.items()}
+        comparison = compare(steps, rounds=options.rounds, warmup=5)
+        print(f"a training step with {kind}, plain: {comparison.median('plain') * 1e6:.0f} µs")
+        for name in list(strategies)[1:]:
+            met &= _told(name, _more_us(comparison, name), _STEP_US)
+
+    def nothing() -> None:
+        pass
+
+    runs = compare(
+        {"plain": timed(nothing, 1000), "default": timed(lambda: default.run(nothing), 1000)}, rounds=options.rounds
+    )
+    print("an empty function")
+    met &= _told("default strategy's run", _more_us(runs, "default"), _RUN_US)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

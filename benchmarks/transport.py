@@ -1,0 +1,328 @@
+"""Messages to 2 processes of one host and back: our UNIX sockets and shared memory against ZeroMQ, in one run.
+
+    python -m benchmarks.transport [--rounds 15] [--calls 64] [--megabytes 64]
+
+All contenders but the bare ones send what `codec.encode` makes of one message of 1 KB, wait for other descriptors as
+well (as the notebook does), and have it echoed by processes that read it as an engine's agent does: from tornado's
+loop, and for a millisecond after each message without it. Bare is ZeroMQ in bare loops. Large: an array goes to both,
+which look at each page and answer with a number; "no copy" lets ZeroMQ send the sender's own memory, which nobody may
+change meanwhile.
+
+The rule: our own stays where it is more than 1.3 times as fast, in the round trip or pipelined; shared memory likewise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import zmq
+from tornado.ioloop import IOLoop
+from zmq.auth.thread import ThreadAuthenticator
+
+from benchmarks.harness import Measure, Target, compare, report, timed
+from distnb.wire.channel import Link, OneClientKey, PassageLink, ProgramLink
+from distnb.wire.codec import Frame, decode, encode
+from distnb.wire.messages import Hello
+from distnb.wire.passage import connect
+from distnb.wire.programs import Programs
+
+OURS, IPC, IPC_CURVE = "UNIX socket", "ZMQ ipc", "ZMQ ipc, CURVE"
+BARE, BARE_IPC, BARE_TCP = "bare ZMQ", "bare ZMQ, ipc", "bare ZMQ, TCP"
+SHARED, COPIED, UNCOPIED = "shared memory", "ZMQ ipc, copied", "ZMQ ipc, no copy"
+ENGINES = (0, 1)
+LINGER_MS = 1
+POLLIN = int(zmq.POLLIN)
+
+
+# -- an engine ---------------------------------------------------------------------------------------------------------
+
+
+class IpcLink(Link):
+    """A DEALER that lingers, too.
+
+    Args:
+        url: Where the notebook listens.
+        engine: Its id.
+        keys: The server's public key, and the client's pair; none without CURVE.
+    """
+
+    def __init__(self, url: str, engine: int, keys: list[str]) -> None:
+        context: zmq.Context[Any] = zmq.Context.instance()
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.identity = b"%d" % engine
+        if keys:
+            server, public, secret = (key.encode() for key in keys)
+            self.socket.curve_serverkey = server
+            self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
+        self.socket.sndhwm = self.socket.rcvhwm = 0
+        self.socket.connect(url)
+
+    def receive(self, linger_ms: int = 0) -> Any:
+        """The next message, or None when there is none within so many milliseconds."""
+        if zmq.zmq_poll([(self.socket, POLLIN)], linger_ms):
+            return decode(frames_of(self.socket))
+        return None
+
+    def send(self, message: Any) -> None:
+        """Send a message, copied."""
+        self.socket.send_multipart(encode(message))
+
+
+def frames_of(socket: zmq.Socket[bytes]) -> list[Frame]:
+    """As `receive`; a frame object for the header alone would cost more than its copy."""
+    frames: list[Frame] = [socket.recv()]
+    while socket.get(zmq.RCVMORE):
+        frames.append(socket.recv(copy=False).buffer)
+    return frames
+
+
+async def echo(link: ProgramLink) -> None:
+    """Answer what comes, as the agent does, until None comes."""
+    end = asyncio.Event()
+
+    def serve(*event: Any) -> None:
+        served = False
+        while (message := link.receive(LINGER_MS if served else 0)) is not None:
+            served = True
+            if isinstance(message, np.ndarray):
+                message = int(message[::4096].sum())
+            elif message == "end":
+                end.set()
+                return
+            link.send(message)
+
+    loop = IOLoop.current()
+    loop.add_handler(link.fileno(), serve, loop.READ)
+    link.send("hello")
+    print("connected", flush=True)
+    loop.add_callback(serve)
+    await end.wait()
+
+
+def echo_bare(url: str) -> None:
+    """The same without a loop around it."""
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(url)
+    socket.send(pickle.dumps("hello"))
+    print("connected", flush=True)
+    while (message := pickle.loads(socket.recv())) != "end":
+        socket.send(pickle.dumps(message))
+
+
+def be_engine() -> None:
+    """What an engine's process does; what it is to know comes by standard input."""
+    told = json.loads(sys.stdin.readline())
+    if told["kind"] == BARE:
+        echo_bare(told["url"])
+    elif told["kind"] == OURS:
+        passage = connect(told["name"], told["token"], told["engine"])
+        assert passage is not None
+        asyncio.run(echo(PassageLink(passage)))
+    else:
+        asyncio.run(echo(IpcLink(told["url"], told["engine"], told["keys"])))
+
+
+@contextlib.contextmanager
+def engines(**told: Any) -> Iterator[None]:
+    """Two of them, until they end by themselves."""
+    command = [sys.executable, "-m", "benchmarks.transport", "--engine"]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in ENGINES]
+    for engine, process in zip(ENGINES, processes, strict=True):
+        assert process.stdin is not None
+        process.stdin.write(json.dumps({**told, "engine": engine}) + "\n")
+        process.stdin.flush()
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.readline()
+    yield
+    for process in processes:
+        process.wait(10)
+
+
+# -- the notebook ------------------------------------------------------------------------------------------------------
+
+
+class Ways:
+    """One contender.
+
+    Args:
+        send: Sends a message to both engines.
+        collect: Waits for so many messages.
+    """
+
+    def __init__(self, send: Callable[[Any], object], collect: Callable[[int], None]) -> None:
+        self.send = send
+        self.collect = collect
+
+    def call(self, message: Any) -> None:
+        """There and back."""
+        self.send(message)
+        self.collect(len(ENGINES))
+
+    def pipelined(self, message: Any, calls: int) -> Measure:
+        """So many there, then all back; a measure of one."""
+
+        def run() -> None:
+            for _ in range(calls):
+                self.send(message)
+            self.collect(calls * len(ENGINES))
+
+        measure = timed(run)
+        return lambda: measure() / calls
+
+
+def collector(programs: Programs) -> Callable[[int], None]:
+    """Waits as the session does."""
+
+    def collect(count: int) -> None:
+        while count > 0:
+            count -= sum(1 for _ in programs.receive(programs.wait()))
+
+    return collect
+
+
+def hellos() -> list[Hello]:
+    """As engines say them."""
+    return [Hello(engine, 0, "", "cpu:0", "", "", near=True) for engine in ENGINES]
+
+
+@contextlib.contextmanager
+def ours() -> Iterator[Ways]:
+    """Programs as they are."""
+    programs = Programs(zmq.Context.instance().socket(zmq.ROUTER))
+    with engines(kind=OURS, name=programs.harbour.name, token=programs.harbour.token):
+        programs.meet(hellos())
+        ways = Ways(lambda message: programs.send(ENGINES, message), collector(programs))
+        ways.collect(len(ENGINES))
+        yield ways
+        programs.send(ENGINES, "end")
+    programs.close()
+
+
+@contextlib.contextmanager
+def ipc(directory: str, *, curve: bool, copy: bool = True) -> Iterator[Ways]:
+    """The same over ZeroMQ's ipc, in a private directory."""
+    context: zmq.Context[Any] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.sndhwm = socket.rcvhwm = 0
+    socket.router_mandatory = True
+    keys: list[str] = []
+    authenticator = None
+    if curve:
+        public, secret = zmq.curve_keypair()
+        client_public, client_secret = zmq.curve_keypair()
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve_callback("*", OneClientKey(client_public))
+        socket.curve_secretkey, socket.curve_publickey, socket.curve_server = secret, public, True
+        keys = [public.decode(), client_public.decode(), client_secret.decode()]
+    url = f"ipc://{directory}/programs-{curve}-{copy}"
+    socket.bind(url)
+    also = [os.eventfd(0), os.eventfd(0)]  # of lost engines, and of interrupts: the session waits for these, too
+    waited = [(socket, POLLIN), *((descriptor, POLLIN) for descriptor in also)]
+
+    def send(message: Any) -> None:
+        frames = encode(message)
+        for engine in ENGINES:
+            socket.send_multipart([b"%d" % engine, *frames], copy=copy)
+
+    def collect(count: int) -> None:
+        while count > 0:
+            zmq.zmq_poll(waited, -1)
+            while zmq.zmq_poll(waited[:1], 0):
+                socket.recv()
+                decode(frames_of(socket))
+                count -= 1
+
+    with engines(kind=IPC, url=url, keys=keys):
+        ways = Ways(send, collect)
+        ways.collect(len(ENGINES))
+        yield ways
+        send("end")
+    for descriptor in also:
+        os.close(descriptor)
+    socket.close()
+    if authenticator is not None:
+        authenticator.stop()
+    context.term()
+
+
+@contextlib.contextmanager
+def bare(address: str) -> Iterator[Ways]:
+    """ZeroMQ, pickle, nothing else."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.bind(address)
+        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        with engines(kind=BARE, url=endpoint):
+            peers = [socket.recv_multipart()[0] for _ in ENGINES]
+
+            def send(message: Any) -> None:
+                data = pickle.dumps(message)
+                for peer in peers:
+                    socket.send_multipart([peer, data])
+
+            def collect(count: int) -> None:
+                for _ in range(count):
+                    pickle.loads(socket.recv_multipart()[1])
+
+            yield Ways(send, collect)
+            send("end")
+
+
+def main() -> int:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=64)
+    parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        be_engine()
+        return 0
+
+    message = {"program": 1, "text": "x" * 500, "args": tuple(range(100)), "data": os.urandom(250)}
+    array = np.ones(options.megabytes << 20, np.uint8)
+    rounds, calls = options.rounds, options.calls
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        makers = {
+            OURS: ours(),
+            IPC: ipc(directory, curve=False),
+            IPC_CURVE: ipc(directory, curve=True),
+            BARE_IPC: bare(f"ipc://{directory}/bare"),
+            BARE_TCP: bare("tcp://127.0.0.1:*"),
+        }
+        ways = {name: stack.enter_context(maker) for name, maker in makers.items()}
+        there_and_back = {name: timed(partial(way.call, message), calls) for name, way in ways.items()}
+        round_trip = compare(there_and_back, rounds=rounds)
+        pipelined = compare({name: way.pipelined(message, calls) for name, way in ways.items()}, rounds=rounds)
+        large = {
+            SHARED: ways[OURS],
+            COPIED: ways[IPC],
+            UNCOPIED: stack.enter_context(ipc(directory, curve=False, copy=False)),
+        }
+        sent = compare({name: timed(partial(way.call, array)) for name, way in large.items()}, rounds=rounds)
+    faster = [Target(IPC, OURS, at_least=1.3)]
+    title = f"{len(pickle.dumps(message))} bytes to 2 processes"
+    report(f"{title} and back", round_trip, baseline=OURS, targets=faster)
+    report(f"{title}, {calls} in flight, per call", pipelined, baseline=OURS, targets=faster)
+    targets = [Target(UNCOPIED, SHARED, at_least=1.3)]
+    report(f"{options.megabytes} MB to 2 processes", sent, baseline=SHARED, targets=targets)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

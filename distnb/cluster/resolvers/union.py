@@ -1,0 +1,107 @@
+"""Several resolvers as one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distnb.cluster.resolvers.base import ClusterResolver
+from distnb.cluster.resolvers.spec import ClusterSpec
+from distnb.errors import OptionError
+
+__all__ = ["UnionResolver"]
+
+
+class UnionResolver(ClusterResolver):
+    """The cluster of several resolvers together.
+
+    Jobs of one name are put together: where all of them number their tasks from 0, one after another; else by the
+    indices that they give. What can be said once only (which task this process is, the protocol, the environment, the
+    accelerators) the first resolver says.
+
+    Args:
+        *resolvers: One at least.
+        task_type, task_id, rpc_layer: Instead of what the first resolver says.
+
+    Raises:
+        OptionError: Something is no resolver; at access: two of them have different addresses for one task.
+
+    Example:
+        >>> from distnb.cluster_resolver import SimpleClusterResolver
+        >>> both = UnionResolver(SimpleClusterResolver({"worker": ["a:1"]}), SimpleClusterResolver({"worker": ["b:1"]}))
+        >>> both.cluster_spec().as_dict()
+        {'worker': ['a:1', 'b:1']}
+    """
+
+    def __init__(
+        self,
+        *resolvers: ClusterResolver,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        unfit = [each for each in resolvers if not isinstance(each, ClusterResolver)]
+        if unfit or not resolvers:
+            raise OptionError(
+                f"UnionResolver takes one ClusterResolver or more and got {unfit[0] if unfit else 'none'!r}. Write "
+                "UnionResolver(TFConfigClusterResolver(), …)."
+            )
+        self._resolvers = resolvers
+        self.task_type = task_type
+        self.task_id = task_id
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """All jobs of all resolvers."""
+        specs = [each.cluster_spec() for each in self._resolvers]
+        jobs = dict.fromkeys(job for spec in specs for job in spec.jobs)
+        return ClusterSpec({job: _together(job, [spec for spec in specs if job in spec.jobs]) for job in jobs})
+
+    @property
+    def environment(self) -> str:
+        """The first resolver's."""
+        return self._resolvers[0].environment
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """As given, else the first resolver's."""
+        return self._rpc_layer if self._rpc_layer is not None else self._resolvers[0].rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, value: str | None) -> None:
+        self._rpc_layer = value
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """What the first resolver says."""
+        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+    @property
+    def knows_accelerators(self) -> bool:
+        """As the first resolver."""
+        return self._resolvers[0].knows_accelerators
+
+    def _task(self) -> tuple[str | None, int | None]:
+        first = self._resolvers[0]
+        kind = self._task_type if self._task_type is not None else first.task_type
+        return kind, self._task_id if self._task_id is not None else first.task_id
+
+    def __repr__(self) -> str:
+        return f"UnionResolver({', '.join(map(repr, self._resolvers))})"
+
+
+def _together(job: str, specs: list[ClusterSpec]) -> dict[int, str]:
+    """The tasks of one job, by index."""
+    parts = [{index: spec.task_address(job, index) for index in spec.task_indices(job)} for spec in specs]
+    if all(list(part) == list(range(len(part))) for part in parts):
+        addresses = dict.fromkeys(address for part in parts for address in part.values())
+        return dict(enumerate(addresses))
+    tasks: dict[int, str] = {}
+    for part in parts:
+        for index, address in part.items():
+            if tasks.setdefault(index, address) != address:
+                raise OptionError(
+                    f"Two resolvers have different addresses for {job} {index}: {tasks[index]} and {address}. Give the "
+                    "tasks other indices in one of them."
+                )
+    return tasks

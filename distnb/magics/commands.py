@@ -1,0 +1,108 @@
+"""What `%distnb` and `%%distribute` take: a parser for each, of which help, complaints and Tab are made."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+from distnb.magics.arguments import LineParser, parse_count
+
+__all__ = ["COMMANDS", "DISTRIBUTE", "LIVE_MODES", "asks_for_help", "distnb_help"]
+
+LIVE_MODES = ("auto", "widget", "picture", "text", "off")
+
+
+def asks_for_help(line: str) -> bool:
+    """Whether a magic's line has -h or --help in it."""
+    return not {"-h", "--help"}.isdisjoint(line.split())
+
+
+def _commands() -> dict[str, LineParser]:
+    about = {
+        "start": "start engines: one for each GPU, else two on the CPU",
+        "stop": "end the engines",
+        "restart": "replace all engines, or those named",
+        "status": "what each engine is, and does",
+        "devices": "the devices, and who uses them",
+        "stacks": "where each engine is in its program",
+        "interrupt": "end the program, as the stop button does",
+        "variables": "where each variable lives",
+        "check": "whether replicas hold the same bits",
+        "output": "all that the replicas wrote",
+        "live": "how curves and replicas are drawn",
+        "help": "this",
+    }
+    commands = {name: LineParser(f"%distnb {name}", text) for name, text in about.items()}
+    _start(commands["start"])
+    add = commands["restart"].add_argument
+    add("engines", metavar="ENGINE", nargs="*", help="their numbers, as %%distnb status shows them")
+    add("--missing", action="store_true", help="those that have ended; what is mirrored is restored to them")
+    add("-n", dest="wanted", help=argparse.SUPPRESS)
+    commands["check"].add_argument("names", metavar="NAME", nargs="*", help="variables; without one, all mirrored ones")
+    add = commands["output"].add_argument
+    add(
+        "replica",
+        metavar="REPLICA",
+        nargs="?",
+        help="of this replica; without it, of all, in the latest cell where one wrote",
+    )
+    add("--save", metavar="FILE", help="write it to a file")
+    add = commands["live"].add_argument
+    add("mode", metavar="MODE", nargs="?", default="", help=f"{', '.join(LIVE_MODES)}; auto chooses")
+    commands["help"].add_argument("command", metavar="COMMAND", nargs="?", help="of this command")
+    return commands
+
+
+def _start(parser: LineParser) -> None:
+    add = parser.add_argument
+    add("-n", dest="count", metavar="N", action=parse_count, help="how many")
+    add("--devices", metavar="NAMES", help="where they compute: cuda:0,cuda:1, or tpu for all TPU chips")
+    add(
+        "--oversubscribe",
+        action="store_true",
+        help="let several share a device, or more start than the machine can take",
+    )
+    add("--hosts", metavar="A,B", help="the machines where they run, reached by ssh; without it, this one")
+    add("--per-host", metavar="N", action=parse_count, help="how many on each machine")
+    add("--interface", metavar="NAME", help="the network interface that leads to the machines: eth0")
+    add("--ssh-args", metavar="TEXT", default="", type=shlex.split, help='arguments for ssh: "-p 2222"')
+    add("--launcher", metavar="WORD", help="what starts them: ssh, slurm, mpi, or server")
+    add("--launcher-args", metavar="TEXT", default="", type=shlex.split, help="arguments for srun or mpiexec")
+    add("--resolver", metavar="WORD", help="what names the machines: slurm, tfconfig, kubernetes, or a variable")
+    add("--secret", metavar="FILE", help="the secret of the servers that wait for the notebook")
+
+
+def _distribute() -> LineParser:
+    parser = LineParser(
+        "%%distribute",
+        "run the cell on every replica of a strategy: default, one_device, mirrored, multi_worker, central_storage, "
+        "tpu, or a strategy object by its name. In the cell, `strategy` is the strategy.",
+    )
+    add = parser.add_argument
+    add("word", metavar="STRATEGY", nargs="?", default="", help="one of these words, or the name of a variable")
+    add(
+        "-n", dest="replicas", metavar="N", action=parse_count, help="how many replicas; without it, one on each engine"
+    )
+    add("--devices", metavar="NAMES", help="where they compute: cuda:0,cuda:1")
+    add("--gradients", choices=("sum", "mean"), help="how gradients are combined; without it, their sum")
+    add("--oversubscribe", action="store_true", help="several replicas may share a device")
+    add("--cross-device-ops", dest="ops", help=argparse.SUPPRESS)
+    return parser
+
+
+COMMANDS = _commands()
+"""The parser of each command of `%distnb`, by its name."""
+
+DISTRIBUTE = _distribute()
+"""The parser of `%%distribute`."""
+
+
+def distnb_help() -> str:
+    """Every command of `%distnb` with its arguments."""
+    width = 42
+    lines = []
+    for parser in COMMANDS.values():
+        usage = parser.usage_line
+        shown = usage if len(usage) < width else "%distnb start [-n N] …"
+        lines.append(f"{shown:<{width}}{parser.about}")
+    return "\n".join([*lines, "", "%distnb COMMAND -h tells more of a command.", "", COMMANDS["start"].format_help()])

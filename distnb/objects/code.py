@@ -1,0 +1,387 @@
+"""Functions and classes by value: what they are packed as, how they are made again, and which names they read.
+
+A function of the notebook has the notebook's namespace as its globals. Where it arrives it gets the namespace
+there, and the names that its code reads are sent as names of their own: so a new value is seen. A class keeps its
+identity by an id: where it is known it is found again, and its attributes are brought up to date.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import importlib
+import linecache
+import os
+import sys
+import types
+import typing
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from distnb.objects.plain import is_importable
+
+if TYPE_CHECKING:
+    from distnb.objects.opening import Opener
+
+__all__ = [
+    "Classes",
+    "CodeNames",
+    "EMPTY",
+    "class_state",
+    "content_of",
+    "fill_cell",
+    "function_state",
+    "is_code",
+    "is_simple",
+    "kind_of_class",
+    "names_of_code",
+    "reduce_cell",
+    "reduce_class",
+    "reduce_function",
+    "reduce_type_variable",
+    "simple_parts",
+    "source_of",
+]
+
+_cloudpickle: Any = cloudpickle.cloudpickle  # what it knows of classes has no public name
+
+DYNAMIC = frozenset({"dir", "eval", "exec", "globals", "locals", "vars"})
+"""Text that names one of these may read any name."""
+
+_GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL"})
+
+
+class _Empty:
+    """The content of a cell that nothing was assigned to yet."""
+
+    def __reduce__(self) -> str:
+        return "EMPTY"
+
+
+EMPTY: Any = _Empty()
+
+
+_CODE = (types.FunctionType, type, functools._lru_cache_wrapper, typing.TypeVar)
+
+
+def is_code(value: Any) -> bool:
+    """Whether a value is a function, a class or a type: sent by value both ways, and before what may need it."""
+    return isinstance(value, _CODE) or typing.get_origin(value) is not None
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+class CodeNames:
+    """What a code object, those nested in it included, may ask of its globals.
+
+    Attributes:
+        names: Global names that it reads or deletes, or assigns after a `global` statement.
+        attributes: Every other name in it, to tell which submodules it uses.
+        dynamic: It may read any name.
+    """
+
+    __slots__ = ("attributes", "dynamic", "names")
+
+    def __init__(self, names: frozenset[str], attributes: frozenset[str]) -> None:
+        self.names = names
+        self.attributes = attributes
+        self.dynamic = bool(names & DYNAMIC)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of_code(code: types.CodeType) -> CodeNames:
+    """The names that a code object uses."""
+    names = {each.argval for each in dis.get_instructions(code) if each.opname in _GLOBAL_READS}
+    attributes = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = names_of_code(constant)
+            names |= inner.names
+            attributes |= inner.attributes
+    return CodeNames(frozenset(names), frozenset(attributes))
+
+
+@functools.lru_cache(maxsize=4096)
+def source_of(code: types.CodeType) -> tuple[str, str] | None:
+    """(file name, text) of a code object whose source is in no file, as that of a notebook cell."""
+    name = code.co_filename
+    entry = linecache.cache.get(name)
+    if entry is None or len(entry) != 4 or os.path.exists(name):
+        return None
+    return name, "".join(entry[2])
+
+
+def is_simple(value: Any) -> bool:
+    """Whether a function is nothing but its code: it closes over nothing, and has no mutable default or attribute."""
+    from distnb.objects.plain import is_plain
+
+    return (
+        type(value) is types.FunctionType
+        and value.__closure__ is None
+        and not value.__dict__
+        and not value.__kwdefaults__
+        and all(map(_says_no_more, value.__annotations__.values()))
+        and (value.__defaults__ is None or is_plain(value.__defaults__))
+    )
+
+
+def simple_parts(function: types.FunctionType) -> tuple[Any, ...]:
+    """What a simple function is made of: while these are the same objects, it is unchanged."""
+    annotations = tuple(function.__annotations__.items())
+    return function.__code__, function.__defaults__, function.__doc__, annotations
+
+
+def _says_no_more(annotation: Any) -> bool:
+    """Whether an annotation is made of nothing but texts, None, and classes that every process imports."""
+    if isinstance(annotation, (types.GenericAlias, types.UnionType)):
+        return all(map(_says_no_more, annotation.__args__))
+    return annotation is None or type(annotation) is str or (isinstance(annotation, type) and is_importable(annotation))
+
+
+# -- functions -----------------------------------------------------------------------------------------------------
+
+
+def reduce_function(function: types.FunctionType, user_ns: dict[str, Any]) -> Any:
+    """How to pickle a function by value; NotImplemented for one that is imported."""
+    if is_importable(function):
+        return NotImplemented
+    args = (function.__code__, _globals_of(function, user_ns), function.__closure__)
+    return make_function, args, function_state(function), None, None, fill_function
+
+
+def _globals_of(function: types.FunctionType, user_ns: dict[str, Any]) -> dict[str, Any] | str | None:
+    """What its names are looked up in: None for the namespace, a name for a module's, else the few that it reads."""
+    found = function.__globals__
+    if found is user_ns:
+        return None
+    module = sys.modules.get(found.get("__name__", ""))
+    if module is not None and vars(module) is found:
+        return module.__name__
+    names = names_of_code(function.__code__).names  # made by exec in a dict of its own
+    return {name: value for name, value in found.items() if name in names and name != "__builtins__"}
+
+
+def make_function(
+    opener: Opener, code: types.CodeType, globals_: dict[str, Any] | str | None, closure: Any
+) -> types.FunctionType:
+    """A function without its state, which may refer to it."""
+    if globals_ is None:
+        globals_ = opener.user_ns
+    elif isinstance(globals_, str):
+        globals_ = vars(importlib.import_module(globals_))
+    globals_.setdefault("__builtins__", __builtins__)
+    return types.FunctionType(code, globals_, code.co_name, None, closure)
+
+
+def function_state(function: types.FunctionType) -> dict[str, Any]:
+    """All of a function but its code, closure and globals."""
+    return {
+        "__name__": function.__name__,
+        "__qualname__": function.__qualname__,
+        "__defaults__": function.__defaults__,
+        "__kwdefaults__": function.__kwdefaults__,
+        "__annotations__": function.__annotations__,
+        "__doc__": function.__doc__,
+        "__module__": function.__module__,
+        "__dict__": function.__dict__,
+    }
+
+
+def fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
+    """Give a function its state."""
+    for name, value in state.items():
+        if name != "__dict__":
+            setattr(function, name, value)
+        elif value:
+            function.__dict__.update(value)
+
+
+def reduce_cell(cell: types.CellType) -> Any:
+    """How to pickle a closure's cell: its content as state, since that may refer to the cell."""
+    return make_cell, (), (content_of(cell),), None, None, fill_cell
+
+
+def make_cell() -> types.CellType:
+    """An empty one."""
+    return types.CellType()
+
+
+def content_of(cell: types.CellType) -> Any:
+    """What a cell holds; EMPTY before it is assigned."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return EMPTY
+
+
+def fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
+    """Give a cell its content."""
+    if content[0] is not EMPTY:
+        cell.cell_contents = content[0]
+
+
+def make_cache(function: Any, parameters: dict[str, Any]) -> Any:
+    """A function with `functools.lru_cache` around it, and nothing in the cache."""
+    return functools.lru_cache(**parameters)(function)
+
+
+# -- classes -------------------------------------------------------------------------------------------------------
+
+
+class Classes:
+    """The classes and type variables that this side has sent or received, by ids that both sides use.
+
+    Attributes:
+        new_id: Makes the id of a class that was never sent. Replicas make the same for the same class.
+    """
+
+    def __init__(self) -> None:
+        self.new_id: Callable[[Any], str] = lambda cls: uuid.uuid4().hex
+        self._ids: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._classes: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+    def __contains__(self, cls: object) -> bool:
+        return isinstance(cls, type) and cls in self._ids
+
+    def id_of(self, cls: Any) -> str:
+        """A class's id; a new one for one that was never sent."""
+        found = self._ids.get(cls)
+        if found is None:
+            found = self.new_id(cls)
+            self.add(found, cls)
+        return found
+
+    def add(self, identity: str, cls: Any) -> None:
+        """A class has an id."""
+        self._ids[cls] = identity
+        self._classes[identity] = cls
+
+    def get(self, identity: str) -> Any:
+        """The class of an id."""
+        return self._classes.get(identity)
+
+
+def kind_of_class(cls: type) -> Any:
+    """How to pickle a class that is found by a name; True for one that is sent by value."""
+    reduced = _cloudpickle._class_reduce(cls)
+    return True if isinstance(reduced, tuple) and len(reduced) == 6 else reduced
+
+
+def reduce_class(cls: type, classes: Classes) -> Any:
+    """How to pickle a class by value; NotImplemented for one that is imported."""
+    reduced = _cloudpickle._class_reduce(cls)
+    if not isinstance(reduced, tuple) or len(reduced) < 6:
+        return reduced
+    make, args, *_ = reduced
+    args = (*args[:-2], None, None)  # not cloudpickle's own id
+    kind = "enum" if make is _cloudpickle._make_skeleton_enum else "class"
+    if kind == "class":
+        # These can only be given when the class is made; cloudpickle sets slots afterwards, to no effect. It also makes
+        # the class of the bases as they are written, of which those of a NamedTuple would make everything anew.
+        given = {name: cls.__dict__[name] for name in ("__slots__", "__orig_bases__") if name in cls.__dict__}
+        args = (*args[:2], cls.__bases__, {**args[3], **given}, *args[4:])
+    where = None if "." in cls.__qualname__ else cls.__name__
+    state = class_state(cls)
+    return make_class, (classes.id_of(cls), kind, args, where), state, None, None, fill_class
+
+
+def class_state(cls: type) -> dict[str, Any]:
+    """A class's own attributes."""
+    state: dict[str, Any]
+    if issubclass(cls, enum.Enum):
+        state = _cloudpickle._enum_getstate(cls)[0]
+    else:
+        state = _cloudpickle._class_getstate(cls)[0]
+        inherited: dict[str, Any] = {}
+        for base in reversed(cls.__mro__[1:]):
+            inherited.update(vars(base))
+        # cloudpickle leaves out attributes that are the very objects that it would inherit.
+        state.update(
+            (name, value)
+            for name, value in vars(cls).items()
+            if name in inherited and inherited[name] is value and not name.startswith("__")
+        )
+    state.pop("__slotnames__", None)  # a cache that pickling an instance leaves
+    if "__slots__" in state:
+        del state["__slots__"]
+        state = {name: value for name, value in state.items() if type(value) is not types.MemberDescriptorType}
+    return state
+
+
+def reduce_type_variable(variable: typing.TypeVar, classes: Classes) -> Any:
+    """How to pickle a type variable: by its name where it can be imported, else with an id, as a class."""
+    found = sys.modules.get(variable.__module__)
+    if variable.__module__ != "__main__" and getattr(found, variable.__name__, None) is variable:
+        return getattr, (found, variable.__name__)
+    kinds = {"covariant": variable.__covariant__, "contravariant": variable.__contravariant__}
+    args = (variable.__name__, variable.__constraints__, variable.__bound__, kinds, variable.__module__)
+    return make_type_variable, (classes.id_of(variable), *args)
+
+
+def make_type_variable(
+    opener: Opener, identity: str, name: str, constraints: Any, bound: Any, kinds: dict[str, bool], module: str
+) -> Any:
+    """A type variable that is known here, or a new one."""
+    classes = opener.side.classes
+    found = classes.get(identity)
+    if found is None:
+        found = typing.TypeVar(name, *constraints, bound=bound, **kinds)  # type: ignore[misc]
+        found.__module__ = module
+        classes.add(identity, found)
+    return found
+
+
+def make_class(opener: Opener, identity: str, kind: str, args: tuple[Any, ...], where: str | None) -> type:
+    """A class that is known here, or a new one without its attributes, which may refer to it.
+
+    Its name is bound at once, where it has none yet: what is opened with its attributes may be looked up by it.
+    """
+    classes = opener.side.classes
+    cls: Any = classes.get(identity)
+    if cls is None:
+        cls = _new_class(kind, args, classes)
+        classes.add(identity, cls)
+        opener.made_classes.add(cls)
+    if where is not None and where not in opener.user_ns:
+        opener.user_ns[where] = cls
+        opener.bound.append(where)
+    made: type = cls
+    return made
+
+
+def _new_class(kind: str, args: tuple[Any, ...], classes: Classes) -> type:
+    bases = args[0] if kind == "enum" else args[2]
+    # A class that arrives is not defined anew: nobody hears of it, as nobody does of an instance.
+    every = {each for base in bases if isinstance(base, type) for each in base.__mro__ if each in classes}
+    hooks = {base: hook for base in every if (hook := vars(base).get("__init_subclass__")) is not None}
+    for base in hooks:
+        base.__init_subclass__ = classmethod(lambda cls, **keywords: None)  # type: ignore[assignment]
+    try:
+        if kind == "class" and args[0] in classes:
+            metaclass, name, bases, keywords = args[:4]
+            new: type = type.__new__(metaclass, name, bases, dict(keywords))
+            return new
+        make = _cloudpickle._make_skeleton_enum if kind == "enum" else _cloudpickle._make_skeleton_class
+        made: type = make(*args)
+        return made
+    finally:
+        for base, hook in hooks.items():
+            base.__init_subclass__ = hook  # type: ignore[method-assign]
+
+
+def fill_class(opener: Opener, cls: Any, state: dict[str, Any]) -> None:
+    """Give a class its attributes; of one that was known here they are merged when all has arrived."""
+    if not isinstance(cls, type):
+        return  # it could not be made
+    if cls not in opener.made_classes:
+        opener.held_classes.append((cls, state))
+        return
+    opener.made_classes.discard(cls)
+    opener.new_classes.append(cls)
+    _cloudpickle._class_setstate(cls, (state, {}))

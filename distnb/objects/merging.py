@@ -1,0 +1,344 @@
+"""Bringing objects that are here up to date from what arrived for them.
+
+Which object that arrived stands for which one here is told by numbers, never by place: after `records.sort()` the same
+place holds another record. An object that has a counterpart keeps its identity, and takes on the other's content; one
+without is new, and what it holds is merged.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import copyreg
+import functools
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import cloudpickle
+
+from distnb.objects import code
+from distnb.objects.memory import Memory
+from distnb.objects.placeholder import Placeholder
+
+__all__ = ["ATOMS", "Merge"]
+
+ATOMS: frozenset[type] = frozenset(
+    {
+        bool,
+        bytes,
+        complex,
+        float,
+        int,
+        range,
+        str,
+        type(Ellipsis),
+        type(None),
+        type(NotImplemented),
+        types.CodeType,
+        types.ModuleType,
+        Memory,
+    }
+)
+"""Types whose objects hold nothing that could have a counterpart."""
+
+_NOTHING: Any = object()
+
+
+class Merge:
+    """One merge.
+
+    Args:
+        counterparts: The object here, by the `id()` of the one that arrived for it.
+        substitutes: What stands here for objects that arrived, whatever they are, by their `id()`.
+    """
+
+    def __init__(self, counterparts: Mapping[int, Any], substitutes: Mapping[int, Any] | None = None) -> None:
+        self._counterparts = counterparts
+        self._done: dict[int, Any] = dict(substitutes or {})
+        self._kept: list[Any] = []  # an `id()` means an object only as long as that lives
+
+    def merged(self, new: Any) -> Any:
+        """The object that is here from now on, for one that arrived."""
+        kind, key = type(new), id(new)
+        if kind in ATOMS:
+            return new
+        if key in self._done:
+            return self._done[key]
+        self._kept.append(new)
+        old = self._counterparts.get(key, _NOTHING)
+        if kind is Placeholder:
+            result = new if old is _NOTHING else old  # what could not be sent is here, as it was
+        elif isinstance(new, tuple | frozenset):
+            result = self._frozen(new, old)
+        else:
+            if type(old) is not kind:
+                old = _NOTHING
+            rule = _rule_for(kind)
+            if rule is None:
+                result = self._reduced(new, old)
+            else:
+                target = new if old is _NOTHING else old
+                self._done[key] = target  # it may hold itself
+                result = rule(self, new, target)
+        self._done[key] = result
+        return result
+
+    def final(self, new: Any) -> Any:
+        """What stands here for one that arrived: itself, if nothing was merged into another."""
+        return self._done.get(id(new), new)
+
+    def all(self, items: Iterable[Any]) -> list[Any]:
+        """Several of them."""
+        return [item if type(item) in ATOMS else self.merged(item) for item in items]
+
+    def classes(self, held: Iterable[tuple[type, dict[str, Any]]], made: Iterable[type]) -> None:
+        """Bring classes up to date: those that were here with a state that arrived, new ones with their own."""
+        for cls, state in [*held, *((each, code.class_state(each)) for each in made)]:
+            self._class(cls, state)
+
+    # -- by kind -------------------------------------------------------------------------------------------------------
+
+    def _frozen(self, new: Any, old: Any) -> Any:
+        items = self.all(new)
+        if type(old) is type(new) and isinstance(new, tuple) and _same(items, list(old)):
+            return old
+        if all(a is b for a, b in zip(items, new, strict=True)):
+            return new
+        if type(new) in (tuple, frozenset):
+            return type(new)(items)
+        if isinstance(new, frozenset):
+            return new
+        made = tuple.__new__(type(new), items)
+        if getattr(new, "__dict__", None):
+            made.__dict__.update(new.__dict__)
+        return made
+
+    def _list(self, new: Any, target: Any) -> Any:
+        items = self.all(new)
+        if target is not new or not _same(items, list(target)):
+            list.__setitem__(target, slice(None), items)
+        return self._with_attributes(new, target, list)
+
+    def _dict(self, new: Any, target: Any) -> Any:
+        items = [(self.merged(key), self.merged(value)) for key, value in dict.items(new)]
+        unchanged = target is new and all(a[1] is b for a, b in zip(items, dict.values(new), strict=True))
+        if not unchanged or any(a[0] is not b for a, b in zip(items, dict.keys(new), strict=True)):
+            base: Any = collections.OrderedDict if isinstance(new, collections.OrderedDict) else dict
+            base.clear(target)
+            for key, value in items:  # not by the class's own method, which may count or check
+                base.__setitem__(target, key, value)
+        if isinstance(new, collections.defaultdict):
+            target.default_factory = self.merged(new.default_factory)
+        if type(new) in (dict, collections.OrderedDict, collections.defaultdict):
+            return target
+        return self._attributes(new, target)
+
+    def _set(self, new: Any, target: Any) -> Any:
+        items = self.all(new)
+        set.clear(target)
+        set.update(target, items)
+        return self._with_attributes(new, target, set)
+
+    def _deque(self, new: Any, target: Any) -> Any:
+        items = self.all(new)
+        collections.deque.clear(target)
+        collections.deque.extend(target, items)
+        return self._with_attributes(new, target, collections.deque)
+
+    def _bytes(self, new: Any, target: Any) -> Any:
+        if target is not new:
+            target[:] = new
+        return target
+
+    def _array(self, new: Any, target: Any) -> Any:
+        if new.dtype.hasobject:
+            flat = new.reshape(-1)
+            for place in range(flat.size):
+                flat[place] = self.merged(flat[place])
+        if target is new:
+            return new
+        if new.shape != target.shape or new.dtype != target.dtype:
+            return new
+        if new.__array_interface__["data"] == target.__array_interface__["data"] and new.strides == target.strides:
+            return target  # both are windows on memory that has been brought up to date
+        if not target.flags.writeable:
+            return target if bool((new == target).all()) else new
+        target[...] = new
+        return target
+
+    def _tensor(self, new: Any, target: Any) -> Any:
+        if target is new:
+            return new
+        if new.shape != target.shape or new.dtype != target.dtype or new.layout != target.layout:
+            return new
+        if new.data_ptr() != target.data_ptr() or new.stride() != target.stride():
+            target.data.copy_(new.data)
+        if target.is_leaf:
+            if target.requires_grad != new.requires_grad:
+                target.requires_grad_(new.requires_grad)
+            target.grad = self.merged(new.grad)
+        attributes = {name: self.merged(value) for name, value in vars(new).items()}
+        vars(target).clear()
+        vars(target).update(attributes)
+        return target
+
+    def _cell(self, new: Any, target: Any) -> Any:
+        content = self.merged(code.content_of(new))
+        if content is not code.EMPTY:
+            target.cell_contents = content
+        return target
+
+    def _function(self, new: Any, target: Any) -> Any:
+        if target is not new and target.__code__ != new.__code__:
+            target.__code__ = new.__code__
+        state = {name: self.merged(value) for name, value in code.function_state(new).items()}
+        attributes = state.pop("__dict__")
+        for name, value in state.items():
+            if getattr(target, name) is not value:
+                setattr(target, name, value)
+        if attributes is not target.__dict__:
+            target.__dict__.clear()
+            target.__dict__.update(attributes)
+        for cell, own in zip(new.__closure__ or (), target.__closure__ or (), strict=False):
+            content = self.merged(code.content_of(cell))
+            if content is not code.EMPTY:
+                own.cell_contents = content
+        return target
+
+    def _cache(self, new: Any, target: Any) -> Any:
+        function = self.merged(new.__wrapped__)
+        return target if function is target.__wrapped__ else code.make_cache(function, new.cache_parameters())
+
+    def _method(self, new: Any, target: Any) -> Any:
+        function, owner = self.merged(new.__func__), self.merged(new.__self__)
+        return target if target.__func__ is function and target.__self__ is owner else types.MethodType(function, owner)
+
+    def _builtin(self, new: Any, target: Any) -> Any:
+        owner = new.__self__
+        if owner is None or isinstance(owner, types.ModuleType | type):
+            return new
+        merged = self.merged(owner)
+        if target is not new and target.__self__ is merged:
+            return target
+        return new if merged is owner else getattr(merged, new.__name__)
+
+    def _exception(self, new: Any, target: Any) -> Any:
+        target.args = self.merged(new.args)
+        return self._attributes(new, target)
+
+    def _class(self, cls: type, state: dict[str, Any]) -> None:
+        old = code.class_state(cls)
+        for name in old.keys() - state.keys():
+            if not name.startswith("__"):
+                delattr(cls, name)
+        for name, value in state.items():
+            merged = self.merged(value)
+            if name == "_abc_impl":
+                for each in merged:
+                    cls.register(each)  # type: ignore[attr-defined]
+            elif name not in old or not _same([merged], [old[name]]):
+                with contextlib.suppress(AttributeError, TypeError):  # what Python itself sets
+                    setattr(cls, name, merged)
+
+    def _with_attributes(self, new: Any, target: Any, base: type) -> Any:
+        return target if type(new) is base else self._attributes(new, target)
+
+    def _attributes(self, new: Any, target: Any) -> Any:
+        """The attributes of an instance, in its dict and its slots."""
+        attributes = getattr(new, "__dict__", None)
+        if isinstance(attributes, dict):
+            kept = attributes
+            getstate: Any = type(new).__getstate__
+            if getstate is not object.__getstate__:
+                told: Any = None
+                with contextlib.suppress(Exception):  # whatever the user's own raises
+                    told = new.__getstate__()
+                if isinstance(told, dict):  # only what it tells of came along
+                    kept = {name: attributes[name] for name in told if name in attributes}
+            merged = {name: self.merged(value) for name, value in kept.items()}
+            if kept is attributes:
+                for name in target.__dict__.keys() - merged.keys():
+                    del target.__dict__[name]
+            target.__dict__.update(merged)
+        for name in copyreg._slotnames(type(new)):  # type: ignore[attr-defined]
+            if hasattr(new, name):
+                object.__setattr__(target, name, self.merged(getattr(new, name)))
+            elif hasattr(target, name):
+                object.__delattr__(target, name)
+        return target
+
+    def _reduced(self, new: Any, old: Any) -> Any:
+        """An object that only its class knows: by its attributes where they are all of it, else as it is pickled."""
+        key, kind = id(new), type(new)
+        reducer = copyreg.dispatch_table.get(kind) or cloudpickle.Pickler.dispatch_table.get(kind)
+        try:
+            reduced: Any = reducer(new) if reducer is not None else new.__reduce_ex__(4)
+        except Exception:  # whatever the user's own raises  # noqa: BLE001
+            return new if old is _NOTHING else old
+        if isinstance(reduced, str):
+            return new
+        make, args, state = (*reduced, None)[:3]
+        plain = getattr(make, "__name__", "") in ("__newobj__", "_reconstructor")
+        if plain and not hasattr(kind, "__setstate__"):
+            target = new if old is _NOTHING else old
+            self._done[key] = target
+            return self._attributes(new, target)
+        if state is not None and hasattr(kind, "__setstate__"):
+            target = new if old is _NOTHING else old
+            self._done[key] = target
+            merged = self.merged(state)
+            if target is old or not _same([merged], [state]):
+                target.__setstate__(merged)
+            return target
+        merged_args = self.all(args)
+        if old is not _NOTHING:
+            before = reducer(old) if reducer is not None else old.__reduce_ex__(4)
+            if before[0] == make and len(before) == len(reduced) == 2 and _same(merged_args, list(before[1])):
+                return old
+        if _same(merged_args, list(args)) and state is None and len(reduced) == 2:
+            return new
+        rest = [self.merged(state), *reduced[3:]] if len(reduced) > 2 else []
+        return copy._reconstruct(new, None, make, tuple(merged_args), *rest[:3])  # type: ignore[attr-defined]
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    """Whether two rows hold the same objects; of atoms, equal ones."""
+    return len(one) == len(other) and all(
+        a is b or (type(a) in ATOMS and type(a) is type(b) and bool(a == b)) for a, b in zip(one, other, strict=True)
+    )
+
+
+_Rule = Callable[[Merge, Any, Any], Any]
+
+_RULES: tuple[tuple[type, _Rule], ...] = (
+    (list, Merge._list),
+    (dict, Merge._dict),
+    (set, Merge._set),
+    (collections.deque, Merge._deque),
+    (bytearray, Merge._bytes),
+    (types.CellType, Merge._cell),
+    (types.FunctionType, Merge._function),
+    (functools._lru_cache_wrapper, Merge._cache),
+    (type, lambda merge, new, target: new),  # known by its tracker's id; its attributes are merged at the end
+    (typing.TypeVar, lambda merge, new, target: new),
+    (types.MethodType, Merge._method),
+    (types.BuiltinFunctionType, Merge._builtin),
+    (types.SimpleNamespace, Merge._attributes),
+    (BaseException, Merge._exception),
+    (functools.cached_property, Merge._attributes),
+)
+
+
+def _rule_for(kind: type) -> _Rule | None:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and hasattr(torch, "Tensor") and issubclass(kind, torch.Tensor):
+        return Merge._tensor
+    if numpy is not None and issubclass(kind, numpy.ndarray):
+        return Merge._array
+    if issubclass(kind, collections.UserDict | collections.UserList):
+        return Merge._attributes
+    return next((rule for base, rule in _RULES if issubclass(kind, base)), None)

@@ -1,0 +1,194 @@
+"""What stands on the other side for an object that cannot be sent: using it raises, with the cure."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import io
+import socket
+import subprocess
+import threading
+import types
+from typing import Any, NoReturn
+
+from distnb.errors import CannotTravelError, DistnbError
+from distnb.objects.code import content_of
+
+__all__ = ["Placeholder", "cure_for", "is_unsendable", "refusal"]
+
+_LOOKED_AT = 10_000
+_DEPTH = 6
+
+_CURES: tuple[tuple[tuple[type, ...], str], ...] = (
+    (
+        (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType),
+        "make it inside the distributed cell, or turn it into a list",
+    ),
+    ((io.IOBase,), "open it inside the distributed cell, by its path"),
+    ((threading.Condition, threading.Event, threading.Semaphore), "make it inside the distributed cell"),
+    ((type(threading.Lock()), type(threading.RLock())), "make it inside the distributed cell"),
+    ((socket.socket,), "connect inside the distributed cell"),
+    ((threading.Thread, subprocess.Popen), "start it inside the distributed cell"),
+    ((asyncio.AbstractEventLoop, asyncio.Future), "await it in the notebook, and use its result"),
+    ((types.FrameType, types.TracebackType), "keep its text (traceback.format_exc()) instead"),
+)
+_UNSENDABLE = tuple(kind for kinds, _ in _CURES for kind in kinds)
+_SENDABLE_IO = (io.BytesIO, io.StringIO)
+_ANY_CURE = "make it inside the distributed cell, or keep it out of what the cell reads"
+
+
+def is_unsendable(obj: Any) -> bool:
+    """Whether an object belongs to its process, whatever its class says of pickling."""
+    return isinstance(obj, _UNSENDABLE) and not isinstance(obj, _SENDABLE_IO)
+
+
+def cure_for(obj: Any) -> str:
+    """What the user can do about an object that cannot be sent."""
+    return next((cure for kinds, cure in _CURES if isinstance(obj, kinds)), _ANY_CURE)
+
+
+def refusal(label: str, value: Any, culprit: Any, cure: str, why: object = None) -> str:
+    """Why a value cannot be sent: what in it, where, and the cure.
+
+    Args:
+        label: How to call the value, "`data`" for a name.
+        culprit: What cannot be sent: the value itself, or something in it.
+        why: More about that; None if its type says it all.
+    """
+    kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
+    held = f"is a {kind}"
+    if culprit is not value:
+        where = _path_to(value, culprit)
+        held = f"holds a {kind}" + (f" at {label.strip('`')}{where}" if where else "")
+    reason = "" if why is None else f" ({type(why).__name__}: {why})" if isinstance(why, Exception) else f" ({why})"
+    return f"{label or 'A value'} cannot be sent: it {held}{reason}. The cure: {cure}."
+
+
+def _path_to(value: Any, culprit: Any) -> str:
+    """Where in a value an object is, as one would write it after a name; "" if it is not found soon."""
+    queue = collections.deque([(value, "", 0)])
+    seen = {id(value)}
+    while queue and len(seen) < _LOOKED_AT:
+        obj, path, level = queue.popleft()
+        if obj is culprit and path:
+            return path
+        for part, step in _parts_of(obj) if level < _DEPTH else ():
+            if id(part) not in seen:
+                seen.add(id(part))
+                queue.append((part, path + step, level + 1))
+    return ""
+
+
+def _parts_of(obj: Any) -> list[tuple[Any, str]]:
+    if isinstance(obj, dict):
+        return [(part, f"[{key!r}]") for key, part in obj.items()]
+    if isinstance(obj, list | tuple):
+        return [(part, f"[{index}]") for index, part in enumerate(obj)]
+    if isinstance(obj, types.FunctionType):
+        names = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=False)
+        return [(content_of(cell), f" (closed over as {name})") for name, cell in names]
+    attributes = getattr(obj, "__dict__", None)
+    return [(part, f".{name}") for name, part in attributes.items()] if type(attributes) is dict else []
+
+
+class Placeholder:
+    """Stands for an object that did not come along.
+
+    Args:
+        text: What happened and the cure: the message of what any use of it raises.
+        kind: The name of that exception's class, one of `distnb.errors`.
+    """
+
+    def __init__(self, text: str, kind: str = CannotTravelError.__name__) -> None:
+        self.__dict__["_refusal"] = text, kind
+
+    def refuse(self, *args: Any, **keywords: Any) -> NoReturn:
+        """Raise what any use raises."""
+        from distnb import errors
+
+        text, kind = self.__dict__["_refusal"]
+        error: type[DistnbError] = getattr(errors, kind)
+        raise error(text)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), keywords: Any = None) -> NoReturn:
+        from distnb.values import structure
+
+        leaves, _ = structure.flatten((args, keywords or {}))
+        next(leaf for leaf in leaves if isinstance(leaf, Placeholder)).refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)  # who asks for these only looks what it is
+        self.refuse()
+
+    def __reduce__(self) -> Any:
+        return Placeholder, self.__dict__["_refusal"]
+
+    def __repr__(self) -> str:
+        return f"<not here: {self.__dict__['_refusal'][0]}>"
+
+    __hash__ = object.__hash__
+
+
+for _name in [
+    "call",
+    "iter",
+    "next",
+    "enter",
+    "exit",
+    "aiter",
+    "anext",
+    "await",
+    "getitem",
+    "setitem",
+    "delitem",
+    "len",
+    "contains",
+    "bool",
+    "float",
+    "int",
+    "complex",
+    "index",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "rtruediv",
+    "floordiv",
+    "rfloordiv",
+    "mod",
+    "rmod",
+    "pow",
+    "rpow",
+    "matmul",
+    "rmatmul",
+    "and",
+    "rand",
+    "or",
+    "ror",
+    "xor",
+    "rxor",
+    "neg",
+    "pos",
+    "abs",
+    "invert",
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "setattr",
+    "delattr",
+    "format",
+    "array",
+]:
+    setattr(Placeholder, f"__{_name}__", Placeholder.refuse)

@@ -1,0 +1,535 @@
+"""One end of a pair of processes that keep objects equal: what the other end has, how it looked, and by which number.
+
+Both ends work alike. Before a program the notebook *looks* at what is read, and packs what the engines have not, or
+have otherwise; they open it. After the program the engines look at the same objects, and pack what changed; the
+notebook opens that. A digest is compared only with an earlier one of the same end.
+
+Objects have numbers: the pack that brought them, and their place in its memo, which is alike at both ends. Each end
+keeps these until all names of the pack have been sent again or are forgotten. When something is sent again, pairs of
+numbers tell which object stands for which, and those that are there are brought up to date in place.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import io
+import pickle
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from distnb.objects import code
+from distnb.objects.memory import Memories, Memory
+from distnb.objects.merging import ATOMS, Merge
+from distnb.objects.opening import Opener, pairs_in
+from distnb.objects.packing import Looker, Packed, Packer, Side, digest_of_stream
+from distnb.objects.placeholder import Placeholder, cure_for, refusal
+
+__all__ = ["Look", "Opening", "Tracker"]
+
+_PLACE_BITS = 32
+_PLACES = (1 << _PLACE_BITS) - 1
+_IDLE_NBYTES = 1 << 20
+
+
+@dataclass
+class Look:
+    """How some values look.
+
+    Attributes:
+        digests: By name.
+        names, attributes, sources, dynamic: What functions on the way read: see `Looker`.
+        refused: Placeholders for values that cannot be packed at all, by name.
+        classes: Classes on the way that are sent by value: values of their own, by names of their own.
+    """
+
+    digests: dict[str, bytes] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=set)
+    sources: dict[str, str] = field(default_factory=dict)
+    dynamic: bool = False
+    refused: dict[str, Placeholder] = field(default_factory=dict)
+    classes: dict[str, type] = field(default_factory=dict)
+
+    def note(self, looker: Looker) -> None:
+        """Take over what a pickler noted."""
+        self.names |= looker.names
+        self.attributes |= looker.attributes
+        self.sources |= looker.sources
+        self.dynamic = self.dynamic or looker.dynamic
+
+
+@dataclass
+class _Record:
+    """What the other end has under a name."""
+
+    root: Any
+    digest: bytes
+    parts: Any = None  # of a simple function
+    stale: bool = False  # to be sent again, though it has not changed
+
+    def is_unchanged_code(self, value: Any) -> bool:
+        """Whether a value is a function of nothing but code that is what it was: it need not be pickled."""
+        if self.parts is None or self.root is not value or not code.is_simple(value):
+            return False
+        return bool(self.parts == code.simple_parts(value))
+
+
+class _Table:
+    """The objects of one pack, by their places.
+
+    Args:
+        serial: The pack's.
+        names: The names whose values are in it, in order.
+        roots: For each the list that it stood in.
+        coder: The pickler, or the unpickler: their memos have the places.
+    """
+
+    def __init__(self, serial: int, names: Iterable[str], roots: list[Any], coder: Any) -> None:
+        self.serial = serial
+        self.names = list(names)
+        self.wanted = set(self.names)
+        self._roots = roots
+        self._coder = coder
+        self._objects: dict[int, Any] | None = None
+        self._numbers: dict[int, int] | None = None
+        self._starts: list[int] = []
+
+    @property
+    def objects(self) -> dict[int, Any]:
+        """Every object that has a number, by its place. Read from the memo when it is first asked for."""
+        if self._objects is None:
+            with _no_collection():  # hundreds of thousands of entries would start it many times
+                memo = self._coder.memo.copy()
+                if isinstance(self._coder, Packer):
+                    memo = dict(memo.values())
+                roots = {id(root) for root in self._roots}
+                self._starts = sorted(place for place, obj in memo.items() if id(obj) in roots)
+                self._objects = {
+                    place: obj
+                    for place, obj in memo.items()
+                    if (type(obj) not in ATOMS or type(obj) is Memory) and id(obj) not in roots
+                }
+            # What arrived for an object that was here is not kept.
+            self._coder, self._roots = None, []
+        return self._objects
+
+    def replace(self, objects: dict[int, Any]) -> None:
+        """Take other objects for those that arrived."""
+        self._objects = objects
+        self._numbers = None
+
+    def rename(self, old: str, new: str) -> None:
+        """A value has another name."""
+        self.names = [new if name == old else name for name in self.names]
+        self.wanted = {new if name == old else name for name in self.wanted}
+
+    @property
+    def numbers(self) -> dict[int, int]:
+        """Numbers by the `id()` of objects."""
+        if self._numbers is None:
+            base = self.serial << _PLACE_BITS
+            with _no_collection():
+                self._numbers = {id(obj): base | place for place, obj in self.objects.items()}
+        return self._numbers
+
+    @property
+    def idle_nbytes(self) -> int:
+        """How much more memory came with names whose values are not wanted any more than with those that are."""
+        base, found = self.serial << _PLACE_BITS, 0
+        for place, obj in self.objects.items():
+            if type(obj) is Memory:
+                found += -obj.nbytes if self.name_of(base | place) in self.wanted else obj.nbytes
+        return found
+
+    def name_of(self, number: int) -> str:
+        """The name with whose value an object came."""
+        return self.names[bisect.bisect_right(self._starts, number & _PLACES) - 1]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class Tracker:
+    """One end.
+
+    Args:
+        side: This process.
+        place: Where the memory of an accelerator lies here.
+    """
+
+    def __init__(self, side: Side, place: str = "cpu") -> None:
+        self.side = side
+        self._place = place
+        self._records: dict[str, _Record] = {}
+        self._tables: dict[int, _Table] = {}
+        self._memories = Memories()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._records
+
+    def root(self, name: str) -> Any:
+        """What the other end has under a name, as it is here."""
+        return self._records[name].root
+
+    @property
+    def names(self) -> list[str]:
+        """Every name that the other end has something under."""
+        return list(self._records)
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def look(self, values: Mapping[str, Any]) -> Look:
+        """How values look."""
+        look = Look()
+        buffers: list[bytes] = []
+        seen: dict[tuple[int, int], bytes] = {}
+
+        def keep(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            key = (_address(raw), raw.nbytes)
+            digest = seen.get(key)
+            if digest is None:
+                digest = seen[key] = xxhash.xxh3_128_digest(raw)
+            buffers.append(digest)
+            return False
+
+        file = io.BytesIO()
+        looker = Looker(file, self.side, keep)
+        waiting = dict(values)
+        while waiting:
+            for name, value in waiting.items():
+                record = self._records.get(name)
+                if record is not None and record.is_unchanged_code(value):
+                    looker.look_into(value)
+                    look.digests[name] = record.digest
+                    continue
+                file.seek(0)
+                file.truncate()
+                buffers.clear()
+                looker.clear_memo()
+                looker.label, looker.root = _label(name), value
+                looker.looked_at = value if isinstance(value, type) else None
+                try:
+                    looker.dump(value)
+                except Exception as error:  # whatever pickling it raises  # noqa: BLE001
+                    look.refused[name] = _refused(name, value, error)
+                    look.digests[name] = repr(look.refused[name]).encode()
+                    continue
+                with file.getbuffer() as stream:
+                    look.digests[name] = digest_of_stream(stream, buffers)
+            waiting = {}
+            for cls in looker.classes:
+                name = f"%{self.side.classes.id_of(cls)}"
+                if name not in look.digests:
+                    waiting[name] = look.classes[name] = cls
+        look.note(looker)
+        return look
+
+    def lacking(self, values: Mapping[str, Any], look: Look) -> list[str]:
+        """The names under which the other end has nothing, or something else, or something that looked otherwise."""
+        return [
+            name
+            for name, value in values.items()
+            if (record := self._records.get(name)) is None
+            or record.root is not value
+            or record.stale
+            or record.digest != look.digests[name]
+        ]
+
+    # -- sending -------------------------------------------------------------------------------------------------------
+
+    def pack(self, serial: int, values: Mapping[str, Any], look: Look, lacking: Iterable[str]) -> Packed:
+        """Pack what the other end lacks; from then on it has it.
+
+        Args:
+            serial: No other pack's of either end.
+            values: All that a program reads, or read: what of it is not lacking goes by number.
+            look: How they look.
+            lacking: Names among them.
+        """
+        names = list(lacking)
+        kept = {name for name in values if name in self._records} - set(names)
+        tables = list(self._tables.values())
+        sources = [table for table in tables if not kept.isdisjoint(table.wanted)]
+
+        def known(obj: Any) -> int | None:
+            if type(obj) is Memory:
+                return None  # a value that shows a part of it may look as before, and the rest be changed
+            for table in sources:
+                number = table.numbers.get(id(obj))
+                if number is not None and table.name_of(number) in kept & table.wanted:
+                    return number
+            return None
+
+        while True:
+            file = io.BytesIO()
+            packer = Packer(file, self.side, known if sources else None, self.number_of, self._memories)
+            roots = [[look.refused.get(name, values[name])] for name in names]
+            name = ""
+            try:
+                for name, root in zip(names, roots, strict=True):
+                    packer.label, packer.root = _label(name), root[0]
+                    packer.dump(root)
+                break
+            except Exception as error:  # whatever pickling it raises
+                if name in look.refused:
+                    raise
+                look.refused[name] = _refused(name, values[name], error)
+        table = _Table(serial, names, roots, packer)
+        pairs = array("Q")
+        if tables:
+            for place, obj in table.objects.items():
+                number = self.number_of(obj)
+                if number is not None:
+                    pairs.append(place)
+                    pairs.append(number)
+        self._add(table)
+        for name in names:
+            self._record(name, values[name], look.digests[name])
+        return Packed(serial, tuple(names), file.getbuffer(), tuple(packer.buffers), pairs.tobytes())
+
+    def pack_loose(self, value: Any) -> Packed:
+        """Pack a value that neither end keeps anything of."""
+        file = io.BytesIO()
+        packer = Packer(file, self.side, None, _no_number, Memories())
+        packer.dump(value)
+        return Packed(0, (), file.getbuffer(), tuple(packer.buffers))
+
+    def open_loose(self, packed: Packed) -> Any:
+        """What `pack_loose` was given."""
+        opener = self.opener(packed)
+        value = opener.load()
+        for name in opener.bound:
+            self.side.user_ns.pop(name, None)
+        if opener.held_classes or opener.new_classes:
+            Merge({}).classes(opener.held_classes, opener.new_classes)
+        opener.close()
+        return value
+
+    def _add(self, table: _Table) -> None:
+        self._keep_tables(table.wanted)
+        self._tables[table.serial] = table
+
+    def _keep_tables(self, gone: Iterable[str]) -> None:
+        for each in list(self._tables.values()):
+            each.wanted -= set(gone)
+            if not each.wanted:
+                del self._tables[each.serial]
+
+    def _record(self, name: str, value: Any, digest: bytes) -> None:
+        self._records[name] = _Record(value, digest, code.simple_parts(value) if code.is_simple(value) else None)
+
+    # -- receiving -----------------------------------------------------------------------------------------------------
+
+    def opening(self, packed: Packed, agreed: Iterable[str] | None = None, *, in_place: bool = True) -> Opening:
+        """Begin to open a pack.
+
+        Args:
+            packed: What the other end sent.
+            agreed: Names to be taken over; the values of others are copies, and nothing here becomes them. All if None.
+            in_place: Whether memory that is known is written to as it is read.
+        """
+        return Opening(self, packed, agreed, in_place=in_place)
+
+    def opener(self, packed: Packed) -> Opener:
+        """What reads a pack."""
+        return Opener(packed, self.side, self.find, self._place)
+
+    def take_over(self, table: _Table, memories: Iterable[Memory]) -> None:
+        """Both ends have these objects from now on."""
+        self._add(table)
+        for memory in memories:
+            self._memories.add(memory)
+
+    def find(self, number: int) -> Any:
+        """The object of a number."""
+        return self._tables[number >> _PLACE_BITS].objects[number & _PLACES]
+
+    def settle(self, values: Mapping[str, Any], look: Look | None = None) -> Look:
+        """What the other end has is what these values are now."""
+        look = look if look is not None else self.look(values)
+        for name, value in values.items():
+            self._record(name, value, look.digests[name])
+        return look
+
+    # -- forgetting ----------------------------------------------------------------------------------------------------
+
+    def forget(self, names: Iterable[str]) -> None:
+        """The other end has nothing under these names any more, or something unknown."""
+        gone = list(names)
+        if gone:
+            self._drop(gone)
+            # A class does not keep what it came with: it is found again by its id.
+            alone = [table.wanted for table in self._tables.values() if all(name[0] == "%" for name in table.wanted)]
+            self._drop(set().union(*alone))
+
+    def send_again_beside(self, names: Iterable[str]) -> None:
+        """What came in one pack with values that are forgotten now keeps these: if they are large, it is sent again."""
+        gone = set(names)
+        for table in self._tables.values():
+            if not gone.isdisjoint(table.names) and table.idle_nbytes > _IDLE_NBYTES:
+                for name in table.wanted & self._records.keys():
+                    self._records[name].stale = True
+
+    def _drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._records.pop(name, None)
+        self._keep_tables(names)
+
+    def rename(self, old: str, new: str) -> None:
+        """What both ends have under a name is known by another from now on; what had that is forgotten."""
+        self._drop((new,))
+        record = self._records.pop(old, None)
+        if record is None:
+            return
+        self._records[new] = record
+        for table in self._tables.values():
+            if old in table.wanted:
+                table.rename(old, new)
+
+    def clear(self) -> None:
+        """The other end has nothing at all."""
+        self._records.clear()
+        self._tables.clear()
+
+    def number_of(self, obj: Any) -> int | None:
+        """The number of an object that the other end has; None if it has none."""
+        for table in self._tables.values():
+            number = table.numbers.get(id(obj))
+            if number is not None:
+                return number
+        return None
+
+    def number_of_memory(self, start: int, nbytes: int) -> int | None:
+        """The number of a block of memory that the other end has and that holds some bytes."""
+        memory = self._memories.of(start, nbytes)
+        return None if memory is None else self.number_of(memory)
+
+    def number_at(self, serial: int, place: int) -> int:
+        """The number of the object at a place of a pack."""
+        return serial << _PLACE_BITS | place
+
+    def name_of(self, number: int) -> str:
+        """The name with whose value an object came."""
+        return self._tables[number >> _PLACE_BITS].name_of(number)
+
+    def has_objects(self) -> bool:
+        """Whether any object has a number."""
+        return bool(self._tables)
+
+
+class Opening:
+    """A pack that is being opened: load its values one after the other, then merge them.
+
+    Args:
+        tracker: This end.
+        packed: What the other end sent.
+        agreed: Names to be taken over, None for all.
+        in_place: Whether memory that is known is written to as it is read.
+
+    Attributes:
+        failed: Why there are placeholders in what was loaded, by name.
+    """
+
+    def __init__(self, tracker: Tracker, packed: Packed, agreed: Iterable[str] | None, *, in_place: bool) -> None:
+        self._tracker = tracker
+        self._in_place = in_place
+        self._packed = packed
+        self._agreed = set(packed.names) if agreed is None else set(agreed)
+        self._opener = tracker.opener(packed)
+        self._roots: list[Any] = []
+        self.failed: dict[str, Exception] = {}
+
+    def load(self, name: str) -> Any:
+        """The next value, as it arrived; it is that of a name."""
+        self._opener.in_place = self._in_place and name in self._agreed
+        self._opener.label = _label(name)
+        self._roots.append(self._opener.load())
+        if self._opener.failed is not None:
+            self.failed[name] = self._opener.failed
+        return self._roots[-1][0]
+
+    def copies(self) -> tuple[dict[int, Any], dict[int, int]]:
+        """All objects as they arrived, by their places, and the numbers that some have here, by their places, too."""
+        for name in self._packed.names:
+            self.load(name)
+        table = _Table(self._packed.serial, self._packed.names, self._roots, self._opener)
+        objects = table.objects
+        self._opener.close()
+        return objects, dict(pairs_in(self._packed))
+
+    def merge(self, substitutes: Mapping[int, Any] | None = None) -> dict[str, Any]:
+        """All values, by name; what was here already is brought up to date.
+
+        Args:
+            substitutes: By their numbers here, what is to stand in the place of objects that arrived.
+        """
+        opener, packed, tracker = self._opener, self._packed, self._tracker
+        for name in opener.bound:
+            if name not in packed.names:
+                opener.user_ns.pop(name, None)
+        table = _Table(packed.serial, packed.names, self._roots, opener)
+        values = {name: root[0] for name, root in zip(packed.names, self._roots, strict=True)}
+        whole = len(self._agreed) == len(values)
+        counterparts = self._counterparts(table)
+        taken = {id(obj): obj for obj in opener.resolved}
+        if substitutes:
+            whole = False  # the other end's objects have other numbers
+            places = [(place, number) for place, number in pairs_in(packed) if number in substitutes]
+            taken |= {id(table.objects[place]): substitutes[number] for place, number in places}
+        if counterparts or opener.held_classes or opener.new_classes:
+            objects = table.objects if whole else {}
+            merge = Merge(counterparts, taken)
+            values = {name: merge.merged(value) if name in self._agreed else value for name, value in values.items()}
+            merge.classes(opener.held_classes, opener.new_classes)
+            table.replace({place: merge.final(obj) for place, obj in objects.items()})
+        if whole:
+            tracker.take_over(table, opener.new_memories)
+        opener.close()
+        return values
+
+    def _counterparts(self, table: _Table) -> dict[int, Any]:
+        """The object here, by the `id()` of the one that arrived for it."""
+        found = {}
+        for place, number in pairs_in(self._packed):
+            new, old = table.objects.get(place), self._tracker.find(number)
+            if new is not None and old is not new:
+                found[id(new)] = old
+        return found
+
+
+def _no_number(obj: Any) -> None:
+    """Of what is packed loosely nothing has a number."""
+
+
+def _address(view: memoryview) -> int:
+    import numpy
+
+    found: int = numpy.frombuffer(view, dtype=numpy.uint8).__array_interface__["data"][0]
+    return found
+
+
+def _label(name: str) -> str:
+    """How messages call a value."""
+    if name.startswith("%"):
+        return "A class"
+    return "An argument of the call" if name.startswith("@") else f"`{name.partition('#')[0]}`"
+
+
+def _refused(name: str, value: Any, error: Exception) -> Placeholder:
+    """What stands for a value that cannot be pickled at all."""
+    return Placeholder(refusal(_label(name), value, value, cure_for(value), error))

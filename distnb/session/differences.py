@@ -1,0 +1,62 @@
+"""Which of the notebook's objects the replicas changed differently, where they did not change all of them alike."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+from distnb.objects.packing import Looker, Packed, digest_of_stream
+from distnb.objects.tracking import Tracker
+
+__all__ = ["differing"]
+
+_MOST = 10_000
+
+
+def differing(tracker: Tracker, packs: Mapping[int, Packed]) -> dict[int, dict[int, int]]:
+    """The objects whose own content differs; what holds them and is else alike does not.
+
+    Args:
+        tracker: The notebook's end.
+        packs: What each replica sent.
+
+    Returns:
+        By the number under which an object is known here, the number that each replica has given it.
+    """
+    found: dict[int, dict[int, int]] = {}
+    digests: dict[int, set[bytes]] = {}
+    for replica, pack in packs.items():
+        objects, numbers = tracker.opening(pack, ()).copies()
+        if len(numbers) > _MOST:
+            return {}
+        known = {id(objects[place]): number for place, number in numbers.items() if place in objects}
+        for place, number in numbers.items():
+            if place in objects:
+                digests.setdefault(number, set()).add(_Shallow(tracker, known, objects[place]).digest)
+                found.setdefault(number, {})[replica] = tracker.number_at(pack.serial, place)
+    return {number: given for number, given in found.items() if len(given) == len(packs) and len(digests[number]) > 1}
+
+
+class _Shallow(Looker):
+    """Looks at an object without looking into others that have numbers."""
+
+    def __init__(self, tracker: Tracker, known: Mapping[int, int], obj: Any) -> None:
+        buffers: list[bytes] = []
+
+        def keep(buffer: pickle.PickleBuffer) -> bool:
+            buffers.append(xxhash.xxh3_128_digest(buffer.raw()))
+            return False
+
+        self.persistent_id = lambda each: None if each is obj else known.get(id(each))
+        file = io.BytesIO()
+        super().__init__(file, tracker.side, keep)
+        self.looked_at = obj if isinstance(obj, type) else None
+        try:
+            self.dump(obj)
+            self.digest = digest_of_stream(file.getbuffer(), buffers)
+        except Exception:  # what cannot be looked at is not told from others  # noqa: BLE001
+            self.digest = b""

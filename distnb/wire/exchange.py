@@ -1,0 +1,254 @@
+"""What notebook and engines tell each other of names and objects: snapshots one way, effects the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from distnb.objects.packing import Packed
+from distnb.values import DistributedValues
+from distnb.wire.environment import Environment
+from distnb.wire.messages import ObjectId
+
+__all__ = [
+    "Described",
+    "Effects",
+    "Keywords",
+    "Leaf",
+    "Mark",
+    "NamedArgument",
+    "Reloads",
+    "Request",
+    "Snapshot",
+    "SpaceKey",
+    "Summary",
+    "follow",
+    "is_bare",
+    "former",
+]
+
+SpaceKey = tuple[tuple[int, ...], int]
+"""The engines whose objects belong together, and how often that group was made anew."""
+
+
+def former(name: str, serial: int) -> str:
+    """What a value is known by when its name was assigned anew: engine objects may hold it still."""
+    return f"{name}#{serial}"
+
+
+class NamedArgument(NamedTuple):
+    """Stands among the arguments of a call for the value of a name."""
+
+    name: str
+
+
+class Keywords(NamedTuple):
+    """Stands among the arguments of a call for the keyword arguments of the function that it calls."""
+
+    values: dict[str, Any]
+
+
+_BARE = frozenset({type(None), bool, int, float, str, NamedArgument})
+
+
+def is_bare(arguments: Any) -> bool:
+    """Whether arguments of a call consist of names and of the simplest values: any pickler does for those."""
+    kind = type(arguments)
+    if kind is tuple:
+        return all(map(is_bare, arguments))
+    if kind is dict:
+        return all(type(name) is str and is_bare(value) for name, value in arguments.items())
+    return kind in _BARE or (kind is Keywords and is_bare(arguments.values))
+
+
+def follow(obj: Any, path: Iterable[tuple[str, Any]]) -> Any:
+    """What is found from an object by attributes `("a", name)` and items `("i", key)`."""
+    if isinstance(obj, DistributedValues) and len(obj.values) == 1:
+        obj = obj.values[0]
+    for step, name in path:
+        obj = getattr(obj, name) if step == "a" else obj[name]
+    return obj
+
+
+class Reloads(NamedTuple):
+    """What became of a module in the notebook since it was imported there.
+
+    Attributes:
+        times: How often it was reloaded.
+        in_place: Whether functions and classes that others hold changed with it the last time, as by %autoreload.
+    """
+
+    times: int = 0
+    in_place: bool = False
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a program needs of the notebook's namespace.
+
+    Attributes:
+        space: The engines whose objects it is about.
+        serial: Its number; objects that the program makes are called by it.
+        names: All that is to be in the namespace; None where it may stay as it is.
+        imports: Modules by the names that are bound to them.
+        sections: Names whose values are compared after the program, whether they are bound or not.
+        pack: What the engines lack of these values.
+        early: How many values in it are functions and classes: they come before all others.
+        plain: Immutable values and handles, by name, that the engines lack.
+        arguments: Of a call, with `NamedArgument`s in them; packed unless they are bare.
+        fresh: What was sent before is not certain to have arrived: all that is needed is here.
+        renamed: What was sent under a name is known by another from now on.
+        forget: Names of which the two sides may have something else.
+        adopt: Objects that are engine objects from now on, by id: told by the name of a value, or for each replica by
+            the number that it has given it, or by the id that it has there already.
+        release: Ids that the notebook no longer holds.
+        handles: Engine objects that are described anew after the program.
+        environment: The parts that changed.
+        sources: Texts and names of cells ("Cell In[3]", or ""), by file name, for tracebacks.
+        modules: Submodules to be imported, and what became of local modules since, by name.
+    """
+
+    space: SpaceKey
+    serial: int
+    names: tuple[str, ...] | None = None
+    imports: Mapping[str, str] = field(default_factory=dict)
+    sections: tuple[str, ...] = ()
+    pack: Packed | None = None
+    early: int = 0
+    plain: Packed | None = None
+    arguments: Packed | tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    fresh: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    forget: tuple[str, ...] = ()
+    adopt: Mapping[ObjectId, str | Mapping[int, int | ObjectId]] = field(default_factory=dict)
+    release: tuple[ObjectId, ...] = ()
+    handles: tuple[ObjectId, ...] = ()
+    environment: Environment | None = None
+    sources: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    modules: Mapping[str, Reloads] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How an engine object looks, for the notebook to show without asking again.
+
+    Attributes:
+        type: Qualified name of its class, without the module of builtins.
+        text: Its own short description; None if it is to be asked for when it is shown.
+        shape, dtype, device: Of tensors and arrays, else "".
+        attributes: What `dir` gives, for completion.
+        doc, signature: For `?`.
+        kind: "tensor", "callable", or "".
+        iterates: Whether it is an iterator.
+    """
+
+    type: str
+    text: str | None
+    shape: str = ""
+    dtype: str = ""
+    device: str = ""
+    attributes: tuple[str, ...] = ()
+    doc: str = ""
+    signature: str = ""
+    kind: str = ""
+    iterates: bool = False
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a name, or a result, is on one replica.
+
+    Attributes:
+        kind: "plain": an immutable value, among `Effects.plain` if not here. "module": `value` is its name; the id
+            serves where the notebook cannot import it. "sent": a function, a class or an object of the notebook's, in
+            the pack; `value` is its number if it has one. "tracked": an object of the notebook's, `value` is its
+            number. "object": one that lives here.
+        digest: Of its content; None where it cannot be told.
+        value: The plain value, if it is a scalar.
+        identity: The object's id on every replica.
+        mirrored: It was made in a scope, so it is kept equal on all replicas.
+        wrapped: It is a distributed value that holds this replica's component.
+        reads: Global names that its code reads.
+        holds: Names of the notebook's whose objects are within it, and ids of engine objects that are.
+        together: The replicas hold parts; what it is as a whole, they read together.
+    """
+
+    kind: Literal["plain", "sent", "module", "tracked", "object"]
+    digest: bytes | None = None
+    value: Any = None
+    identity: ObjectId | None = None
+    summary: Summary | None = None
+    mirrored: bool = False
+    wrapped: bool = False
+    reads: tuple[str, ...] = ()
+    holds: tuple[str | ObjectId, ...] = ()
+    together: bool = False
+
+
+class Leaf:
+    """Stands in the structure of a result for one described leaf.
+
+    No dataclass: those are structures, whose fields would be leaves in its place.
+    """
+
+    __slots__ = ("described",)
+
+    def __init__(self, described: Described) -> None:
+        self.described = described
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What a program did on one replica.
+
+    Attributes:
+        serial: Of the snapshot that it came with.
+        names: What each name that it assigned now is.
+        deleted: Names that it deleted.
+        changed: Digests of what it changed in place, by the names of the snapshot.
+        pack: These values, and what it assigned of kind "sent".
+        plain: The plain values that it assigned or returned and that are no scalars, by name.
+        fresh: Engine objects that the pack refers to and that have no handle yet.
+        handles: Engine objects that it read, described anew.
+        environment: The parts that it changed; None if none.
+        result: Of a call: its structure with `Leaf`s.
+    """
+
+    serial: int
+    names: dict[str, Described] = field(default_factory=dict)
+    deleted: tuple[str, ...] = ()
+    changed: dict[str, bytes] = field(default_factory=dict)
+    pack: Packed | None = None
+    plain: Packed | None = None
+    fresh: dict[ObjectId, Described] = field(default_factory=dict)
+    handles: dict[ObjectId, Described] = field(default_factory=dict)
+    environment: Environment | None = None
+    result: Any = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """An operation on engine objects, asked by a handle; its arguments come with the snapshot.
+
+    Attributes:
+        path: Attributes `("a", name)` and items `("i", key)` to follow from the object.
+        answers: Replicas that answer; None for all.
+        targets: Objects, for operations on several.
+        pack: What a survivor exported, for a replacement to import.
+    """
+
+    snapshot: Snapshot
+    path: tuple[tuple[str, Any], ...] = ()
+    answers: tuple[int, ...] | None = None
+    targets: tuple[ObjectId, ...] = ()
+    pack: Packed | None = None
+
+
+@dataclass
+class Mark:
+    """Where the engine's namespace stood when a program began."""
+
+    before: dict[str, Any]
+    snapshot: Snapshot
+    environment: Environment

@@ -1,0 +1,40 @@
+"""Collectives of replicas that share no memory: the store, through which they compare them, is not waited for."""
+
+from __future__ import annotations
+
+from tests.ranks import run_ranks
+
+_PROGRAM = """
+import threading
+from distnb.collectives import rendezvous
+from distnb.collectives.replicated import ReplicatedBoard
+import distnb
+import torch.distributed as dist
+
+rendezvous.host = lambda: f"machine {os.getpid()}"  # no memory is shared
+distnb.MirroredStrategy()
+
+asked, done, late = threading.Event(), threading.Event(), []
+exchange = ReplicatedBoard.exchange
+
+def slow(board):
+    asked.set()
+    if not done.wait(20):
+        late.append(threading.current_thread().name)
+    exchange(board)
+
+for number in range(20):
+    dist.all_reduce(torch.ones(8))
+    if number == 0:
+        ReplicatedBoard.exchange = slow
+    if number == 1:
+        assert asked.wait(60), "nothing is compared any more"
+done.set()
+result = late
+"""
+
+
+def test_a_store_that_takes_its_time_delays_no_known_collective() -> None:
+    for rank in run_ranks(_PROGRAM, 2):
+        assert rank.returncode == 0, rank.stderr
+        assert rank.result == [], rank.stderr

@@ -1,0 +1,35 @@
+"""What the README and the pages of the documentation show runs in a notebook, from top to bottom."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernel import Notebook, lines_of_each
+
+ROOT = Path(__file__).parents[2]
+# The script of machines.md runs on several machines: see test_multi_worker.py.
+PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted(ROOT.glob("docs/*.md")) if page.name != "machines.md")]
+BLOCKS = {
+    page: re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    for page in PAGES
+}
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Notebook]:
+    with Notebook(engines=2) as running:
+        yield running
+
+
+@pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks])
+def test_what_a_page_shows(notebook: Notebook, page: str) -> None:
+    for block in BLOCKS[page]:
+        if "%distnb start" not in block:  # it runs already
+            ran = notebook.run(block)
+            said = re.findall(r"print\(.*\)  # (.*)", block)
+            for words in [word for text in said for word in re.split("[,;] (?:then )?", text) if len(said) == 1]:
+                assert words in ran.stdout + str(lines_of_each(ran.stdout))

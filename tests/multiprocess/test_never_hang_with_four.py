@@ -1,0 +1,35 @@
+"""One of each kind of what never hangs, with four engines: some wait for others that wait themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernel import Notebook
+from tests.multiprocess import test_never_hang as with_two
+from tests.multiprocess.test_never_hang import notebook, notebooks  # noqa: F401
+
+pytestmark = pytest.mark.timeout(170)
+
+
+@pytest.fixture(scope="module")
+def engines() -> int:
+    return 4
+
+
+@pytest.mark.parametrize("where", ["raw all_reduce", "DistributedDataParallel's backward"])
+def test_one_replica_raises_while_the_others_wait(notebook: Notebook, tmp_path: Path, where: str) -> None:  # noqa: F811
+    with_two.test_one_replica_raises_while_the_others_wait(notebook, tmp_path, where, workers=True)
+
+
+def test_collectives_that_do_not_match_are_an_error(notebook: Notebook) -> None:  # noqa: F811
+    with_two.test_collectives_that_do_not_match_are_an_error(notebook, "one calls more")
+
+
+def test_the_user_interrupts(notebook: Notebook, tmp_path: Path) -> None:  # noqa: F811
+    with_two.test_the_user_interrupts(notebook, tmp_path, "a collective", "stop button")
+
+
+def test_an_engine_is_killed(notebook: Notebook, tmp_path: Path) -> None:  # noqa: F811
+    with_two.test_an_engine_is_killed(notebook, tmp_path, "dist.all_reduce(torch.ones(3))", workers=False)

@@ -1,0 +1,276 @@
+"""What other users of the machine can do to a cluster: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import distnb
+from distnb.collectives.sockets import Connections, owner_of_peer
+from distnb.errors import CollectiveError
+from distnb.session.session import Session
+from tests import processes
+from tests.multiprocess.sessions import run_cell, started
+
+_NOBODY = 65534
+_ROUND_S = 0.05
+_WITHIN_S = 20.0
+_GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f"  # ZeroMQ's; its version and mechanism follow
+_SAID_FIRST = re.compile(rb"\xff\0{7}.\x7f", re.DOTALL)
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+
+
+def in_child(act: Callable[[], None], user: int = _NOBODY) -> int:
+    """Do something in a process of another user; its pid."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if user:
+                os.setgroups([])
+                os.setgid(user)
+                os.setuid(user)
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+# -- one who tries everything ---------------------------------------------------------------------------------------
+
+
+def words() -> list[bytes]:
+    """What is said to each port."""
+    of_the_store = b"\0" + struct.pack("<I", 0x3C85F7CE)  # torch's greeting; then one asks for the number of keys
+    of_gloo = [struct.pack("<q", number) for number in range(4)]
+    of_zmq = _GREETING + b"\3\0NULL".ljust(54, b"\0") + b"\4\x19\5READY\x0bSocket-Type\0\0\0\6DEALER"
+    return [random.randbytes(8), random.randbytes(3000), of_the_store + b"\7", *of_gloo, _GREETING + b"\3", of_zmq]
+
+
+def talk(where: tuple[str, int] | str) -> list[bytes]:
+    """Say everything to one address; what was answered."""
+    answers = []
+    kinds = [socket.SOCK_STREAM] if isinstance(where, tuple) else [socket.SOCK_STREAM, socket.SOCK_SEQPACKET]
+    for kind in kinds:
+        for said in words():
+            with (
+                contextlib.suppress(OSError),
+                socket.socket(socket.AF_INET if isinstance(where, tuple) else socket.AF_UNIX, kind) as opened,
+            ):
+                opened.settimeout(_ROUND_S)
+                opened.connect(where)
+                opened.sendall(said)
+                answers.append(opened.recv(4096))
+                answers[-1] += opened.recv(4096)
+    return answers
+
+
+def fuzz(asked: int, told: int) -> None:
+    """Talk to the addresses that come as lines of JSON, and say how many were reached, and what they answered."""
+    with os.fdopen(asked) as lines, os.fdopen(told, "w") as file:
+        for line in lines:
+            addresses = json.loads(line)
+            answers = [each for address in addresses for each in talk(tuple(address) if len(address) == 2 else address)]
+            file.write(json.dumps([each.hex() for each in answers if each]) + "\n")
+            file.flush()
+
+
+class Stranger:
+    """Another user, who talks to everything that listens, for as long as the block lasts."""
+
+    def __init__(self) -> None:
+        (self._asked, self._ask), (self._hear, self._told) = os.pipe(), os.pipe()
+
+        def act() -> None:
+            os.close(self._ask)
+            os.close(self._hear)
+            fuzz(self._asked, self._told)
+
+        self.pid = in_child(act)
+        os.close(self._asked)
+        os.close(self._told)
+        self._to, self._from = os.fdopen(self._ask, "w"), os.fdopen(self._hear)
+
+    def talk_to(self, addresses: list[tuple[str, int] | str]) -> list[bytes]:
+        """One round; what was answered."""
+        self._to.write(json.dumps(addresses) + "\n")
+        self._to.flush()
+        return [bytes.fromhex(each) for each in json.loads(self._from.readline())]
+
+    def close(self) -> None:
+        self._to.close()
+        self._from.close()
+        assert os.waitpid(self.pid, 0)[1] == 0
+
+
+@contextlib.contextmanager
+def stranger() -> Iterator[Stranger]:
+    made = Stranger()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def listening() -> list[tuple[str, int] | str]:
+    """Where the processes of this run listen: ports, and names of the kernel's."""
+    found: list[tuple[str, int] | str] = []
+    for process in [psutil.Process(), *processes.children_of_this_run().values()]:
+        with contextlib.suppress(psutil.Error):
+            there = process.net_connections(kind="inet")
+            found += [(each.laddr.ip, each.laddr.port) for each in there if each.status == psutil.CONN_LISTEN]
+    names = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
+    found += ["\0" + name[1:] for name in names if name.startswith("@distnb-")]
+    return sorted(set(found), key=str)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with started() as session:
+        run_cell(session, "import torch.distributed as dist, time, os\ntotal = torch.zeros(3)", "first")
+        yield session
+
+
+TRAINING = """
+until, steps = time.monotonic() + 60, 0
+while not os.path.exists(done):
+    assert time.monotonic() < until
+    step = torch.ones(1000) * (dist.get_rank() + 1)
+    dist.all_reduce(step)
+    assert (step == 3).all()
+    steps += 1
+    stop = torch.tensor([float(os.path.exists(done))])
+    dist.all_reduce(stop)
+    if stop.item():
+        break
+"""
+
+
+def test_a_fuzz_of_everything_that_listens_changes_nothing(session: Session, tmp_path: Path) -> None:
+    processes.wait_until(session._engines.cluster.client_file.exists, _WITHIN_S)
+    answers: list[bytes] = []
+    namespace = session.user_ns
+    with stranger() as other:
+        answers += other.talk_to(listening())
+        run_cell(session, "x = torch.ones(2)\ndist.all_reduce(x)\nfine = x.sum().item()", "between")
+        assert namespace["fine"] == 4.0
+    # In a training cell: this process waits in it, so a child of it asks the other user.
+    namespace["done"] = str(tmp_path / "done")
+    addresses = listening()
+
+    def ask() -> None:
+        try:
+            with stranger() as other:
+                found = other.talk_to(addresses)
+            (tmp_path / "answers").write_text(json.dumps([each.hex() for each in found]))
+        finally:
+            (tmp_path / "done").touch()
+
+    asking = in_child(ask, user=0)
+    run_cell(session, TRAINING, "training")
+    assert os.waitpid(asking, 0)[1] == 0
+    assert namespace["steps"] > 0
+    answers += [bytes.fromhex(each) for each in json.loads((tmp_path / "answers").read_text())]
+    run_cell(session, "x = torch.ones(2)\ndist.all_reduce(x)\nfine = x.sum().item()", "after")
+    assert namespace["fine"] == 4.0
+    # Nothing was read but who is there, and that it wants CURVE.
+    assert answers
+    assert all(_SAID_FIRST.match(each) for each in answers)
+    assert all(b"CURVE" in each for each in answers if len(each) > 12)
+    assert any(b"CURVE" in each for each in answers)
+
+
+def test_the_engines_listen_nowhere_once_they_have_met(session: Session) -> None:
+    engines = [psutil.Process(row.pid) for row in session.status()]
+    assert [each for engine in engines for each in engine.net_connections("inet") if each.status == "LISTEN"] == []
+
+
+def test_the_files_where_replicas_meet_are_the_users_alone(session: Session) -> None:
+    directory = session._engines.cluster.directory
+    stores = list(directory.glob("store-*"))
+    assert stores
+    assert directory.stat().st_mode & 0o077 == 0
+
+    def look() -> None:
+        for path in (directory, *stores):
+            with contextlib.suppress(PermissionError):
+                os.stat(path / "x")
+                os._exit(2)
+            with contextlib.suppress(PermissionError), open(path):
+                os._exit(3)
+
+    assert os.waitpid(in_child(look), 0)[1] == 0
+
+
+def test_a_store_of_the_programs_own_finds_its_port_free(session: Session) -> None:
+    text = """
+address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+store = dist.TCPStore(address, port, 2, dist.get_rank() == 0)
+store.set(f"from/{dist.get_rank()}", "here")
+heard = store.get(f"from/{1 - dist.get_rank()}").decode()
+dist.barrier()
+del store
+"""
+    run_cell(session, text, "store")
+    assert session.user_ns["heard"] == "here"
+
+
+# -- one who comes in the place of a replica -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
+@pytest.mark.parametrize("user", [0, _NOBODY], ids=["the same user", "another user"])
+def test_who_holds_the_other_end_of_a_connection_is_known(family: socket.AddressFamily, user: int) -> None:
+    with socket.socket(family) as listener:
+        listener.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
+        listener.listen()
+        listener.settimeout(_WITHIN_S)
+        address = listener.getsockname()
+
+        def come() -> None:
+            with socket.socket(family) as opened:
+                opened.connect(address)
+                opened.recv(1)
+
+        child = in_child(come, user)
+        try:
+            connected, _ = listener.accept()
+            with connected:
+                assert owner_of_peer(connected) == user
+                connections = Connections([connected.fileno()])
+                if user:
+                    with pytest.raises(CollectiveError, match=r"another user \(uid 65534\) connected in the place of"):
+                        connections.check_peers()
+                else:
+                    connections.check_peers()
+                connections.close()
+                connected.sendall(b".")
+                os.waitpid(child, 0)
+                child = 0
+                processes.wait_until(lambda: owner_of_peer(connected) is None, _WITHIN_S)
+        finally:
+            if child:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+def test_a_replica_whose_place_was_taken_says_so(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the replica itself: to it, its own peers are another user's from now on."""
+    run_cell(session, "import os as mine\nreally = mine.geteuid\nmine.geteuid = lambda: 4711", "another")
+    with pytest.raises(ZeroDivisionError):
+        run_cell(session, "1 / 0 if distnb.replica_id() else dist.barrier()", "ended")  # a new group is to be formed
+    with pytest.raises(distnb.errors.DistnbError, match=r"another user \(uid 0\) connected in the place of a repl"):
+        run_cell(session, "dist.barrier()", "taken")

@@ -1,0 +1,64 @@
+"""Engines that end in the middle of things: what the others are told, and what a replacement gets."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests import processes
+from tests.kernel import Notebook
+from tests.remote_engines import check_recovery
+
+pytestmark = pytest.mark.timeout(170)
+
+
+@pytest.fixture(scope="module")
+def notebook() -> Iterator[Notebook]:
+    with Notebook() as made:
+        processes.OF_MODULE.add(made.pid)
+        made.run("import os, torch, distnb, distnb.session; torch.set_num_threads(1)")
+        made.run("%distnb start -n 2", timeout_s=120)
+        made.run("cluster = distnb.session.current()")
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _engines_are_the_module_s(notebook: Notebook) -> Iterator[None]:
+    yield
+    processes.OF_MODULE.update(notebook.value("[row.pid for row in cluster.status()]"))
+
+
+def test_training_goes_on_with_those_left_and_with_a_replacement(notebook: Notebook) -> None:
+    check_recovery(notebook, 2)
+
+
+def test_what_cannot_be_opened_is_named_and_spoils_nothing_else(notebook: Notebook) -> None:
+    notebook.run("""%%distribute mirrored
+import torch.distributed as dist
+kept = torch.arange(3.0) + 1
+wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+""")
+    os.kill(notebook.value("cluster.status()[1].pid"), signal.SIGKILL)
+    processes.wait_until(lambda: notebook.value("cluster.status()[1].state") != "idle", 20)
+    restarted = notebook.run("%distnb restart --missing", timeout_s=120)
+    notebook.run("%%distribute mirrored\nfound = kept.sum().item(), tuple(p.shape[0] for p in model.parameters())")
+    assert notebook.value("found") == (6.0, (2, 2)), restarted
+    failed = notebook.try_run("%%distribute mirrored\nwrapped(torch.ones(1, 2))")
+    assert failed.error_name, "wrapped is nowhere but on replica 0"
+    assert "wrapped" in failed.error_text
+
+
+def test_one_that_is_told_to_end_has_not_finished_its_part(notebook: Notebook) -> None:
+    ended = notebook.try_run("""%%distribute mirrored
+import os, signal
+import torch.distributed as dist
+while True:
+    dist.all_reduce(torch.ones(1))
+    if distnb.replica_id() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+""")
+    assert ended.error_name == "EngineDied", ended.traceback
+    assert "was killed by SIGTERM" in ended.error_text

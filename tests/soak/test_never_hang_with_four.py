@@ -1,0 +1,13 @@
+"""All that never hangs with two engines, with four."""
+
+import pytest
+
+from tests.multiprocess.test_never_hang import *  # noqa: F403
+from tests.multiprocess.test_never_hang import notebook, notebooks  # noqa: F401
+
+pytestmark = [pytest.mark.timeout(170), pytest.mark.soak]
+
+
+@pytest.fixture(scope="module")
+def engines() -> int:
+    return 4

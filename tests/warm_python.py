@@ -1,0 +1,198 @@
+"""Python processes that need not import torch: they are forked from one that has done so.
+
+`start` is to scripts of the tests what `subprocess.Popen([sys.executable, script])` is, and takes milliseconds instead
+of seconds. Two processes are there to be forked, since each has a hash seed of its own: that sets have the same order
+on all ranks must not be relied on. They start with the first script, and end with the process that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tests import processes
+
+_ROOT = Path(__file__).parents[1]
+# Heavy, and loaded by nearly every script: with torch, what it loads itself at an optimizer's first step.
+_PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "sklearn.datasets", "torchmetrics")
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+
+class Forked:
+    """A process that runs a script; as much of `subprocess.Popen` as the tests need."""
+
+    def __init__(self, pid: int, told: Path) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._told = told
+
+    def poll(self) -> int | None:
+        """How it ended, or None."""
+        if self.returncode is None and self._told.exists():
+            self.returncode = os.waitstatus_to_exitcode(int(self._told.read_text()))
+        return self.returncode
+
+    def wait(self) -> int:
+        """Wait for its end."""
+        while (code := self.poll()) is None:
+            time.sleep(0.002)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Nothing where it has ended; its pid is not given to another until that is told."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+Process = Forked | subprocess.Popen[bytes]
+
+
+def start(
+    script: Path, number: int, *, env: Mapping[str, str], out: Path, err: Path, cwd: Path | None = None
+) -> Forked:
+    """Run a script.
+
+    Args:
+        script: Its file.
+        number: Scripts with an even one have another hash seed than those with an odd one.
+        env: Its whole environment. What Python and torch read of it when they start has no effect, but for PYTHONPATH.
+        out, err: Files for what it writes. Beside the first one, others appear.
+        cwd: Where it runs; where the caller does, if not given.
+    """
+    told = out.with_name(out.name + ".ended")
+    asked = {"script": str(script), "env": dict(env), "out": str(out), "err": str(err), "told": str(told)}
+    return Forked(_server(number % 2).fork({**asked, "cwd": str(cwd or Path.cwd())}), told)
+
+
+# -- the process to be forked, as it is seen from here ----------------------------------------------------------------
+
+
+class _Server:
+    def __init__(self) -> None:
+        command = [sys.executable, "-c", "from tests import warm_python; exec(warm_python.FORKED)"]
+        environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+        environment.pop("PYTHONHASHSEED", None)
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+
+    def fork(self, request: dict[str, Any]) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+_servers: list[_Server] = []
+
+
+def _server(which: int) -> _Server:
+    if not _servers:
+        _servers.extend((_Server(), _Server()))  # they load at the same time
+    return _servers[which]
+
+
+def close() -> None:
+    """End what `start` has started for all its scripts."""
+    while _servers:
+        _servers.pop().close()
+
+
+# -- the process to be forked, from within ----------------------------------------------------------------------------
+
+# In the server's module `__main__`, which becomes the script's: at its end Python ends as after any script.
+FORKED = """
+exec(warm_python.next_script(), warm_python.main_of_script().__dict__)
+"""
+_ended: dict[int, str] = {}
+_main = ModuleType("__main__")
+
+
+def main_of_script() -> ModuleType:
+    """The module in which a script runs."""
+    return _main
+
+
+def next_script() -> Any:
+    """Serve. It returns in forked processes only, with the code to run."""
+    _be(processes.WARM_PYTHON)
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()  # at its end Python looks through all objects, and would copy these for each process
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    signal.signal(signal.SIGCHLD, _tell_ends)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        pid = os.fork()
+        if pid == 0:
+            os.close(answers)
+            return _become(**request)
+        _ended[pid] = request["told"]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        os.write(answers, f"{pid}\n".encode())
+    os._exit(0)
+
+
+def _be(name: str) -> None:
+    """Have that name, and end with the process that started this one."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_NAME, name.encode())
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _tell_ends(number: int, frame: Any) -> None:
+    while _ended:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        path = _ended.pop(pid)
+        Path(path + ".part").write_text(str(status))
+        os.rename(path + ".part", path)
+
+
+def _become(script: str, env: dict[str, str], out: str, err: str, told: str, cwd: str) -> Any:
+    """Make this process one that has just been started."""
+    os.setsid()
+    _be("python")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    for descriptor, path, flags in ((0, os.devnull, os.O_RDONLY), (1, out, os.O_WRONLY), (2, err, os.O_WRONLY)):
+        opened = os.open(path, flags | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    # Random numbers are not those of the process that it was forked from; Python sees to its own.
+    sys.modules["numpy"].random.seed()
+    sys.modules["torch"].default_generator.seed()
+    sys.argv = [script]
+    # As in any script; torch looks for packages of devices when it is imported.
+    given = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    sys.path[:1] = [os.path.dirname(script), *given]
+    if given:
+        sys.modules["torch"]._import_device_backends()
+    _main.__dict__.update(__file__=script, __builtins__=__builtins__, __loader__=None, __spec__=None)
+    sys.modules["__main__"] = _main
+    return compile(Path(script).read_text(encoding="utf-8"), script, "exec")
