@@ -37,7 +37,7 @@ _HEADING = "ranks   traffic  aborts  freed  median ms     p95     max  wrong for
 def _replica(rank: int, size: int, port: int, rounds: int, traffic: Sequence[str], seed: int, out: Path) -> None:
     import torch
 
-    from distnb.collectives import groups, process_group
+    from distnb.collectives.group import groups, process_group
     from distnb.topology import Device, Team
 
     torch.set_num_threads(1)
@@ -100,7 +100,7 @@ def _worker() -> Any:
 def _until_aborted(
     group: Any, kind: str, models: dict[str, Any], shared: random.Random, stopped: bool
 ) -> tuple[str, float]:
-    from distnb.collectives import groups
+    from distnb.collectives.group import groups
     from distnb.errors import ProgramAborted
 
     struck = [0.0]

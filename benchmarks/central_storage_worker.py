@@ -11,7 +11,7 @@ import torch
 
 import distnb
 from benchmarks.training_models import steps_with_distnb
-from distnb.collectives.group import Group
+from distnb.collectives.group.interface import Group
 
 __all__: list[str] = []
 

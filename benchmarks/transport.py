@@ -35,8 +35,8 @@ from benchmarks.harness import Measure, Target, compare, report, timed
 from distnb.wire.channel import Link, OneClientKey, PassageLink, ProgramLink
 from distnb.wire.codec import Frame, decode, encode
 from distnb.wire.messages import Hello
-from distnb.wire.passage import connect
-from distnb.wire.programs import Programs
+from distnb.wire.program_channels import Programs
+from distnb.wire.unix_socket import connect
 
 OURS, IPC, IPC_CURVE = "UNIX socket", "ZMQ ipc", "ZMQ ipc, CURVE"
 BARE, BARE_IPC, BARE_TCP = "bare ZMQ", "bare ZMQ, ipc", "bare ZMQ, TCP"

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "start": "distnb.session",
-    "stop": "distnb.session",
-    "Server": "distnb.cluster.server",
-    "Cluster": "distnb.session.session:Session",
+    "start": "distnb.notebook",
+    "stop": "distnb.notebook",
+    "Server": "distnb.cluster.remote.engine_server",
+    "Cluster": "distnb.notebook.session:Session",
     "errors": "distnb.errors:",
     "nn": "distnb.strategies.nn:",
     "metrics": "distnb.metrics:",
@@ -27,10 +27,10 @@ _WHERE = {
     "MultiWorkerMirroredStrategy": "distnb.strategies.multi_worker",
     "CentralStorageStrategy": "distnb.strategies.central_storage",
     "TPUStrategy": "distnb.strategies.tpu",
-    "CrossDeviceOps": "distnb.collectives.cross_device.base",
-    "NcclAllReduce": "distnb.collectives.cross_device.nccl",
-    "HierarchicalCopyAllReduce": "distnb.collectives.cross_device.hierarchical_copy",
-    "ReductionToOneDevice": "distnb.collectives.cross_device.one_device",
+    "CrossDeviceOps": "distnb.collectives.algorithms.base",
+    "NcclAllReduce": "distnb.collectives.algorithms.nccl",
+    "HierarchicalCopyAllReduce": "distnb.collectives.algorithms.hierarchical_copy",
+    "ReductionToOneDevice": "distnb.collectives.algorithms.reduction_to_one_device",
     "evaluate_checkpoints": "distnb.strategies.evaluating",
     "ReplicaContext": "distnb.strategies.context",
     "get_strategy": "distnb.strategies.context",
@@ -44,7 +44,7 @@ _WHERE = {
     "DistributedValues": "distnb.values",
     "PerReplica": "distnb.values",
     "Mirrored": "distnb.values",
-    "Variable": "distnb.strategies.variables",
+    "Variable": "distnb.strategies.variable_class",
     "VariableAggregation": "distnb.options",
     "VariableSynchronization": "distnb.options",
     "ReduceOp": "distnb.options",
@@ -53,7 +53,7 @@ _WHERE = {
     "InputContext": "distnb.options",
     "InputReplicationMode": "distnb.options",
     "AutoShardPolicy": "distnb.options",
-    "TensorSpec": "distnb.input.spec",
+    "TensorSpec": "distnb.input.sources.element_spec",
     "DistributedDataset": "distnb.input.dataset",
     "DistributedIterator": "distnb.input.dataset",
     "CommunicationImplementation": "distnb.options",
@@ -65,14 +65,17 @@ _WHERE = {
 __all__ = [*_WHERE, "__version__"]
 
 if TYPE_CHECKING:
-    from distnb.cluster.server import Server as Server
-    from distnb.collectives.cross_device.base import CrossDeviceOps as CrossDeviceOps
-    from distnb.collectives.cross_device.hierarchical_copy import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
-    from distnb.collectives.cross_device.nccl import NcclAllReduce as NcclAllReduce
-    from distnb.collectives.cross_device.one_device import ReductionToOneDevice as ReductionToOneDevice
+    from distnb.cluster.remote.engine_server import Server as Server
+    from distnb.collectives.algorithms.base import CrossDeviceOps as CrossDeviceOps
+    from distnb.collectives.algorithms.hierarchical_copy import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+    from distnb.collectives.algorithms.nccl import NcclAllReduce as NcclAllReduce
+    from distnb.collectives.algorithms.reduction_to_one_device import ReductionToOneDevice as ReductionToOneDevice
     from distnb.input.dataset import DistributedDataset as DistributedDataset
     from distnb.input.dataset import DistributedIterator as DistributedIterator
-    from distnb.input.spec import TensorSpec as TensorSpec
+    from distnb.input.sources.element_spec import TensorSpec as TensorSpec
+    from distnb.notebook import start as start
+    from distnb.notebook import stop as stop
+    from distnb.notebook.session import Session as Cluster  # noqa: F401
     from distnb.options import AutoShardPolicy as AutoShardPolicy
     from distnb.options import CommunicationImplementation as CommunicationImplementation
     from distnb.options import CommunicationOptions as CommunicationOptions
@@ -84,9 +87,6 @@ if TYPE_CHECKING:
     from distnb.options import ValueContext as ValueContext
     from distnb.options import VariableAggregation as VariableAggregation
     from distnb.options import VariableSynchronization as VariableSynchronization
-    from distnb.session import start as start
-    from distnb.session import stop as stop
-    from distnb.session.session import Session as Cluster  # noqa: F401
     from distnb.strategies.base import Strategy as Strategy
     from distnb.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
     from distnb.strategies.context import ReplicaContext as ReplicaContext
@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from distnb.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from distnb.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
     from distnb.strategies.tpu import TPUStrategy as TPUStrategy
-    from distnb.strategies.variables import Variable as Variable
+    from distnb.strategies.variable_class import Variable as Variable
     from distnb.values import DistributedValues as DistributedValues
     from distnb.values import Mirrored as Mirrored
     from distnb.values import PerReplica as PerReplica

@@ -108,11 +108,11 @@ def _run(words: list[str]) -> int:
         if options.module is None:
             _check_script(str(script))
         # Late, so that `distnb --help` answers at once.
-        from distnb.cluster.capacity import check_capacity, this_machine
         from distnb.cluster.devices import plan_devices
-        from distnb.cluster.placement import placement_of
+        from distnb.cluster.local.capacity import check_capacity, this_machine
+        from distnb.cluster.local.script import run_script
         from distnb.cluster.resolvers import TFConfigClusterResolver
-        from distnb.cluster.script import run_script
+        from distnb.cluster.worker_placement import placement_of
 
         devices = plan_devices(_count(options.n), options.devices, oversubscribe=options.oversubscribe)
         check_capacity(len(devices), this_machine(), oversubscribe=options.oversubscribe)

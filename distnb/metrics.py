@@ -23,7 +23,7 @@ import torchmetrics.classification
 from torchmetrics import MaxMetric, MeanMetric, MinMetric, SumMetric
 
 from distnb.errors import UnknownNameError
-from distnb.runtime.metric_binding import install
+from distnb.runtime.scopes.metric_binding import install
 
 __all__ = ["Max", "Mean", "Min", "Sum"]
 

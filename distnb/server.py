@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from distnb.cluster.remote.engine_server import Server, serve_until_signal
+from distnb.cluster.remote.secret import SECRET_VARIABLE
 from distnb.cluster.resolvers import TFConfigClusterResolver
-from distnb.cluster.secret import SECRET_VARIABLE
-from distnb.cluster.server import Server, serve_until_signal
 from distnb.errors import DistnbError, OptionError
 
 __all__ = ["Server", "main"]

@@ -18,8 +18,8 @@ import numpy
 import torch
 
 from distnb.errors import CannotTravelError, DistributedValueError, NamespaceError
+from distnb.notebook.handles.handle import HANDLES
 from distnb.objects.plain import is_plain
-from distnb.session.handles import HANDLES
 from distnb.values import DistributedValues, structure
 from tests.worlds import Cell, DoubleWorld, PlainWorld
 

@@ -21,15 +21,15 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from distnb.engine.namespace import EngineNamespace
-from distnb.engine.objects import Objects
+from distnb.engine.namespace.engine_namespace import EngineNamespace
+from distnb.engine.namespace.engine_objects import Objects
+from distnb.notebook.handles.handle import HANDLES
+from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
+from distnb.objects.modes import apply_environment, capture_environment
 from distnb.options import StrategySpec
-from distnb.session.handles import HANDLES
-from distnb.session.namespace import NotebookNamespace
 from distnb.topology import Device, Team
 from distnb.values import PerReplica, structure
 from distnb.wire import codec
-from distnb.wire.environment import apply_environment, capture_environment
 from distnb.wire.messages import Apply
 
 

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from distnb.accelerators import count
-from distnb.cluster import tpu
+from distnb.cluster import tpu_chips
 from distnb.errors import OptionError, StartError
 from distnb.topology import Device, parse_device
 
@@ -72,7 +72,7 @@ def plan_devices(
         named = named * n
     for device in named:
         machine.check(device)
-    tpu.check_named(named)
+    tpu_chips.check_named(named)
     doubles = sorted({device for device in named if named.count(device) > 1})
     if doubles and not oversubscribe:
         raise OptionError(
@@ -146,7 +146,7 @@ class _Machine:
     def count(self, kind: str) -> int:
         """How many accelerators of a type."""
         if kind not in self._counts:
-            ways = {"cuda": available_gpus, "tpu": tpu.chips}
+            ways = {"cuda": available_gpus, "tpu": tpu_chips.chips}
             self._counts[kind] = ways.get(kind, lambda: count(kind))() if self._here else 0
         return self._counts[kind]
 
@@ -162,7 +162,7 @@ class _Machine:
             raise StartError(
                 f"{device}: engines on other machines run on CPU and CUDA devices. {self._what_is_there()}"
             )
-        why = f" {tpu.why_none()}" if device.type == "tpu" and tpu.why_none() else ""
+        why = f" {tpu_chips.why_none()}" if device.type == "tpu" and tpu_chips.why_none() else ""
         raise StartError(f"There is no {device} on this machine.{why} {self._what_is_there()}")
 
     def _what_is_there(self) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 
 from distnb.accelerators import use
 from distnb.cluster.connection import CONNECTION_VARIABLE, Connection, remove_run_directory
-from distnb.cluster.orphans import die_with
-from distnb.cluster.surroundings import (
+from distnb.cluster.local.orphans import die_with
+from distnb.cluster.local.watcher import report
+from distnb.cluster.process_environment import (
     AGENT_VARIABLE,
     DEVICE_VARIABLE,
     ENGINE_VARIABLE,
@@ -24,7 +25,6 @@ from distnb.cluster.surroundings import (
     THREADS_VARIABLE,
     keep_temporary_sockets_in,
 )
-from distnb.cluster.watcher import report
 from distnb.engine.template import fork_engines, load
 from distnb.topology import parse_device
 

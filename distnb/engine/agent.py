@@ -21,22 +21,25 @@ from tornado.ioloop import IOLoop
 
 from distnb import strategies
 from distnb.accelerators import torch_device
-from distnb.collectives import groups
-from distnb.engine import failure, operations, progress_bars, telemetry, unattended
+from distnb.collectives.group import groups
+from distnb.engine import unattended
 from distnb.engine.control import Control
 from distnb.engine.executor import Executor
 from distnb.engine.guard import Guard
-from distnb.engine.namespace import EngineNamespace
-from distnb.engine.objects import Objects
-from distnb.engine.output import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
+from distnb.engine.namespace import object_operations
+from distnb.engine.namespace.engine_namespace import EngineNamespace
+from distnb.engine.namespace.engine_objects import Objects
+from distnb.engine.output import error_reports, progress_bars, telemetry
+from distnb.engine.output.streams import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError, ProgramAborted
-from distnb.input import children, iterations
-from distnb.runtime import contexts, progress, spmd
+from distnb.input import iterations
+from distnb.input.sources import children
+from distnb.runtime import contexts, spmd, step_count
 from distnb.strategies import live
 from distnb.topology import Device, Team
 from distnb.values.structure import select
-from distnb.wire import codec, passage
+from distnb.wire import codec, unix_socket
 from distnb.wire.channel import Link, PassageLink, ProgramLink
 from distnb.wire.exchange import Effects
 from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell, Unread
@@ -80,7 +83,7 @@ class Agent:
             "client_public": connection.client_public.encode(),
             "client_secret": connection.client_secret.encode(),
         }
-        near = passage.connect(connection.harbour_name, connection.harbour_token, engine)
+        near = unix_socket.connect(connection.harbour_name, connection.harbour_token, engine)
         self._near = near is not None
         self._programs: ProgramLink = (
             PassageLink(near) if near is not None else Link(context, engine, connection.program_url, **keys)
@@ -175,7 +178,7 @@ class Agent:
                 try:
                     message = self._programs.receive(_LINGER_MS if served else 0)
                 except Exception as error:  # noqa: BLE001  # whatever it is, the notebook waits for replies
-                    self._programs.send(Unread(failure.report(error)))
+                    self._programs.send(Unread(error_reports.report(error)))
                     continue
                 if message is None:
                     return
@@ -208,7 +211,7 @@ class Agent:
     def perform(self, message: Program) -> Reply:
         """Run one program to its end and describe how it ended. Never raises."""
         replica = message.team.rank_of(self._engine)
-        progress.watch_optimizers()
+        step_count.watch_optimizers()
         iterations.program_began()
         self._control.program_began(message.program, replica, measured=not isinstance(message, Apply))
         try:
@@ -235,7 +238,7 @@ class Agent:
         if not self._guard.aborted:
             try:
                 report = self._guard.call(
-                    program, lambda: failure.report(error, self._namespace.pack_error), _DRAWING_S
+                    program, lambda: error_reports.report(error, self._namespace.pack_error), _DRAWING_S
                 )
             except (KeyboardInterrupt, ProgramAborted):
                 pass  # its __str__ was the user's code, too, and was told to end
@@ -316,7 +319,7 @@ class Agent:
         def body() -> Any:
             return self._namespace.apply(message)
 
-        if message.operation in operations.QUIET:
+        if message.operation in object_operations.QUIET:
             return Reply(message.program, "ok", value=self._guard.call(message.program, body))
         return self._run_together(message.program, message.team, replica, body)
 
@@ -349,7 +352,7 @@ class Agent:
         unattended.install(self._shell)
 
     def _connect_live(self) -> None:
-        def sink(values: dict[str, Any], place: progress.Place) -> None:
+        def sink(values: dict[str, Any], place: step_count.Place) -> None:
             self._control.live(values, place)
 
         live.sink = sink

@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from distnb.engine.sources import remember_source
+from distnb.engine.cell_sources import remember_source
 from distnb.objects.placeholder import Placeholder
 from distnb.runtime import contexts
 from distnb.wire.messages import Display

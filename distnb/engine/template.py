@@ -22,8 +22,8 @@ from types import FrameType
 from typing import Any
 
 from distnb.cluster.connection import CONNECTION_VARIABLE, Connection, remove_run_directory
-from distnb.cluster.orphans import signalled_at_end_of_parent
-from distnb.cluster.surroundings import AGENT_VARIABLE, DEVICE_VARIABLE, ENGINE_VARIABLE
+from distnb.cluster.local.orphans import signalled_at_end_of_parent
+from distnb.cluster.process_environment import AGENT_VARIABLE, DEVICE_VARIABLE, ENGINE_VARIABLE
 from distnb.topology import parse_device
 
 __all__ = ["fork_engines", "load"]

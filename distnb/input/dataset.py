@@ -8,14 +8,14 @@ from typing import Any
 
 from distnb.errors import ProgramError, StructureError
 from distnb.input import iterations
-from distnb.input.base import FROM_THE_START, Beginning, Load, Place, Source
 from distnb.input.drawing import Drawing, set_state, state_of
 from distnb.input.draws import ReplicaDraws, on_host
 from distnb.input.optional import AskedIterator
-from distnb.input.placement import Placement, placement_for
 from distnb.input.progress import Progress, as_state, checked_state
 from distnb.input.reading import AheadReader, DirectReader, Maker, Reader, ThreadReader, join_all
-from distnb.input.spec import spec_of
+from distnb.input.sources.base import FROM_THE_START, Beginning, Load, Place, Source
+from distnb.input.sources.element_spec import spec_of
+from distnb.input.splitting.batch_placement import Placement, placement_for
 from distnb.input.together import Together
 from distnb.options import InputOptions
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distnb.errors import ProgramError
-from distnb.input.base import Place, Shared, Turns
 from distnb.input.dataset import Agree, DistributedDataset
 from distnb.input.drawing import Drawing
 from distnb.input.draws import on_host
-from distnb.input.sharding import OWN_PARTS, part_of, policy_for
-from distnb.input.sources import source_of
+from distnb.input.sources.base import Place, Shared, Turns
+from distnb.input.sources.choosing import source_of
+from distnb.input.splitting.sharding import OWN_PARTS, part_of, policy_for
 from distnb.options import InputContext, InputOptions, InputReplicationMode
 from distnb.topology import Device
 

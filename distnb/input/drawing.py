@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from distnb.input.base import Place, Shared
 from distnb.input.draws import ReplicaDraws, fold
+from distnb.input.sources.base import Place, Shared
 
 __all__ = ["Drawing", "set_state", "state_of"]
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from distnb.input.base import Load, Place
-from distnb.input.split import slice_bounds
+from distnb.input.sources.base import Load, Place
+from distnb.input.splitting.split import slice_bounds
 
 __all__ = ["Feed", "FeedingSampler", "Request"]
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from distnb.errors import ProgramError, StructureError
-from distnb.input.base import Place
-from distnb.input.layout import map_parts
-from distnb.input.placement import Placement
 from distnb.input.reading import Batch, may_be_empty, nothing_of
+from distnb.input.sources.base import Place
+from distnb.input.splitting.batch_placement import Placement
+from distnb.input.splitting.layout import map_parts
 from distnb.values.distributed import PerReplica
 
 __all__ = ["Together"]

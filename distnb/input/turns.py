@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from distnb.errors import StructureError
-from distnb.input.base import FROM_THE_START, Beginning, Load, Source, Turns
-from distnb.input.layout import count_examples
-from distnb.input.split import slice_bounds
+from distnb.input.sources.base import FROM_THE_START, Beginning, Load, Source, Turns
+from distnb.input.splitting.layout import count_examples
+from distnb.input.splitting.split import slice_bounds
 
 __all__ = ["TurnsSource"]
 

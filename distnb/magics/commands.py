@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from distnb.magics.arguments import LineParser, parse_count
+from distnb.magics.argument_parsers import LineParser, parse_count
 
 __all__ = ["COMMANDS", "DISTRIBUTE", "LIVE_MODES", "asks_for_help", "distnb_help"]
 

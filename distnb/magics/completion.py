@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
+from distnb.magics.cell_request import WORDS
 from distnb.magics.commands import COMMANDS, DISTRIBUTE, LIVE_MODES
-from distnb.magics.request import WORDS
-from distnb.session.looking import looking
+from distnb.notebook.handles.looking import looking
 from distnb.values import DistributedValues
 
 if TYPE_CHECKING:

@@ -8,32 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from distnb import session as sessions
+from distnb import notebook as sessions
 from distnb.magics import tracebacks
 from distnb.magics.breakpoints import Breakpoints
-from distnb.magics.cluster import ClusterMagic
+from distnb.magics.cell_request import Request
+from distnb.magics.cluster_magic import ClusterMagic
 from distnb.magics.commands import DISTRIBUTE, distnb_help
 from distnb.magics.completion import Completion, warm_up
-from distnb.magics.distribute import CellRunner
+from distnb.magics.distribute_magic import CellRunner
 from distnb.magics.held_interrupts import HeldInterrupts
 from distnb.magics.local_cell import LocalCells, StrategyName
 from distnb.magics.lock_care import LockCare
 from distnb.magics.presenting import presented
-from distnb.magics.request import Request
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
+from distnb.notebook import failures
+from distnb.notebook.namespace import module_watch
+from distnb.notebook.output.live_model import VariableRow
+from distnb.notebook.remote_runtime import Remote
+from distnb.objects.modes import cell_began
 from distnb.runtime import choice
 from distnb.runtime.base import Owner
-from distnb.session import failures, modules
-from distnb.session.live_model import VariableRow
-from distnb.session.remote import Remote
 from distnb.strategies import live
 from distnb.widgets.front import Front
-from distnb.wire.environment import cell_began
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult
 
-    from distnb.session.session import Session
+    from distnb.notebook.session import Session
 
 __all__ = ["Extension"]
 
@@ -81,7 +82,7 @@ class Extension:
         shell.events.register("post_run_cell", self._after)
         failures.before_raising.append(self.front.catch_up)
         failures.callers_lines.append(self._callers_lines)
-        modules.versions.append(self._version_of)
+        module_watch.versions.append(self._version_of)
         live.sink = self.front.live
         self.front.variables = self._variables
         sessions.on_change.append(self._follow)
@@ -108,7 +109,7 @@ class Extension:
             shell.magics_manager.magics[kind].pop(name, None)
         failures.before_raising.remove(self.front.catch_up)
         failures.callers_lines.remove(self._callers_lines)
-        modules.versions.remove(self._version_of)
+        module_watch.versions.remove(self._version_of)
         live.sink = None
         sessions.on_change.remove(self._follow)
         if sessions.current() is None:
@@ -140,7 +141,7 @@ class Extension:
         session = sessions.current()
         if session is None:
             return []
-        from distnb.session.variables import variables
+        from distnb.notebook.variable_placement import variables
 
         return variables(self._shell.user_ns, {row.engine: row.device for row in session.status()}, since_program)
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from distnb.session.interrupts import Interrupts
+from distnb.notebook.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

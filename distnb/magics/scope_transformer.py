@@ -221,7 +221,7 @@ class ScopeDispatch:
         Returns:
             Whether it was run.
         """
-        remote = sys.modules.get("distnb.session.remote")
+        remote = sys.modules.get("distnb.notebook.remote_runtime")
         if remote is None or not isinstance(scope, remote.RemoteScope):
             self.taken = scope
             return False

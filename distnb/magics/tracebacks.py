@@ -13,7 +13,7 @@ import IPython
 
 from distnb.errors import DistnbError
 from distnb.frames import OWN, frames_of, ours, rebuilt, torch_frames, with_frames
-from distnb.session.handles import HANDLES
+from distnb.notebook.handles.handle import HANDLES
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from distnb.errors import NoClusterError, OptionError
 from distnb.options import StrategySpec
-from distnb.runtime import central_storage, this_process
+from distnb.runtime import this_process
 from distnb.runtime.base import Owner, Runtime
+from distnb.runtime.central import setup
 from distnb.runtime.in_process import InProcess
 
 __all__ = [
@@ -25,7 +26,7 @@ __all__ = [
 DEFAULT = "default"
 _IN_PROCESS_KINDS = (DEFAULT, "one_device")
 _MULTI_WORKER = "multi_worker"
-_CHECKED_KINDS = (_MULTI_WORKER, central_storage.KIND)
+_CHECKED_KINDS = (_MULTI_WORKER, setup.KIND)
 
 _remote: Callable[[Owner], Runtime] | None = None
 _machines: Callable[[], tuple[str, ...]] = tuple
@@ -100,9 +101,9 @@ def runtime_for(strategy: Owner) -> Runtime:
 
 
 def _multi_worker(strategy: Owner) -> Runtime:
-    from distnb.runtime import multi_worker
+    from distnb.runtime import script_worker
 
-    alone_on = multi_worker.enter(strategy.spec, started_by_launcher())
+    alone_on = script_worker.enter(strategy.spec, started_by_launcher())
     if alone_on is None:
         return runtime_for(strategy)
     return _in_process.setdefault(alone_on, InProcess(alone_on))
@@ -122,11 +123,11 @@ def _check_team(strategy: Owner, devices: tuple[object, ...], nccl: bool, worker
         return
     spec, there = strategy.spec, tuple(map(str, devices))
     if spec.kind == _MULTI_WORKER:
-        from distnb.runtime import multi_worker
+        from distnb.runtime import script_worker
 
-        multi_worker.check_communication(spec, there, nccl)
-    if spec.kind == central_storage.KIND:
-        central_storage.check_places(spec, there, workers)
+        script_worker.check_communication(spec, there, nccl)
+    if spec.kind == setup.KIND:
+        setup.check_places(spec, there, workers)
     ops = spec.option("cross_device_ops")
     if ops is not None:
         ops.check(there, nccl)

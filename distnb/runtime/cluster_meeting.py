@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from distnb.cluster.placement import Placement
-from distnb.collectives import rendezvous
-from distnb.collectives.rendezvous import StoreClient
+from distnb.cluster.worker_placement import Placement
+from distnb.collectives.group import rendezvous
+from distnb.collectives.group.rendezvous import StoreClient
 from distnb.errors import CollectiveError, OptionError
 
 __all__ = ["Meeting", "connect"]

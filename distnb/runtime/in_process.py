@@ -8,9 +8,9 @@ from typing import Any
 
 from distnb.errors import OptionError
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
-from distnb.runtime import contexts, progress
-from distnb.runtime.arguments import BatchNote, check_fits
+from distnb.runtime import contexts, step_count
 from distnb.runtime.base import Owner
+from distnb.runtime.call_arguments import BatchNote, check_fits
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.topology import Device, parse_device
 from distnb.values.distributed import DistributedValues
@@ -48,7 +48,7 @@ class InProcess:
 
     def _on(self, device: Device) -> AbstractContextManager[Any]:
         from distnb.accelerators import checked
-        from distnb.runtime.placement import placed_on
+        from distnb.runtime.default_device import placed_on
 
         checked(device)
         return placed_on(device)
@@ -70,7 +70,7 @@ class InProcess:
         stack = contexts.entries()
         stack.append((strategy, ReplicaContext(strategy, 0, 1, None, note.batch_size, note.slice_size)))
         try:
-            with progress.calling:
+            with step_count.calling:
                 if device.type == "cpu":
                     result = self._call(fn, args, kwargs)
                 else:
@@ -78,7 +78,7 @@ class InProcess:
                         result = self._call(fn, args, kwargs)
         finally:
             stack.pop()
-        progress.examples += note.slice_size or 0
+        step_count.examples += note.slice_size or 0
         return result
 
     def _call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -91,14 +91,14 @@ class InProcess:
 
     def reduce(self, strategy: Owner, op: ReduceOp, value: Any, axis: Any) -> Any:
         """Reduce along the axes; without any, the value itself."""
-        from distnb.runtime.reduction import reduce_alone
+        from distnb.runtime.reduction.rules import reduce_alone
 
         return map_structure(lambda leaf: reduce_alone(op, leaf, axis), select(value, 0, 1))
 
     def gather(self, strategy: Owner, value: Any, axis: int) -> Any:
         """The value itself, once rank and axis are checked."""
-        from distnb.runtime.gathering import checked_axis
-        from distnb.runtime.reduction import tensor_of
+        from distnb.runtime.reduction.gathering import checked_axis
+        from distnb.runtime.reduction.rules import tensor_of
 
         value = select(value, 0, 1)
         for leaf in flatten(value)[0]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import dataloader
 
-from distnb.collectives.backward import calling_frame
+from distnb.collectives.gradients.backward_passes import calling_frame
 from distnb.values.structure import flatten, has_distributed
 
 __all__ = ["digest_of_batch", "install", "tell"]

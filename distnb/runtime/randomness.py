@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distnb.accelerators import generator
-from distnb.runtime.gathering import broadcast_bytes
-from distnb.wire.environment import RANDOM, Environment, apply_environment, capture_environment
+from distnb.objects.modes import RANDOM, Environment, apply_environment, capture_environment
+from distnb.runtime.reduction.gathering import broadcast_bytes
 
 if TYPE_CHECKING:
-    from distnb.collectives.groups import Group
+    from distnb.collectives.group.groups import Group
     from distnb.topology import Device
 
 __all__ = ["Streams", "share", "streams"]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distnb.accelerators import torch_device
-from distnb.collectives.cross_device.aggregation import Aggregation
-from distnb.collectives.cross_device.packs import Packs
-from distnb.collectives.gradients import GradientSync
+from distnb.collectives.algorithms.aggregation import Aggregation
+from distnb.collectives.algorithms.packs import Packs
+from distnb.collectives.gradients.gradient_sync import GradientSync
 from distnb.errors import DistributedValueError, OptionError
 from distnb.options import (
     CommunicationImplementation,
@@ -22,22 +22,23 @@ from distnb.options import (
     RunOptions,
     ValueContext,
 )
-from distnb.runtime import central_storage, contexts, progress
-from distnb.runtime.adoption import Adoption
-from distnb.runtime.agreement import distributed
-from distnb.runtime.arguments import BatchNote, check_fits
+from distnb.runtime import contexts, step_count
 from distnb.runtime.base import Owner
-from distnb.runtime.gathering import broadcast_tree, checked_axis, gather_tensor
+from distnb.runtime.call_arguments import BatchNote, check_fits
+from distnb.runtime.central import setup
+from distnb.runtime.central.shared_optimizers import SharedOptimizers
+from distnb.runtime.central.shared_variables import SharedVariables
+from distnb.runtime.consistency.agreement import distributed
+from distnb.runtime.consistency.sync_check import assert_in_sync
+from distnb.runtime.default_device import placed_on
 from distnb.runtime.in_process import local_components
-from distnb.runtime.outsiders import OutsiderCheck
-from distnb.runtime.placement import placed_on
 from distnb.runtime.randomness import streams
-from distnb.runtime.reduction import plain_value_error, reduce_alone, reduce_leaves, tensor_of
+from distnb.runtime.reduction.gathering import broadcast_tree, checked_axis, gather_tensor
+from distnb.runtime.reduction.rules import plain_value_error, reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
-from distnb.runtime.scope_watch import ScopeWatch
-from distnb.runtime.shared_optimizers import SharedOptimizers
-from distnb.runtime.shared_variables import SharedVariables
-from distnb.runtime.sync_check import assert_in_sync
+from distnb.runtime.scopes.registration import Adoption
+from distnb.runtime.scopes.scope_watch import ScopeWatch
+from distnb.runtime.scopes.unmanaged import OutsiderCheck
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.values.distributed import DistributedValues
 from distnb.values.structure import flatten, map_structure, select, unflatten
@@ -84,7 +85,7 @@ class Spmd:
         )
         self._shared: SharedVariables | None = None
         self._optimizers: SharedOptimizers | None = None
-        if strategy.spec.kind == central_storage.KIND:
+        if strategy.spec.kind == setup.KIND:
             self._shared = SharedVariables(lambda: process.group)
             self._optimizers = SharedOptimizers(lambda: process.group, self._shared, self._sync)
         self._adoption = Adoption(strategy, self._sync, lambda: process.group, self._shared)
@@ -190,9 +191,9 @@ class Spmd:
         replica = ReplicaContext(
             strategy, 0, 1, self._of_group or self._aggregation(), note.batch_size, note.slice_size
         )
-        with progress.calling:
+        with step_count.calling:
             result = self._call(strategy, replica, fn, own_args, own_kwargs)
-        progress.examples += note.slice_size or 0
+        step_count.examples += note.slice_size or 0
         return result
 
     def _run(self, strategy: Owner, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -208,10 +209,10 @@ class Spmd:
         replica = ReplicaContext(strategy, rank, size, aggregation, note.batch_size, note.slice_size, self._outsiders)
         self._outsiders.before_run(fn, own_args, own_kwargs)
         self._sync.weight(note.slice_size, note.batch_size)
-        with progress.calling:
+        with step_count.calling:
             result = self._call(strategy, replica, fn, own_args, own_kwargs)
         if note.slice_size:
-            progress.examples += note.slice_size
+            step_count.examples += note.slice_size
         return process.agreement.regroup(process.group, fn, result, (args, kwargs))
 
     def _call(self, strategy: Owner, replica: ReplicaContext, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

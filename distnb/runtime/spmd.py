@@ -11,15 +11,16 @@ from typing import Any
 import torch
 
 from distnb.accelerators import use
-from distnb.collectives import groups
-from distnb.collectives.eager import always_eager
-from distnb.collectives.groups import Group
-from distnb.runtime import contexts, loader_batches, randomness, sync_batch_norm, this_process
-from distnb.runtime.agreement import Agreement
+from distnb.collectives.group import groups
+from distnb.collectives.group.eager import always_eager
+from distnb.collectives.group.groups import Group
+from distnb.runtime import contexts, loader_batches, randomness, this_process
 from distnb.runtime.base import Owner
+from distnb.runtime.consistency.agreement import Agreement
 from distnb.runtime.randomness import streams
 from distnb.runtime.replica import Spmd
-from distnb.runtime.scope_buffers import ScopeBuffers
+from distnb.runtime.scopes import sync_batch_norm
+from distnb.runtime.scopes.scope_buffers import ScopeBuffers
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.topology import Device, Team
 

@@ -15,8 +15,8 @@ from distnb.variables.homes import Home, register_homes
 if TYPE_CHECKING:
     import torch
 
-    from distnb.collectives.cross_device.aggregation import Aggregation
-    from distnb.runtime.adoption import Adoption
+    from distnb.collectives.algorithms.aggregation import Aggregation
+    from distnb.runtime.scopes.registration import Adoption
     from distnb.variables.variable import Variable
 
 __all__ = ["ReplicaHome"]
@@ -123,7 +123,7 @@ class ReplicaHome:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Over the replicas."""
-        from distnb.runtime.packed_sums import combine_over_replicas
+        from distnb.runtime.reduction.packed_sums import combine_over_replicas
 
         if self.num_replicas == 1:
             return tensor
@@ -131,7 +131,7 @@ class ReplicaHome:
 
     def first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replica 0's."""
-        from distnb.runtime.gathering import broadcast_like
+        from distnb.runtime.reduction.gathering import broadcast_like
 
         group = self._adoption.group
         return broadcast_like(group, tensor, 0) if group.size > 1 else tensor

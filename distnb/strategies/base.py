@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 from distnb.errors import OptionError, UnknownNameError
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
 from distnb.runtime import choice, contexts, variable_homes  # noqa: F401  (finds homes from its import on)
-from distnb.runtime.arguments import check_call, check_input_function, check_input_options, explained
 from distnb.runtime.base import Runtime
+from distnb.runtime.call_arguments import check_call, check_input_function, check_input_options, explained
 from distnb.strategies.aliases import METHODS
 from distnb.values.structure import flatten
 from distnb.variables.homes import several_strategies

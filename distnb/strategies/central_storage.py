@@ -7,7 +7,8 @@ from typing import ClassVar, Self
 
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
-from distnb.runtime import central_storage, choice
+from distnb.runtime import choice
+from distnb.runtime.central import setup
 from distnb.strategies.base import Strategy, kept_options
 from distnb.topology import Device, device_names, parse_device
 
@@ -50,7 +51,7 @@ class CentralStorageStrategy(Strategy):
         >>> strategy = distnb.CentralStorageStrategy()  # doctest: +SKIP
     """
 
-    kind: ClassVar[str] = central_storage.KIND
+    kind: ClassVar[str] = setup.KIND
 
     def __new__(
         cls,
@@ -67,11 +68,11 @@ class CentralStorageStrategy(Strategy):
         place = None if parameter_device is None else str(parse_device(parameter_device))
         options = kept_options(gradient_reduction, check_mean_loss, parameter_device=place)
         spec = StrategySpec(cls.kind, names, 0, options)
-        central_storage.check_places(spec, names, ())
+        setup.check_places(spec, names, ())
         strategy = cls._of(spec)
         if choice.started_by_launcher() or choice.has_remote():
             # In a notebook the engines start now, if there are none; in a script the replicas meet.
-            central_storage.check_places(spec, strategy.worker_devices, ())
+            setup.check_places(spec, strategy.worker_devices, ())
         return strategy
 
     def __repr__(self) -> str:

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Self
 
 from distnb.options import StrategySpec
-from distnb.runtime import contexts, progress
-from distnb.runtime.arguments import check_call, check_fits
+from distnb.runtime import contexts, step_count
+from distnb.runtime.call_arguments import check_call, check_fits
 from distnb.strategies.base import Strategy
 
 __all__ = ["DefaultStrategy"]
@@ -43,7 +43,7 @@ class DefaultStrategy(Strategy):
         contexts.require_cross_replica(self, "run")
         contexts.in_default_run(True)
         try:
-            with progress.calling:
+            with step_count.calling:
                 return fn(*args, **kwargs) if kwargs else fn(*args)
         except TypeError as error:
             check_fits(error, fn, args, kwargs or {})

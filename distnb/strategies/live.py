@@ -16,7 +16,7 @@ from numbers import Real
 from typing import Any, TextIO
 
 from distnb.errors import OptionError
-from distnb.runtime import progress, this_process
+from distnb.runtime import step_count, this_process
 from distnb.values import DistributedValues
 
 __all__ = ["Point", "Sink", "TextProgress", "is_ready", "live"]
@@ -24,7 +24,7 @@ __all__ = ["Point", "Sink", "TextProgress", "is_ready", "live"]
 Point = dict[str, Any]
 """Values of one call: {name: number}, where a number is anything that `float` takes; or {name: {replica: number}}."""
 
-Sink = Callable[[Point, progress.Place], None]
+Sink = Callable[[Point, step_count.Place], None]
 
 sink: Sink | None = None
 """Where values go; set by whoever hosts this process. None: to the terminal."""
@@ -54,7 +54,7 @@ def live(*values: Any, **scalars: Any) -> None:
         )
     point = {name: _scalar(name, value) for name, value in scalars.items()}
     if point:
-        (sink or _terminal)(point, progress.place())
+        (sink or _terminal)(point, step_count.place())
 
 
 def is_ready(point: Mapping[str, Any]) -> bool:
@@ -128,13 +128,13 @@ class TextProgress:
         self._clock = clock
         self._began: float | None = None
         self._drawn = 0.0
-        self._axis = progress.Axis()
+        self._axis = step_count.Axis()
         self._step = self._first_step = 0
         self._drawn_last = True
         self._point: Point = {}
         self._width = 0
 
-    def __call__(self, point: Point, place: progress.Place) -> None:
+    def __call__(self, point: Point, place: step_count.Place) -> None:
         """Take a point; it is drawn if enough time has passed since the last."""
         now = self._clock()
         step, call = place
@@ -155,7 +155,7 @@ class TextProgress:
             self._draw(self._clock())
         if self._stream_now().isatty():
             self._stream_now().write("\n")
-        self._began, self._axis, self._point, self._width = None, progress.Axis(), {}, 0
+        self._began, self._axis, self._point, self._width = None, step_count.Axis(), {}, 0
         atexit.unregister(self.finish)
 
     def _stream_now(self) -> TextIO:
@@ -190,7 +190,7 @@ def _shown(value: Any) -> str:
 _progress = TextProgress()
 
 
-def _terminal(point: Point, place: progress.Place) -> None:
+def _terminal(point: Point, place: step_count.Place) -> None:
     """In a script only one process writes: replica 0."""
     process = this_process.replica()  # none in a script that has used no strategy yet
     rank = process.rank if process is not None else int(os.environ.get("RANK", "0"))

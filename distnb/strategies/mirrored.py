@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Self
 
 from distnb.cluster.devices import available_gpus
-from distnb.collectives.cross_device.base import CrossDeviceOps, checked_ops
+from distnb.collectives.algorithms.base import CrossDeviceOps, checked_ops
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
 from distnb.runtime import choice

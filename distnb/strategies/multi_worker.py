@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from distnb.cluster.resolvers import ClusterResolver
 from distnb.errors import OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, StrategySpec
-from distnb.runtime import choice, multi_worker
+from distnb.runtime import choice, script_worker
 from distnb.strategies.base import Strategy, kept_options
 
 __all__ = ["MultiWorkerMirroredStrategy"]
@@ -39,7 +39,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         ContextError: This process has another place in another cluster already.
     """
 
-    kind: ClassVar[str] = multi_worker.KIND
+    kind: ClassVar[str] = script_worker.KIND
 
     def __new__(
         cls,
@@ -67,18 +67,18 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def _arrive(self) -> None:
         """Be where it computes: in a script the workers meet now, and share their random numbers from here on."""
-        multi_worker.check_still(self.spec)
+        script_worker.check_still(self.spec)
         if choice.has_remote():
-            multi_worker.check_notebook(self.spec, choice.remote_machines())
+            script_worker.check_notebook(self.spec, choice.remote_machines())
             devices = self.worker_devices
             nccl = all(device.startswith("cuda") for device in devices) and len(set(devices)) == len(devices)
-            multi_worker.check_communication(self.spec, devices, nccl)
+            script_worker.check_communication(self.spec, devices, nccl)
         _ = self.num_replicas_in_sync
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
         """What tells of the strategy's machines, and which of them this is."""
-        return multi_worker.resolver_of(self.spec)
+        return script_worker.resolver_of(self.spec)
 
 
 def _communication(value: Any) -> CommunicationOptions:

@@ -19,7 +19,7 @@ def is_mirrored(value: Any) -> bool:
             is one value only when it is read (see `is_read_together`) counts as well.
     """
     torch = sys.modules.get("torch")
-    registry = sys.modules.get("distnb.collectives.mirrored")
+    registry = sys.modules.get("distnb.collectives.gradients.mirrored_parameters")
     if torch is None or registry is None:
         return False
     if isinstance(value, torch.nn.Module) and _is_metric(value):
@@ -64,7 +64,7 @@ def is_apart(value: Any) -> bool:
 
 def drift_report(value: Any) -> str:
     """Whether the replicas hold the same bits of an object, in words. All of them call this with theirs."""
-    from distnb.runtime.sync_check import drift_report as report
+    from distnb.runtime.consistency.sync_check import drift_report as report
 
     process = this_process.replica()
     assert process is not None, "only a replica is asked"
@@ -105,7 +105,7 @@ def adopt_restored(value: Any, spec: StrategySpec | None) -> None:
     """
     if _is_metric(value):
         if _is_bound(value):
-            from distnb.runtime.metric_binding import bind
+            from distnb.runtime.scopes.metric_binding import bind
 
             bind(value)
     elif spec is not None:
@@ -131,5 +131,5 @@ def _is_metric(value: Any) -> bool:
 
 
 def _is_bound(metric: Any) -> bool:
-    binding = sys.modules.get("distnb.runtime.metric_binding")
+    binding = sys.modules.get("distnb.runtime.scopes.metric_binding")
     return binding is not None and metric.distributed_available_fn is binding.aggregates_here

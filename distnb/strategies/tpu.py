@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
-from distnb.cluster import tpu
+from distnb.cluster import tpu_chips
 from distnb.errors import OptionError, StartError
 from distnb.options import StrategySpec
 from distnb.runtime import choice
@@ -71,7 +71,7 @@ def check_available(who: str) -> None:
     Raises:
         StartError: It says what is missing.
     """
-    why = tpu.why_none()
+    why = tpu_chips.why_none()
     if why:
         raise StartError(f"{who}: there is no TPU here. {why}")
 
@@ -85,5 +85,5 @@ def _chip_names(devices: Sequence[str | Device] | str | None) -> tuple[str, ...]
     given = [parse_device(name) for name in device_names(devices, "devices")]
     if any(device.type != "tpu" for device in given):
         raise OptionError(f"devices={devices!r}: name TPU chips, such as ['tpu:0', 'tpu:1'], or leave it out for all.")
-    tpu.check_named(given)
+    tpu_chips.check_named(given)
     return tuple(map(str, given))

@@ -103,7 +103,7 @@ def register_look(look: Callable[[], None]) -> None:
 
 def current_strategy() -> Any:
     """The strategy in whose scope, or in whose `run`, a variable is being made."""
-    assert _current is not None, "distnb.strategies.variables was not imported"
+    assert _current is not None, "distnb.strategies.variable_class was not imported"
     return _current()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from distnb.session.live_model import LiveModel
+from distnb.notebook.output.live_model import LiveModel
 from distnb.widgets.publisher import Publisher
 
 __all__ = ["LiveView"]

@@ -6,9 +6,9 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from distnb.runtime import progress
-from distnb.session.live_model import LiveModel, VariableRow
-from distnb.session.output import OutputMerger
+from distnb.notebook.output.live_model import LiveModel, VariableRow
+from distnb.notebook.output.output_merger import OutputMerger
+from distnb.runtime import step_count
 from distnb.widgets.base import LiveView
 from distnb.widgets.publisher import Publisher
 from distnb.wire.messages import Died, Display, Live, Output, ProgramEnded, Status, TelemetrySample
@@ -82,7 +82,7 @@ class CellView:
             for program in list(self._running):
                 self._replica_ended(program, event.engine, now)
 
-    def feed_here(self, point: dict[str, Any], place: progress.Place, now: float) -> None:
+    def feed_here(self, point: dict[str, Any], place: step_count.Place, now: float) -> None:
         """Take a call of `distnb.live` in the notebook's process."""
         self._now = now
         self.model.feed_here(point, place, now)

@@ -14,8 +14,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from distnb.runtime import progress
-from distnb.session.live_model import HERE, LiveModel, VariableRow
+from distnb.notebook.output.live_model import HERE, LiveModel, VariableRow
+from distnb.runtime import step_count
 from distnb.strategies import live
 from distnb.widgets.base import LiveView
 from distnb.widgets.cell_view import VIEW_EVENTS, CellView
@@ -26,7 +26,7 @@ from distnb.wire.messages import Died, Display, Output, TelemetrySample
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from distnb.session.session import Session
+    from distnb.notebook.session import Session
 
 __all__ = ["Front", "Mode"]
 
@@ -97,7 +97,7 @@ class Front:
             self._queue.append((None, event))
             self._wake_up()
 
-    def live(self, point: live.Point, place: progress.Place) -> None:
+    def live(self, point: live.Point, place: step_count.Place) -> None:
         """A call of `distnb.live` in this process."""
         view = self._current
         if view is not None:
@@ -117,7 +117,7 @@ class Front:
             if previous is not None:
                 self._retire(previous)
             publisher = publisher_for(self._shell, "distnb")
-            counted = {**self._counted, HERE: (progress.steps, progress.examples)}
+            counted = {**self._counted, HERE: (step_count.steps, step_count.examples)}
             self._current = CellView(publisher, self._make_view, self._replicas, counted, self._devices)
 
     def _retire(self, view: CellView) -> None:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from distnb.session.instructions import Area, Change, Clear, Instruction, Show, Write
+from distnb.notebook.output.instructions import Area, Change, Clear, Instruction, Show, Write
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

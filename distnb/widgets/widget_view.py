@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import anywidget
 import traitlets
 
-from distnb.session.live_model import LiveModel, Point
+from distnb.notebook.output.live_model import LiveModel, Point
 from distnb.widgets.base import LiveView
 from distnb.widgets.content import head_text, plain_summary, replica_table, static_html
 

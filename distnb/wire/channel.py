@@ -14,9 +14,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from distnb.wire.codec import decode, encode
-from distnb.wire.passage import Passage, pack
-from distnb.wire.programs import Programs
-from distnb.wire.sockets import has_message, receive, send
+from distnb.wire.program_channels import Programs
+from distnb.wire.unix_socket import Passage, pack
+from distnb.wire.zmq_sockets import has_message, receive, send
 
 __all__ = ["Link", "OneClientKey", "PassageLink", "ProgramLink", "Switchboard"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from distnb.objects.modes import Environment
 from distnb.objects.packing import Packed
 from distnb.values import DistributedValues
-from distnb.wire.environment import Environment
 from distnb.wire.messages import ObjectId
 
 __all__ = [

@@ -18,8 +18,8 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-from distnb import session as sessions
-from distnb.session.events import EventHub
+from distnb import notebook as sessions
+from distnb.notebook.events import EventHub
 from distnb.topology import Device, Team
 from distnb.wire.messages import Display, Live, Output, ProgramEnded, Status, TelemetrySample
 

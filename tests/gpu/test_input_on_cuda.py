@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from distnb.input.distribute import distribute
-from distnb.input.split import split_batch
+from distnb.input.splitting.split import split_batch
 from distnb.options import InputOptions
 from distnb.topology import Device
 

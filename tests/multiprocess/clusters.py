@@ -9,7 +9,7 @@ from typing import Any
 
 from distnb.cluster.connection import Connection, make_keys
 from distnb.cluster.devices import plan_devices
-from distnb.cluster.launch import Cluster
+from distnb.cluster.lifecycle import Cluster
 
 AGENT = "tests.multiprocess.plain_agent"
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distnb.collectives import groups, process_group
-from distnb.collectives.group import Group
+from distnb.collectives.group import groups, process_group
+from distnb.collectives.group.interface import Group
 from distnb.topology import Device, Team
 
 CASES: dict[str, Callable[[Group], Any]] = {}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import distnb
-from distnb import session as sessions
-from distnb.session.session import Session
+from distnb import notebook as sessions
+from distnb.notebook.session import Session
 from tests.processes import wait_until
 
 _WITHIN_S = 20.0

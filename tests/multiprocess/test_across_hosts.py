@@ -7,7 +7,7 @@ from tests.ranks import run_ranks
 _PROGRAM = """
 import threading
 from distnb.collectives import rendezvous
-from distnb.collectives.replicated import ReplicatedBoard
+from distnb.collectives.verify.replicated_log import ReplicatedBoard
 import distnb
 import torch.distributed as dist
 

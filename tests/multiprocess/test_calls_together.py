@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import distnb
-from distnb import session as sessions
+from distnb import notebook as sessions
 from distnb.errors import EngineDied
-from distnb.session.pending import resolve
+from distnb.notebook.pending import resolve
 from distnb.wire.messages import Output
 from tests.multiprocess.sessions import started
 from tests.processes import wait_until

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import distnb
-from distnb.session.session import Session
+from distnb.notebook.session import Session
 from tests.multiprocess.sessions import lose, run_cell, started
 from tests.ranks import run_ranks
 

@@ -14,9 +14,9 @@ import ipyparallel
 import psutil
 import pytest
 
-from distnb.cluster import launchers
-from distnb.cluster.launch import Cluster
-from distnb.cluster.store import RendezvousStore
+from distnb.cluster.lifecycle import Cluster
+from distnb.cluster.local import ipyparallel_launchers
+from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.errors import NoClusterError, StartError
 from tests import processes
 from tests.multiprocess.clusters import make_cluster, running_cluster
@@ -136,7 +136,7 @@ def test_what_is_done_meanwhile_may_fail_and_leaves_nothing() -> None:
 
 
 def test_a_process_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distnb.cluster.launchers._PYTHON", ("/nowhere/python",))
+    monkeypatch.setattr("distnb.cluster.local.ipyparallel_launchers._PYTHON", ("/nowhere/python",))
     cluster = make_cluster(1)
     with pytest.raises(StartError, match=r"engine 0 could not be started: .*No such file"):
         cluster.start()
@@ -182,16 +182,16 @@ def test_stop_asks_first() -> None:
 
 
 def test_a_controller_that_fails_at_once_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, pids = launchers.launch_controller, []
+    launch, pids = ipyparallel_launchers.launch_controller, []
 
     def first_one_fails(directory: Path, *rest: Any) -> int:
         with monkeypatch.context() as first:
             if not pids:  # before it has a file for clients
-                first.setattr(launchers, "_PYTHON", (sys.executable, "-c", "raise SystemExit(1)"))
+                first.setattr(ipyparallel_launchers, "_PYTHON", (sys.executable, "-c", "raise SystemExit(1)"))
             pids.append(launch(directory, *rest))
         return pids[-1]
 
-    monkeypatch.setattr(launchers, "launch_controller", first_one_fails)
+    monkeypatch.setattr(ipyparallel_launchers, "launch_controller", first_one_fails)
     with running_cluster(1) as cluster:
         processes.wait_until(lambda: len(pids) == 2, _WITHIN_S)
         processes.wait_until(cluster.client_file.exists, 20)

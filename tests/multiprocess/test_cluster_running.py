@@ -17,7 +17,7 @@ import pytest
 import zmq
 from jupyter_client.session import Session
 
-from distnb.cluster.launch import Cluster
+from distnb.cluster.lifecycle import Cluster
 from distnb.errors import StartError
 from tests import processes
 from tests.conftest import needs

@@ -19,7 +19,7 @@ import distnb
 from distnb import HierarchicalCopyAllReduce, ReductionToOneDevice
 
 if "APART" in os.environ:  # as on machines that share no memory
-    from distnb.collectives.shared_sum import SharedSum
+    from distnb.collectives.shared_memory.shared_sum import SharedSum
     SharedSum.of = classmethod(lambda cls, board: None)
 
 
@@ -308,7 +308,7 @@ def test_a_sum_never_meets_a_mean() -> None:
 def test_what_an_algorithm_has_at_hand() -> None:
     program = """
     from distnb.collectives import groups
-    from distnb.collectives.cross_device.replicas import Replicas
+    from distnb.collectives.algorithms.replicas import Replicas
     group = groups.join_from_env()
     replicas = Replicas(group)
     rank, size = replicas.rank, replicas.size
@@ -347,7 +347,7 @@ def test_what_an_algorithm_has_at_hand() -> None:
 
 def test_how_many_messages_many_tensors_become() -> None:
     program = """
-    from distnb.collectives.entering import Entering
+    from distnb.collectives.group.entering import Entering
     sent = []
     plain = Entering.start_in_memory
     def noted(self, key, tensor, op, *rest, **named):

@@ -35,7 +35,7 @@ def results(program: str, n: int, **options):
 
 def test_teams_live_side_by_side_and_switching_is_cheap():
     program = """
-    from distnb.collectives.forming import Forming
+    from distnb.collectives.group.forming import Forming
     engine, result, formed, form = rank, {}, [], Forming.run
     def noted(forming):
         formed.append(forming.group.label)
@@ -395,7 +395,7 @@ def test_a_forming_that_is_broken_off_hinders_no_later_one():
     import torch
     import torch.distributed as dist
     from distnb.collectives import groups
-    from distnb.collectives.forming import Forming
+    from distnb.collectives.group.forming import Forming
     from distnb.topology import Device
     from tests.multiprocess.group_cases import Meeting, team
 

@@ -38,9 +38,9 @@ def notebook(network: Machines) -> Iterator[Notebook]:
     }
     with Notebook(env=environment) as made:
         processes.OF_MODULE.add(made.pid)
-        made.run("import os, torch, distnb, distnb.session; torch.set_num_threads(1)")
+        made.run("import os, torch, distnb, distnb.notebook; torch.set_num_threads(1)")
         made.run("%distnb start --launcher mpi --resolver tfconfig", timeout_s=150)
-        made.run("cluster = distnb.session.current()")
+        made.run("cluster = distnb.notebook.current()")
         yield made
 
 

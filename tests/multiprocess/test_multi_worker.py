@@ -41,7 +41,7 @@ def train(strategy):
 APART = "from distnb.collectives import rendezvous\nrendezvous.host = lambda: f'machine {os.getpid()}'\n"
 
 MANY_CALLS = """
-from distnb.collectives.group import Group
+from distnb.collectives.group.interface import Group
 calls, original = [], Group.all_reduce_start
 def counted(self, tensor, op="sum"):
     calls.append(tensor.numel())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from distnb.collectives.sockets import LOST_AFTER_S
+from distnb.collectives.group.gloo_sockets import LOST_AFTER_S
 from tests.conftest import needs
 from tests.tasks import Tasks
 

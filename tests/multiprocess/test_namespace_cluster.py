@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from distnb.errors import StaleHandleError
+from distnb.notebook.handles.handle import RemotePerReplica
+from distnb.notebook.session import Session
 from distnb.options import StrategySpec
-from distnb.session.handles import RemotePerReplica
-from distnb.session.session import Session
 from tests.sequences import SEQUENCES
 from tests.worlds import ClusterWorld, PlainWorld, Process, compare, distributed, modes_kept, ordinary, run_all
 

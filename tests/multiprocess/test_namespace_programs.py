@@ -15,11 +15,11 @@ import torch
 from distnb import MirroredStrategy
 from distnb.errors import CannotTravelError
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
+from distnb.notebook.handles.handle import HANDLES
+from distnb.notebook.remote_runtime import Remote
+from distnb.notebook.session import Session
 from distnb.options import StrategySpec
 from distnb.runtime import choice
-from distnb.session.handles import HANDLES
-from distnb.session.remote import Remote
-from distnb.session.session import Session
 from distnb.values import Mirrored
 from tests.worlds import Process, modes_kept
 

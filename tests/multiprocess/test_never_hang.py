@@ -537,7 +537,7 @@ dist.all_reduce(torch.ones(1))
     ran = stop_when_ready(notebook, source)
     assert re.search(r"%distnb restart ([02] )?1( \d)* starts anew", ran.error_text), ran.error_text
     # The others do end, on a slow machine a little later than they are waited for.
-    processes.wait_until(lambda: notebook.value("distnb.session.current().stuck") == (1,), LIMIT_S)
+    processes.wait_until(lambda: notebook.value("distnb.notebook.current().stuck") == (1,), LIMIT_S)
     assert "busy" in notebook.run("%distnb status").text
     assert "Engine 1: still busy" in notebook.run("%distnb interrupt").text
     assert "does not answer" in notebook.run("%distnb stacks").text  # `all` never lets go of Python's lock
@@ -582,7 +582,7 @@ deaf({str(tmp_path)!r}, map(operator.not_, looks))
     # The replica goes on at the first look of the one who waits for it, and not before.
     notebook.run(
         f"""import types
-import distnb.session.dispatch as dispatch
+import distnb.notebook.dispatch as dispatch
 def look(seconds):
     open({str(go_on)!r}, "w").close()
     time.sleep(seconds)
@@ -617,10 +617,10 @@ fails()
     notebook.run("""
 import threading
 import time
-import distnb.session
+import distnb.notebook
 
 def stop():
-    while not distnb.session.current().interrupt():
+    while not distnb.notebook.current().interrupt():
         time.sleep(0.01)
 
 stopper = threading.Thread(target=stop)
@@ -635,11 +635,11 @@ def test_the_stacks_show_where_replicas_are(notebook: Notebook, tmp_path: Path) 
     seen = str(tmp_path / "seen")
     notebook.run(f"""
 import threading
-import distnb.session
+import distnb.notebook
 
 def watch():
     while True:
-        found = distnb.session.current().stacks()
+        found = distnb.notebook.current().stacks()
         if len(found) == {notebook.engines} and all("line 5" in text for text in found.values()):
             with open({seen!r} + ".part", "w") as file:
                 file.write(found[1])

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 import distnb
-from distnb.collectives.sockets import Connections, owner_of_peer
+from distnb.collectives.group.gloo_sockets import Connections, owner_of_peer
 from distnb.errors import CollectiveError
-from distnb.session.session import Session
+from distnb.notebook.session import Session
 from tests import processes
 from tests.multiprocess.sessions import run_cell, started
 

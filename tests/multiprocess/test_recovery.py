@@ -19,9 +19,9 @@ pytestmark = pytest.mark.timeout(170)
 def notebook() -> Iterator[Notebook]:
     with Notebook() as made:
         processes.OF_MODULE.add(made.pid)
-        made.run("import os, torch, distnb, distnb.session; torch.set_num_threads(1)")
+        made.run("import os, torch, distnb, distnb.notebook; torch.set_num_threads(1)")
         made.run("%distnb start -n 2", timeout_s=120)
-        made.run("cluster = distnb.session.current()")
+        made.run("cluster = distnb.notebook.current()")
         yield made
 
 

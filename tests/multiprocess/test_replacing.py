@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import distnb
-from distnb import session as sessions
+from distnb import notebook as sessions
 from distnb.errors import EngineDied, NoClusterError, OptionError
-from distnb.session.session import Session
+from distnb.notebook.session import Session
 from tests.multiprocess.sessions import lose, started
 from tests.processes import OF_MODULE
 

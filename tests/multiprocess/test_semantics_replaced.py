@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from distnb.session.session import Session
+from distnb.notebook.session import Session
 from tests.multiprocess.sessions import lose, run_cell, started
 from tests.processes import OF_MODULE
 

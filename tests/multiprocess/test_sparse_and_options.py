@@ -81,7 +81,7 @@ def test_sparse_tensors_are_summed_and_options_of_a_call_are_kept() -> None:
     program = """
     import distnb
     from distnb import CommunicationOptions, ReduceOp
-    from distnb.collectives.operations import GuardedProcessGroup
+    from distnb.collectives.group.guarded_operations import GuardedProcessGroup
 
     class Seen(distnb.CrossDeviceOps):
         sizes = []

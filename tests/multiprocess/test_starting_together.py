@@ -14,7 +14,7 @@ import ipyparallel
 import psutil
 import pytest
 
-from distnb.cluster.launch import Cluster
+from distnb.cluster.lifecycle import Cluster
 from distnb.errors import StartError
 from tests import processes
 from tests.multiprocess.clusters import make_cluster, running_cluster

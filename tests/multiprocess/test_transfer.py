@@ -18,10 +18,10 @@ import torch
 
 from distnb.cluster.connection import Connection
 from distnb.errors import EngineDied
+from distnb.notebook import engines as engines_of_session
+from distnb.notebook.pending import resolve
+from distnb.notebook.session import Session
 from distnb.options import StrategySpec
-from distnb.session import engines as engines_of_session
-from distnb.session.pending import resolve
-from distnb.session.session import Session
 from tests.worlds import ClusterWorld, Process, distributed, run_all
 
 pytestmark = pytest.mark.timeout(120)

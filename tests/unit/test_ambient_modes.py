@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from distnb.objects.modes import apply_environment, capture_environment, cell_began
 from distnb.wire import codec
-from distnb.wire.environment import apply_environment, capture_environment, cell_began
 from tests.worlds import DoubleWorld, distributed, modes_kept, ordinary
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from distnb.collectives import arena
-from distnb.collectives.arena import Arena
+from distnb.collectives.shared_memory import segment
+from distnb.collectives.shared_memory.segment import Arena
 from distnb.errors import CollectiveError
 
 PAGE = 4096
@@ -87,12 +87,12 @@ def test_a_tensor_keeps_the_memory_alive() -> None:
 
 def test_replicas_that_share_no_memory_are_told_so_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(arena, "host", lambda: threading.current_thread().name)
+        patched.setattr(segment, "host", lambda: threading.current_thread().name)
         for error in arenas(PAGE):
             assert isinstance(error, CollectiveError)
             assert "different machines" in str(error)
             assert "MirroredStrategy" in str(error)
-    monkeypatch.setattr(arena, "_available_nbytes", lambda: PAGE - 1)
+    monkeypatch.setattr(segment, "_available_nbytes", lambda: PAGE - 1)
     for error in arenas(PAGE):
         assert isinstance(error, CollectiveError)
         assert "not to be had" in str(error)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.processes import wait_until
 
-BEARER = [sys.executable, "-P", "-m", "distnb.cluster.bearer"]
+BEARER = [sys.executable, "-P", "-m", "distnb.cluster.remote.wrapper"]
 PROGRAM = """
 import sys
 from distnb.cluster import bearer
@@ -57,7 +57,9 @@ def test_being_killed_with_its_group_leaves_nothing() -> None:
 
 def test_silence_is_a_lost_machine_too() -> None:
     # What it has started is ended with it: conftest looks.
-    program = "import sys; from distnb.cluster.bearer import main; sys.exit(main(['sh', '-c', sys.argv[1]], {}, {}))"
+    program = (
+        "import sys; from distnb.cluster.remote.wrapper import main; sys.exit(main(['sh', '-c', sys.argv[1]], {}, {}))"
+    )
     for script, silence_s, first_word_s in (("echo distnb-beat; setsid sleep 600", 0.3, 60), ("sleep 600", 60, 0.3)):
         command = [sys.executable, "-c", program.format(silence_s, first_word_s), script]
         assert subprocess.run(command, timeout=60).returncode == 255

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distnb.cluster.calling import BEAT_S, SILENCE_S, Silence
+from distnb.cluster.remote.calling import BEAT_S, SILENCE_S, Silence
 
 
 def test_time_in_which_this_process_stood_still_is_no_silence_of_the_other():

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import distnb
-from distnb.cluster import capacity
-from distnb.cluster.capacity import CAP_VARIABLE, ENGINE_NBYTES, Capacity, check_capacity, crowding, this_machine
+from distnb.cluster.local import capacity
+from distnb.cluster.local.capacity import CAP_VARIABLE, ENGINE_NBYTES, Capacity, check_capacity, crowding, this_machine
 from distnb.errors import StartError
 
 GIB = 2**30

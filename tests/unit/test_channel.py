@@ -14,7 +14,7 @@ import zmq
 from distnb.errors import StartError
 from distnb.wire.channel import Link, PassageLink, ProgramLink, Switchboard
 from distnb.wire.messages import Hello
-from distnb.wire.passage import connect
+from distnb.wire.unix_socket import connect
 
 SERVER_PUBLIC, SERVER_SECRET = zmq.curve_keypair()
 CLIENT_PUBLIC, CLIENT_SECRET = zmq.curve_keypair()

@@ -28,7 +28,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list
         calls.append((list(command), [str(device) for device in devices]))  # type: ignore[attr-defined]
         return 0
 
-    monkeypatch.setattr("distnb.cluster.script.run_script", run_script)
+    monkeypatch.setattr("distnb.cluster.local.script.run_script", run_script)
     monkeypatch.setattr("distnb.cluster.devices.available_gpus", lambda: 0)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     monkeypatch.delenv("TF_CONFIG", raising=False)
@@ -128,7 +128,7 @@ def test_an_interrupt_has_the_shells_exit_code(
     def interrupted(command: object, devices: object, placement: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("distnb.cluster.script.run_script", interrupted)
+    monkeypatch.setattr("distnb.cluster.local.script.run_script", interrupted)
     code, out, err = run(capsys, "run", "train.py")
     assert (code, out) == (130, "")
     assert err == "distnb run: interrupted; every replica was ended.\n"

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from distnb.cluster.connection import Connection, make_keys, make_run_directory, remove_run_directory
-from distnb.cluster.orphans import record_group, recorded_groups, start_time
-from distnb.cluster.placement import network_environment
-from distnb.cluster.store import RendezvousStore
-from distnb.cluster.surroundings import (
+from distnb.cluster.local.orphans import record_group, recorded_groups, start_time
+from distnb.cluster.process_environment import (
     Seat,
     compute_environment,
     engine_environment,
@@ -21,6 +19,8 @@ from distnb.cluster.surroundings import (
     script_environment,
     threads_for,
 )
+from distnb.cluster.rendezvous_store import RendezvousStore
+from distnb.cluster.worker_placement import network_environment
 from distnb.errors import StartError
 from distnb.topology import Device
 
@@ -98,7 +98,7 @@ def test_an_impossible_port_is_a_clear_error(port: int) -> None:
 
 
 def test_threads_share_the_cores_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distnb.cluster.surroundings.cores", lambda: 8)
+    monkeypatch.setattr("distnb.cluster.process_environment.cores", lambda: 8)
     assert [threads_for(n, {}) for n in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
     assert threads_for(2, {"OMP_NUM_THREADS": "3"}) == 3
     assert threads_for(2, {"OMP_NUM_THREADS": "6,2"}) == 6

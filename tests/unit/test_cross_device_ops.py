@@ -13,10 +13,10 @@ import torch
 
 import distnb
 from distnb import HierarchicalCopyAllReduce, NcclAllReduce, ReduceOp, ReductionToOneDevice, errors
-from distnb.collectives.cross_device.aggregation import Aggregation
-from distnb.collectives.cross_device.hierarchical_copy import tree
-from distnb.collectives.cross_device.packs import Packs
-from distnb.magics.request import read_request
+from distnb.collectives.algorithms.aggregation import Aggregation
+from distnb.collectives.algorithms.hierarchical_copy import tree
+from distnb.collectives.algorithms.packs import Packs
+from distnb.magics.cell_request import read_request
 from distnb.topology import Device
 
 CPUS = ["cpu:0", "cpu:1"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distnb.engine.descriptions import summarise
+from distnb.engine.namespace.descriptions import summarise
 
 
 @pytest.mark.parametrize(

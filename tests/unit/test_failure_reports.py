@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from distnb.engine import failure
+from distnb.engine.output import error_reports
 from distnb.topology import parse_device
 from distnb.wire.messages import ErrorReport
 
@@ -14,7 +14,7 @@ from distnb.wire.messages import ErrorReport
 def report_of(raising: Callable[[], object]) -> ErrorReport:
     with pytest.raises(BaseException) as raised:  # noqa: PT011
         raising()
-    return failure.report(raised.value)
+    return error_reports.report(raised.value)
 
 
 def test_an_exception_that_cannot_tell_of_itself_is_told_of() -> None:
@@ -54,7 +54,7 @@ def test_frames_of_ours_are_shown_of_no_error_in_the_chain() -> None:
     with pytest.raises(ValueError, match="is no device") as raised:
         parse_device("cuda:x")
     raised.value.__traceback__ = raised.value.__traceback__.tb_next  # type: ignore[union-attr]
-    alone = failure.report(raised.value)
+    alone = error_reports.report(raised.value)
     assert raised.value.__traceback__ is not None
     assert "topology.py" not in "\n".join(alone.traceback)
     assert "is no device" in alone.traceback[-1]

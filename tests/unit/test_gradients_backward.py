@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from distnb.collectives import backward
+from distnb.collectives.gradients import backward_passes
 
 
 class Listener:
@@ -38,9 +38,9 @@ class Listener:
 @pytest.fixture
 def listener() -> Iterator[Listener]:
     made = Listener()
-    backward.listen(made)
+    backward_passes.listen(made)
     yield made
-    backward.stop_listening(made)
+    backward_passes.stop_listening(made)
 
 
 def weight() -> torch.Tensor:
@@ -50,9 +50,9 @@ def weight() -> torch.Tensor:
 def test_autograd_is_left_as_it_was_found() -> None:
     before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     listener = Listener()
-    backward.listen(listener)
+    backward_passes.listen(listener)
     assert torch.autograd._engine_run_backward is not before  # type: ignore[attr-defined]
-    backward.stop_listening(listener)
+    backward_passes.stop_listening(listener)
     assert torch.autograd._engine_run_backward is before  # type: ignore[attr-defined]
     weight().sum().backward()
     assert listener.heard == []
@@ -76,7 +76,7 @@ def test_a_nested_pass_belongs_to_the_outer_one(listener: Listener) -> None:
     w = weight()
     checkpoint(lambda t: t * w, w * 2, use_reentrant=True).sum().backward()
     assert listener.heard == ["begin", "end"]
-    assert backward.nesting_seen()
+    assert backward_passes.nesting_seen()
 
 
 def test_a_failing_pass(listener: Listener) -> None:
@@ -117,8 +117,8 @@ def test_passes_of_two_threads_end_together(listener: Listener) -> None:
 
 
 def test_the_users_line_is_found() -> None:
-    frame = backward.calling_frame()
+    frame = backward_passes.calling_frame()
     assert frame is not None
     assert frame.f_code.co_name == "test_the_users_line_is_found"
-    assert backward.describe_frame(frame).startswith("test_gradients_backward.py, line ")
-    assert backward.describe_frame(None) == "a library's code"
+    assert backward_passes.describe_frame(frame).startswith("test_gradients_backward.py, line ")
+    assert backward_passes.describe_frame(None) == "a library's code"

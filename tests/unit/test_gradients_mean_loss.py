@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distnb.collectives.mean_loss import MeanLossCheck
+from distnb.collectives.gradients.mean_loss import MeanLossCheck
 
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))

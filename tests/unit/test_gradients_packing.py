@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from distnb.collectives.aggregated import aggregated
-from distnb.collectives.packing import Pack, PackPool, Slot
+from distnb.collectives.gradients.aggregated import aggregated
+from distnb.collectives.gradients.flat_packing import Pack, PackPool, Slot
 
 
 def slot(tensor: torch.Tensor) -> Slot:

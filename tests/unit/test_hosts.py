@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from distnb.cluster.capacity import Capacity
 from distnb.cluster.connection import Connection, Keys, make_keys
-from distnb.cluster.hosts import HostOptions, make_plan, read_host_options
-from distnb.cluster.keeper import Assignment
-from distnb.cluster.lifeline import Lifeline
-from distnb.cluster.network import address_towards, interface_of, listening_address
-from distnb.cluster.remote import Hosts, plan_hosts
-from distnb.cluster.resolved import are_workers
+from distnb.cluster.local.capacity import Capacity
+from distnb.cluster.process_environment import without_another_place
+from distnb.cluster.remote.base import Hosts, plan_hosts
+from distnb.cluster.remote.heartbeat import Lifeline
+from distnb.cluster.remote.hosts import HostOptions, make_plan, read_host_options
+from distnb.cluster.remote.network import address_towards, interface_of, listening_address
+from distnb.cluster.remote.node_agent import Assignment
+from distnb.cluster.remote.resolved import are_workers
+from distnb.cluster.remote.srun import Slurm
+from distnb.cluster.remote.ssh import SSH
 from distnb.cluster.resolvers import SimpleClusterResolver, SlurmClusterResolver, TFConfigClusterResolver
-from distnb.cluster.slurm import Slurm
-from distnb.cluster.ssh import SSH
-from distnb.cluster.surroundings import without_another_place
 from distnb.errors import OptionError, StartError
 from distnb.topology import Device, Team
 from distnb.wire.channel import Switchboard
@@ -98,7 +98,7 @@ def test_whose_machines_the_workers_are(monkeypatch: pytest.MonkeyPatch) -> None
 def test_how_many_engines_a_machine_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Capacity(cores=16, memory_nbytes=2**40)
     found = {"a": (4, room), "b": (0, Capacity(cores=1, memory_nbytes=2**40))}
-    monkeypatch.setattr("distnb.cluster.remote.probe", lambda names, way: found)
+    monkeypatch.setattr("distnb.cluster.remote.base.probe", lambda names, way: found)
 
     notices: list[str] = []
 

@@ -32,10 +32,10 @@ def test_what_the_notebook_always_needs_does_without_torch(module: str):
     assert "torch" not in loaded_by(f"import {module}")
 
 
-@pytest.mark.parametrize("module", ["distnb.engine.agent", "distnb.engine.telemetry", "distnb.runtime.spmd"])
+@pytest.mark.parametrize("module", ["distnb.engine.agent", "distnb.engine.output.telemetry", "distnb.runtime.spmd"])
 def test_the_engine_side_loads_no_front_end(module: str):
     loaded = loaded_by(f"import {module}")
-    assert not {"ipywidgets", "anywidget", "distnb.magics", "distnb.widgets", "distnb.session"} & loaded
+    assert not {"ipywidgets", "anywidget", "distnb.magics", "distnb.widgets", "distnb.notebook"} & loaded
 
 
 @pytest.mark.parametrize("name", distnb.__all__)

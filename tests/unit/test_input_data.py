@@ -21,9 +21,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distnb.errors import OptionError, ProgramError, StructureError
-from distnb.input import children, iterations, reading
+from distnb.input import iterations, reading
 from distnb.input.dataset import DistributedDataset
 from distnb.input.distribute import distribute
+from distnb.input.sources import children
 from distnb.options import InputOptions
 from distnb.topology import Device
 

@@ -29,7 +29,7 @@ from torch.utils.data import (
 from distnb.errors import OptionError, ProgramError, StructureError
 from distnb.input.dataset import DistributedDataset
 from distnb.input.distribute import distribute
-from distnb.input.split import slice_bounds, split_batch
+from distnb.input.splitting.split import slice_bounds, split_batch
 from distnb.options import InputOptions
 from distnb.topology import Device
 from distnb.values.distributed import PerReplica

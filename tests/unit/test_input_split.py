@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from distnb.errors import StructureError
-from distnb.input.layout import count_examples, map_leaves
-from distnb.input.split import cut, slice_bounds, slice_sizes, split_batch
+from distnb.input.splitting.layout import count_examples, map_leaves
+from distnb.input.splitting.split import cut, slice_bounds, slice_sizes, split_batch
 
 Pair = namedtuple("Pair", "x y")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distnb.magics.held_interrupts import HeldInterrupts
-from distnb.session.interrupts import Interrupts
+from distnb.notebook.interrupts import Interrupts
 
 
 @pytest.fixture(autouse=True)

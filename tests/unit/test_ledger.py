@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distnb.collectives.board import KEY_NBYTES, RING, Board, Record
-from distnb.collectives.ledger import Ledger
+from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, Board, Record
+from distnb.collectives.verify.verifier import Ledger
 from distnb.errors import CollectiveMismatchError
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from distnb.collectives import signature
-from distnb.collectives.board import Record
-from distnb.collectives.ledger import Ledger
-from distnb.collectives.replicated import ReplicatedBoard
+from distnb.collectives.verify import signature
+from distnb.collectives.verify.collective_log import Record
+from distnb.collectives.verify.replicated_log import ReplicatedBoard
+from distnb.collectives.verify.verifier import Ledger
 from distnb.errors import CollectiveMismatchError
 
 KEY = signature.of_tensors("all_reduce", 0, None, [])
@@ -140,7 +140,7 @@ def test_what_is_taken_back_is_heard_of_where_the_first_word_was_read(
 
 def _forget(record: Record) -> None:
     """As on a replica that was never there."""
-    from distnb.collectives import callsite
+    from distnb.collectives.verify import callsite
 
     callsite._words_at.cache_clear()
     del callsite._by_identity[record.site]

@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 
-from distnb.collectives import callsite, signature, waiting
-from distnb.collectives.board import Board
-from distnb.collectives.waiting import Waits
+from distnb.collectives.group import waiting
+from distnb.collectives.group.waiting import Waits
+from distnb.collectives.verify import callsite, signature
+from distnb.collectives.verify.collective_log import Board
 from distnb.errors import CollectiveMismatchError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from distnb.errors import OptionError
-from distnb.session.live_model import HERE, MOST_POINTS, Curve, Line, LiveModel, VariableRow
+from distnb.notebook.output.live_model import HERE, MOST_POINTS, Curve, Line, LiveModel, VariableRow
 from distnb.strategies import live as live_module
 from distnb.strategies.live import TextProgress, live
 from distnb.topology import Device, Team

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from distnb.session import modules
-from distnb.session.modules import ModuleWatch
+from distnb.notebook.namespace import module_watch
+from distnb.notebook.namespace.module_watch import ModuleWatch
 
 
 @pytest.fixture
@@ -22,12 +22,12 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "own.pth").write_text(f"import os\n{tmp_path / 'linked'}\n")
     monkeypatch.setattr("site.getsitepackages", lambda: [str(tmp_path / "site")])
-    modules._given_folders.cache_clear()
+    module_watch._given_folders.cache_clear()
     monkeypatch.chdir(tmp_path / "here")
     for folder in ("here", "added", "given", "linked"):
         monkeypatch.syspath_prepend(str(tmp_path / folder))
     yield tmp_path
-    modules._given_folders.cache_clear()
+    module_watch._given_folders.cache_clear()
     for folder in ("here", "added", "given", "linked"):
         sys.modules.pop(f"module_{folder}", None)
 

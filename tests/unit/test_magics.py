@@ -16,7 +16,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 import distnb
-from distnb import session as sessions
+from distnb import notebook as sessions
 from distnb.cluster_resolver import (
     KubernetesClusterResolver,
     SimpleClusterResolver,
@@ -25,9 +25,9 @@ from distnb.cluster_resolver import (
 )
 from distnb.errors import OptionError
 from distnb.magics import load_ipython_extension, unload_ipython_extension
+from distnb.magics.cell_request import read_request
 from distnb.magics.cell_text import check_no_nested_magic, padded
 from distnb.magics.commands import COMMANDS
-from distnb.magics.request import read_request
 from distnb.options import StrategySpec
 from distnb.widgets.front import Front
 from tests.browser.replay import ReplaySession, install
@@ -140,7 +140,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         given.update(words)
         raise OptionError("nothing is started here")
 
-    monkeypatch.setattr("distnb.session.start", start)
+    monkeypatch.setattr("distnb.notebook.start", start)
     return given
 
 

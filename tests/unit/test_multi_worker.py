@@ -17,7 +17,7 @@ import torch
 
 import distnb
 from distnb import CommunicationImplementation, CommunicationOptions, errors
-from distnb.cluster.placement import Placement, own_interface, placement_of, split_address
+from distnb.cluster.worker_placement import Placement, own_interface, placement_of, split_address
 from distnb.cluster_resolver import SimpleClusterResolver
 
 TWO = {"worker": ["localhost:12345", "localhost:23456"]}

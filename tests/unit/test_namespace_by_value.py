@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from distnb.errors import CannotTravelError
-from distnb.session.handles import HANDLES
+from distnb.notebook.handles.handle import HANDLES
 from distnb.values import Mirrored, PerReplica
 from tests.worlds import Cell, DoubleWorld, PlainWorld, compare, distributed, modes_kept, ordinary, run_all
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from distnb.errors import CannotTravelError, DistributedValueError, StaleHandleError, StructureError, UnassignedError
-from distnb.session import modules
-from distnb.session.handles import HANDLES, RemoteMirrored, RemotePerReplica, state_of_handle
+from distnb.notebook.handles.handle import HANDLES, RemoteMirrored, RemotePerReplica, state_of_handle
+from distnb.notebook.namespace import module_watch
 from distnb.topology import Device, Team
 from distnb.values import Mirrored, PerReplica
 from tests.worlds import DoubleWorld, distributed, ordinary, run_all
@@ -642,14 +642,14 @@ def test_local_module_is_reloaded(world: DoubleWorld, tmp_path: Path, monkeypatc
     known = dict(delivery.modules)  # told once
     # %autoreload changes a module in place: only the version of its file tells. None: a reload failed.
     told: list[int | None] = [7]
-    modules.versions.append(lambda name: told[0] if name == "distnb_local_module" else None)
+    module_watch.versions.append(lambda name: told[0] if name == "distnb_local_module" else None)
     try:
         for told[0], expected in ((7, (1, False)), (8, (2, True)), (None, (2, True)), (8, (2, True)), (9, (3, True))):
             delivery = world.namespace.outgoing("local.value", world.team)
             known |= delivery.modules
             assert known["distnb_local_module"] == expected
     finally:
-        modules.versions.pop()
+        module_watch.versions.pop()
     del sys.modules["distnb_local_module"]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from distnb.session.instructions import Area, Change, Clear, Show, Write
-from distnb.session.output import HOLD_S, OutputMerger
+from distnb.notebook.output.instructions import Area, Change, Clear, Show, Write
+from distnb.notebook.output.output_merger import HOLD_S, OutputMerger
 from distnb.wire.messages import Display, Output
 
 

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from distnb.errors import MessageError
-from distnb.wire import freight, passage
+from distnb.wire import shared_memory_buffer, unix_socket
 from distnb.wire.codec import Frame
-from distnb.wire.harbour import Harbour
-from distnb.wire.passage import Passage, connect, pack
+from distnb.wire.listener import Harbour
+from distnb.wire.unix_socket import Passage, connect, pack
 from tests.processes import wait_until
 
 LARGE = 5 << 20
@@ -54,9 +54,9 @@ def pair(harbour: Harbour) -> Iterator[Pair]:
 
 
 def come(harbour: Harbour, engine: int, token: str = "") -> Passage:
-    passage = connect(harbour.name, token or harbour.token, engine)
-    assert passage is not None
-    return passage
+    unix_socket = connect(harbour.name, token or harbour.token, engine)
+    assert unix_socket is not None
+    return unix_socket
 
 
 def receive(end: Passage) -> list[Frame]:
@@ -85,7 +85,7 @@ def freight_in_memory() -> int:
 
 def message() -> list[Frame]:
     rng = np.random.default_rng(0)
-    sizes = (40, LARGE, 7, MIDDLE, freight.FREIGHT_NBYTES - 1, 2 * LARGE + 1, 2 * MIDDLE + 3, 0)
+    sizes = (40, LARGE, 7, MIDDLE, shared_memory_buffer.FREIGHT_NBYTES - 1, 2 * LARGE + 1, 2 * MIDDLE + 3, 0)
     return [b"\x80 header", *(rng.integers(0, 256, size, np.uint8).data for size in sizes)]
 
 
@@ -131,7 +131,7 @@ def test_each_receiver_has_its_own_and_the_sender_too(harbour: Harbour, nbytes: 
 
 
 def test_the_memory_cannot_be_changed_by_who_has_the_descriptor() -> None:
-    memory = freight.load([bytes(LARGE)])
+    memory = shared_memory_buffer.load([bytes(LARGE)])
     with pytest.raises(PermissionError):
         os.pwrite(memory.descriptor, b"x", 0)
     with pytest.raises(PermissionError):
@@ -139,7 +139,7 @@ def test_the_memory_cannot_be_changed_by_who_has_the_descriptor() -> None:
 
 
 def test_more_large_frames_than_a_message_may_have_descriptors(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freight, "_MOST_OWN", 2)
+    monkeypatch.setattr(shared_memory_buffer, "_MOST_OWN", 2)
     frames: list[Frame] = [b"header", *(np.full(LARGE, value, np.uint8).data for value in range(5))]
     packets = pack(frames)
     assert sum(memory is not None for _, memory in packets) == 3
@@ -148,7 +148,7 @@ def test_more_large_frames_than_a_message_may_have_descriptors(pair: Pair, monke
 
 
 def test_where_there_is_no_room_for_a_mapping_it_is_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freight, "_map", lambda descriptor, nbytes: None)
+    monkeypatch.setattr(shared_memory_buffer, "_map", lambda descriptor, nbytes: None)
     pair[0].send(pack(frames := message()))
     assert same(receive(pair[1]), frames)
 
@@ -358,4 +358,4 @@ def test_nobody_listens_there() -> None:
 
 
 def test_packets_are_no_larger_than_what_is_received_at_once() -> None:
-    assert max(len(data) for data, _ in pack([b"x" * 500_000, b"y" * 3000])) <= 1 + passage._PACKET_NBYTES
+    assert max(len(data) for data, _ in pack([b"x" * 500_000, b"y" * 3000])) <= 1 + unix_socket._PACKET_NBYTES

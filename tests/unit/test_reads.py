@@ -6,7 +6,7 @@ import builtins
 
 import pytest
 
-from distnb.session.reads import names_read
+from distnb.objects.reads import names_read
 
 _BUILTINS = frozenset(dir(builtins)) | {"get_ipython"}
 

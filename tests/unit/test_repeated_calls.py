@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from distnb.wire.environment import cell_began
+from distnb.objects.modes import cell_began
 from tests.worlds import DoubleWorld
 
 

@@ -13,8 +13,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from distnb.errors import ContextError
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
+from distnb.notebook.remote_runtime import RemoteScope
 from distnb.options import StrategySpec
-from distnb.session.remote import RemoteScope
 
 
 class FakeStrategy:

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from distnb.session.screen import SETTLE_S, Screen
+from distnb.notebook.output.screen import SETTLE_S, Screen
 
 
 def feed(screen: Screen, *pieces: str, now: float = 0.0) -> list[str]:

@@ -15,8 +15,8 @@ import torch
 import distnb
 from distnb import errors
 from distnb.options import StrategySpec
-from distnb.runtime import choice, progress
-from distnb.runtime.central_storage import check_places
+from distnb.runtime import choice, step_count
+from distnb.runtime.central.setup import check_places
 from distnb.strategies import resolve
 from distnb.values import PerReplica
 
@@ -267,24 +267,24 @@ def test_a_call_of_run_in_which_optimizers_step_is_one_training_step(strategy: A
     optimizers = [torch.optim.SGD([weight], 0.1), torch.optim.Adam([weight], 0.1)]
 
     def train(fail: bool = False) -> None:
-        places.append(progress.place()[0] - before)
+        places.append(step_count.place()[0] - before)
         for optimizer in optimizers:
             weight.sum().backward()
             optimizer.step()
-        places.append(progress.place()[0] - before)
+        places.append(step_count.place()[0] - before)
         if fail:
             raise KeyError("wrong")
 
-    before, places = progress.steps, list[int]()
+    before, places = step_count.steps, list[int]()
     for _ in range(2):
         strategy.run(train)
     strategy.run(lambda: weight.sum())  # evaluation
     with pytest.raises(KeyError, match="wrong"):
         strategy.run(train, (True,))
-    assert (progress.steps - before, progress.place()) == (2, (before + 2, 0))
+    assert (step_count.steps - before, step_count.place()) == (2, (before + 2, 0))
     assert places == [1, 1, 2, 2, 3, 3]
     optimizers[0].step()  # outside of run, as in code for torchrun
-    assert progress.steps - before == 3
+    assert step_count.steps - before == 3
 
 
 # -- reduce, gather, values -------------------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ import torch
 
 import distnb
 from distnb import accelerators
-from distnb.cluster import devices, tpu
+from distnb.cluster import devices, tpu_chips
 from distnb.cluster.devices import plan_devices
 from distnb.errors import OptionError, StartError
-from distnb.magics.request import read_request
+from distnb.magics.cell_request import read_request
+from distnb.notebook.teams import choose_engines
 from distnb.options import StrategySpec
-from distnb.session.teams import choose_engines
 from distnb.topology import Device
 
 CHIPS = [Device("tpu", index) for index in range(4)]
@@ -22,15 +22,15 @@ CHIPS = [Device("tpu", index) for index in range(4)]
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    tpu._found.cache_clear()
+    tpu_chips._found.cache_clear()
     yield
-    tpu._found.cache_clear()
+    tpu_chips._found.cache_clear()
 
 
 @pytest.fixture
 def four_chips(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = ",".join(f"localhost:{port}" for port in range(4))
-    monkeypatch.setattr(tpu, "_found", lambda: ({"TORCH_TPU_SLICEBUILDER_ADDRESSES": addresses}, ""))
+    monkeypatch.setattr(tpu_chips, "_found", lambda: ({"TORCH_TPU_SLICEBUILDER_ADDRESSES": addresses}, ""))
 
 
 def test_without_torch_tpu_the_error_names_the_package_and_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,15 +49,17 @@ def test_torch_tpu_without_a_chip_is_quoted(monkeypatch: pytest.MonkeyPatch) -> 
         raise StartError("torch_tpu finds no way to use a TPU chip of this machine: ValueError: got none.")
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(tpu, "_ask", ask)
-    assert tpu.chips() == 0
+    monkeypatch.setattr(tpu_chips, "_ask", ask)
+    assert tpu_chips.chips() == 0
     with pytest.raises(StartError, match=r"ValueError: got none\. .*Cloud TPU VM"):
         distnb.TPUStrategy()
 
 
 def test_chips_of_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(tpu, "_ask", lambda count: {"TORCH_TPU_SLICEBUILDER_ADDRESSES": "10.0.0.1:8070,10.0.0.2:8070"})
+    monkeypatch.setattr(
+        tpu_chips, "_ask", lambda count: {"TORCH_TPU_SLICEBUILDER_ADDRESSES": "10.0.0.1:8070,10.0.0.2:8070"}
+    )
     with pytest.raises(StartError, match="slice of several machines"):
         distnb.TPUStrategy()
 
@@ -113,7 +115,7 @@ def test_it_takes_the_engines_that_are_on_chips() -> None:
 
 def test_each_process_is_told_its_chip() -> None:
     launch = {"TORCH_TPU_TOPOLOGY": "2,1,1"}
-    told = tpu.chip_environment(CHIPS[1], CHIPS[:2], launch)
+    told = tpu_chips.chip_environment(CHIPS[1], CHIPS[:2], launch)
     assert told == launch | {
         "RANK": "1",
         "LOCAL_RANK": "1",
@@ -121,8 +123,8 @@ def test_each_process_is_told_its_chip() -> None:
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
     }
-    assert tpu.chip_environment(Device("cpu"), [Device("cpu")], {}) == {}
-    assert tpu.launch_environment([Device("cpu")]) == {}
+    assert tpu_chips.chip_environment(Device("cpu"), [Device("cpu")], {}) == {}
+    assert tpu_chips.launch_environment([Device("cpu")]) == {}
 
 
 def test_a_type_that_torch_does_not_know_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:

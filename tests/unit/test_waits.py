@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from distnb.collectives.board import Board, Wait
-from distnb.collectives.waiting import Waits
+from distnb.collectives.group.waiting import Waits
+from distnb.collectives.verify.collective_log import Board, Wait
 from distnb.errors import CollectiveMismatchError
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from distnb.collectives import callsite, wording
+from distnb.collectives.verify import callsite, wording
 
 
 def here(*args: object, **kwargs: object) -> str | None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distnb.collectives.gradients import mark_aggregated
+from distnb.collectives.gradients.gradient_sync import mark_aggregated
 from distnb.errors import GradientError, MeanLossError, UnsyncedGradientError
 from tests.multiprocess.gradient_cases.replica import Replica, case, loss_of, mlp, same
 

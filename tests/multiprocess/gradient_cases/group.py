@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from distnb.collectives import groups
+from distnb.collectives.group import groups
 
 
 class NotedGroup:
-    """`distnb.collectives.groups.Group`, with a list of the calls; the generation can be set."""
+    """`distnb.collectives.group.groups.Group`, with a list of the calls; the generation can be set."""
 
     def __init__(self) -> None:
         self.inner = groups.join_from_env()

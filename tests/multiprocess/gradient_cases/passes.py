@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from distnb.collectives import buckets
-from distnb.collectives.gradients import is_mirrored
+from distnb.collectives.gradients import buckets
+from distnb.collectives.gradients.gradient_sync import is_mirrored
 from distnb.errors import GradientError
 from tests.multiprocess.gradient_cases.replica import Branches, Replica, case, loss_of, mlp, same
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distnb.collectives.gradients import GradientSync
+from distnb.collectives.gradients.gradient_sync import GradientSync
 
 CASES: dict[str, Callable[[Replica], None]] = {}
 

@@ -1,0 +1,133 @@
+"""Where a cluster's engines run, as far as starting and ending them goes: on this machine, or on others."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distnb.cluster import tpu_chips
+from distnb.cluster.local.processes import Processes
+from distnb.cluster.process_environment import engine_environment, engines_environment
+from distnb.topology import Device
+
+__all__ = ["EngineEnded", "EngineOrder", "Ground", "Launched", "ThisMachine"]
+
+Launched = Callable[[int, int], None]
+"""Called with (engine, pid) when an engine has a process, and again when that is another one."""
+
+EngineEnded = Callable[[int, int, str, bool], None]
+"""Called with (engine, pid, status in words, whether its end was our own doing) in the watcher's thread."""
+
+
+@dataclass(frozen=True)
+class EngineOrder:
+    """One engine that is to be started.
+
+    Attributes:
+        engine: Its id.
+        device: Where it computes.
+        directory: The cluster's run directory on this machine.
+        log: The file for what it writes outside programs.
+        agent: Module whose `install` makes an engine of the process.
+        replaces: Whether an engine of the same id was there before.
+    """
+
+    engine: int
+    device: Device
+    directory: Path
+    log: Path
+    agent: str
+    replaces: bool
+
+
+class Ground(ABC):
+    """Starts engines. Each is a process of this machine to the cluster, which leads a process group of its own.
+
+    Attributes:
+        has_controller: Whether ipyparallel's controller reaches the engines.
+        patience_s: How long an engine that was let go may take.
+    """
+
+    has_controller: bool
+    patience_s: float
+
+    @abstractmethod
+    def launch(
+        self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
+    ) -> None:
+        """Start engines, in a thread that stays until they are ready.
+
+        Raises:
+            OSError: A process could not be started.
+        """
+
+    @abstractmethod
+    def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:
+        """What asks engines to end; None where a signal does."""
+
+    @abstractmethod
+    def host(self, engine: int) -> str:
+        """The name of an engine's machine; "" for this one."""
+
+    @abstractmethod
+    def describe(self, engine: int, status: int | None, words: str) -> str:
+        """How an engine ended, in words that follow its name.
+
+        Args:
+            status: The exit status of its process here.
+            words: The same in words, as of a process of this machine.
+        """
+
+    @abstractmethod
+    def lost_with(self, engine: int, status: int | None) -> tuple[int, ...]:
+        """Other engines that are gone for the same reason: their machine cannot be reached any more."""
+
+
+class ThisMachine(Ground):
+    """Engines beside the notebook, through ipyparallel's local launcher.
+
+    Args:
+        devices: One per engine.
+    """
+
+    has_controller = True
+    patience_s = 2.0
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = tuple(devices)
+        self._for_chips: dict[str, str] | None = None
+
+    def launch(
+        self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
+    ) -> None:
+        """Start engines, forked from one process."""
+        # Imported late: `distnb run` and those who only ask for devices need no ipyparallel.
+        from distnb.cluster.local.forking import fork_engines
+
+        if self._for_chips is None:
+            self._for_chips = tpu_chips.launch_environment(self._devices)
+        shared = engines_environment(len(self._devices), orders[0].directory, agent=orders[0].agent)
+        own = [
+            engine_environment(order.engine, order.device, replaces=order.replaces)
+            | tpu_chips.chip_environment(order.device, self._devices, self._for_chips)
+            for order in orders
+        ]
+        fork_engines(orders, shared, own, processes, launched, ended)
+
+    def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:
+        """A signal does that here."""
+        return None
+
+    def host(self, engine: int) -> str:
+        """This machine."""
+        return ""
+
+    def describe(self, engine: int, status: int | None, words: str) -> str:
+        """As of any process."""
+        return words
+
+    def lost_with(self, engine: int, status: int | None) -> tuple[int, ...]:
+        """None: the notebook would be gone too."""
+        return ()

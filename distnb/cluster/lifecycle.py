@@ -1,0 +1,396 @@
+"""The engines of a cluster, from their start to their end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from distnb.cluster.connection import Connection, connection_path, make_run_directory, remove_run_directory
+from distnb.cluster.launcher import EngineOrder, Ground, ThisMachine
+from distnb.cluster.local.orphans import end_group, forget_group, record_group
+from distnb.cluster.local.processes import Processes
+from distnb.cluster.local.watcher import Watcher
+from distnb.errors import NoClusterError, StartError
+from distnb.topology import Device
+
+__all__ = ["Cluster", "EngineProcess"]
+
+_START_TIMEOUT_S = 180.0
+_CONTROLLER_TRIES = 3
+_LOG_LINES = 15
+
+OnExit = Callable[[int, int, str], None]
+OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    """The process of an engine.
+
+    Attributes:
+        engine: Its id.
+        pid: Its process id (for an engine on another machine that of ssh); it leads a process group of its own.
+        device: Where it computes.
+        ready: Whether its agent serves programs.
+        ended: How the process ended, in words; empty while it lives.
+    """
+
+    engine: int
+    pid: int
+    device: Device
+    ready: bool = False
+    ended: str = ""
+
+
+class Cluster:
+    """Engines launched through ipyparallel, with a watcher that knows at once when one ends.
+
+    It is started once. All methods run in the notebook process, and any thread may call them.
+
+    Args:
+        devices: One per engine, as `plan_devices` gives them.
+        connection: How engines reach this process; written to a secret file.
+        on_exit: Called with (engine, pid, status in words) in the watcher's thread when an engine ends unasked.
+        on_progress: Called with a line of text, in the thread that starts, each time there is news.
+        agent: Module whose `install(shell, connection, engine, device)` makes an engine of a process.
+        ground: Where the engines run; None for this machine.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        connection: Connection,
+        *,
+        on_exit: OnExit = lambda engine, pid, status: None,
+        on_progress: OnProgress = lambda text: None,
+        agent: str = "distnb.engine.agent",
+        ground: Ground | None = None,
+    ) -> None:
+        self.devices = tuple(devices)
+        self._connection = connection
+        self._on_exit = on_exit
+        self._on_progress = on_progress
+        self._agent = agent
+        self.ground = ground if ground is not None else ThisMachine(self.devices)
+        self._lock = threading.RLock()  # one start, stop or restart at a time
+        self._engines: dict[int, EngineProcess] = {}
+        self._processes: Processes | None = None
+        self._directory: Path | None = None
+        self._controller_pid: int | None = None
+        self._controller_tries = 0
+        self._stopping = False
+        self._controller_trouble = ""
+        self._owner = os.getpid()
+
+    # -- what there is ----------------------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> dict[int, EngineProcess]:
+        """The last process of every engine, dead or alive, by id."""
+        return dict(sorted(self._engines.items()))
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ids of engines whose process has ended."""
+        return tuple(process.engine for process in self.engines.values() if process.ended)
+
+    def notice_ends(self) -> None:
+        """Have `missing` tell of every engine that ends at this moment, too."""
+        processes = self._processes
+        if processes is not None:
+            processes.notice([process.pid for process in self._engines.values() if not process.ended])
+
+    @property
+    def running(self) -> bool:
+        """Whether the cluster was started and not stopped."""
+        return self._processes is not None
+
+    @property
+    def directory(self) -> Path:
+        """The private directory of this cluster: secrets and logs. Raises NoClusterError when it is not running."""
+        if self._directory is None:
+            raise NoClusterError("This cluster is not running, so it has no files. Start one with %distnb start.")
+        return self._directory
+
+    @property
+    def client_file(self) -> Path:
+        """For `ipyparallel.Client(path)`: ipyparallel's own way to these engines. It appears soon after the start."""
+        return self.directory / "security" / "ipcontroller-client.json"
+
+    @property
+    def controller_trouble(self) -> str:
+        """Why ipyparallel's controller is not there; empty while all is well. Our own channel does not need it."""
+        return self._controller_trouble
+
+    def log_tail(self, engine: int, lines: int = _LOG_LINES) -> str:
+        """The last lines that an engine wrote outside programs, indented."""
+        return _tail(self._log_path(engine), lines)
+
+    def _log_path(self, engine: int) -> Path:
+        return self.directory / "log" / f"engine-{engine}.log"
+
+    # -- start ------------------------------------------------------------------------------------------------------
+
+    def start(self, *, meanwhile: Callable[[], object] = lambda: None, timeout_s: float = _START_TIMEOUT_S) -> None:
+        """Start the engines and return when each one's agent serves.
+
+        Args:
+            meanwhile: Done in this thread while the engines load.
+            timeout_s: How long all engines together may take.
+
+        Raises:
+            StartError: An engine ended or did not come up; its last lines are in the text. Nothing is left behind.
+        """
+        with self._lock:
+            if self.running:
+                raise StartError(f"This cluster is already running ({_engines(len(self._engines))}). Stop it first.")
+            atexit.register(self.stop)
+            self._stopping = False
+            try:
+                self._directory = make_run_directory()
+                (self._directory / "log").mkdir()
+                self._processes = Processes(Watcher(self._directory, self._engine_ready))
+                names = ", ".join(map(str, self.devices))
+                self._on_progress(f"starting {_engines(len(self.devices))} on {names}")
+                # Last of all: each engine sees to it that the file goes with this process.
+                self._connection.write(self._directory)
+                self._launch(self._processes, range(len(self.devices)))
+                meanwhile()
+                self._wait_until_ready(self._processes, range(len(self.devices)), timeout_s)
+                # Its imports would take the cores from the engines', and nothing of ours waits for it.
+                self._launch_guardian(self._processes)
+            except BaseException:
+                self.stop()
+                raise
+
+    def restart(
+        self,
+        engines: Iterable[int] | None = None,
+        *,
+        on_progress: OnProgress = lambda text: None,
+        timeout_s: float = _START_TIMEOUT_S,
+    ) -> None:
+        """Replace engines by new processes with the same ids and devices.
+
+        Args:
+            engines: Which; None for those that have ended.
+            on_progress: Called with a line of text each time there is news.
+            timeout_s: How long all of them together may take.
+
+        Raises:
+            NoClusterError: The cluster is not running.
+            StartError: There is no such engine, or a new one did not come up: it is missing then.
+        """
+        with self._lock:
+            if self._processes is None:
+                raise NoClusterError("There is no running cluster whose engines could be restarted. Start one first.")
+            wanted = sorted(set(self.missing if engines is None else engines))
+            for engine in wanted:
+                if engine not in self._engines:
+                    raise StartError(f"There is no engine {engine!r}; there are engines 0 to {len(self.devices) - 1}.")
+            self._on_progress = on_progress
+            if not wanted:
+                return
+            self._end(self._processes, wanted)
+            try:
+                self._launch(self._processes, wanted, replaces=True)
+                self._wait_until_ready(self._processes, wanted, timeout_s)
+            except BaseException:
+                self._end(self._processes, wanted)
+                raise
+
+    def _launch(self, processes: Processes, engines: Sequence[int], *, replaces: bool = False) -> None:
+        orders = [
+            EngineOrder(
+                engine, self.devices[engine], self.directory, self._log_path(engine), self._agent, replaces=replaces
+            )
+            for engine in engines
+        ]
+        with processes.changed:
+            try:
+                self.ground.launch(orders, processes, self._engine_launched, self._engine_ended)
+            except OSError as error:
+                which = f"engine{'s' if len(orders) > 1 else ''} {', '.join(map(str, engines))}"
+                raise StartError(f"The process of {which} could not be started: {error}.") from error
+
+    def _engine_launched(self, engine: int, pid: int) -> None:
+        self._engines[engine] = EngineProcess(engine, pid, self.devices[engine])
+        record_group(self.directory, pid)
+
+    def _wait_until_ready(self, processes: Processes, engines: Iterable[int], timeout_s: float) -> None:
+        wanted, told = tuple(engines), -1
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ready = 0
+            for process in (self._engines[engine] for engine in wanted):
+                if process.ended:
+                    raise StartError(
+                        f"Engine {process.engine} ({process.device}) {process.ended} while it started. "
+                        f"The last lines of its log:\n{self.log_tail(process.engine)}"
+                    )
+                ready += process.ready
+            if ready != told:
+                self._on_progress(f"{ready} of {_engines(len(wanted))} ready")
+                told = ready
+            if ready == len(wanted):
+                return
+            with processes.changed:
+                news = processes.changed.wait_for(partial(self._have_news, wanted, ready), deadline - time.monotonic())
+            if not news:
+                late = next(engine for engine in wanted if not self._engines[engine].ready)
+                raise StartError(
+                    f"Engine {late} did not come up within {timeout_s:.0f} s, and was ended. "
+                    f"The last lines of its log:\n{self.log_tail(late)}"
+                )
+
+    def _have_news(self, engines: Sequence[int], ready: int) -> bool:
+        processes = [self._engines[engine] for engine in engines]
+        return any(process.ended for process in processes) or sum(process.ready for process in processes) != ready
+
+    # -- in the watcher's thread ------------------------------------------------------------------------------------
+
+    def _engine_ready(self, engine: int) -> None:
+        processes = self._processes
+        if processes is not None and engine in self._engines:
+            with processes.changed:
+                self._engines[engine] = replace(self._engines[engine], ready=True)
+                processes.changed.notify_all()
+
+    def _engine_ended(self, engine: int, pid: int, words: str, expected: bool) -> None:
+        processes, directory = self._processes, self._directory
+        if processes is None or directory is None:
+            return
+        forget_group(directory, pid)
+        status = processes.status(pid)
+        self._bury(processes, engine, pid, self.ground.describe(engine, status, words), expected)
+        if expected:
+            return
+        for other in self.ground.lost_with(engine, status):
+            process = self._engines.get(other)  # none while the cluster starts
+            if process is not None and not process.ended:
+                end_group(process.pid)  # it is reaped in this thread, so the number is still its own
+                self._bury(processes, other, process.pid, self.ground.describe(other, status, words), False)
+
+    def _bury(self, processes: Processes, engine: int, pid: int, status: str, expected: bool) -> None:
+        """Note an engine's end, once."""
+        with processes.changed:
+            process = self._engines[engine]
+            if process.pid != pid or process.ended:
+                return
+            self._engines[engine] = replace(process, ended=status)
+            processes.changed.notify_all()
+        if not expected:
+            self._on_exit(engine, pid, status)
+
+    # -- ipyparallel's controller -----------------------------------------------------------------------------------
+
+    def _launch_guardian(self, processes: Processes) -> None:
+        """The controller, which is the guard too; where it cannot reach the engines, the guard alone."""
+        if self.ground.has_controller:
+            self._launch_controller(processes)
+            return
+        from distnb.cluster.local.ipyparallel_launchers import launch_guard
+
+        self._controller_trouble = "ipyparallel's own channel is not there for engines on other machines."
+        start = partial(launch_guard, self.directory, self.directory / "log" / "guard.log")
+        self._controller_pid = processes.launch(start, lambda pid, status, expected: None)
+
+    def _launch_controller(self, processes: Processes) -> None:
+        from distnb.cluster.local.ipyparallel_launchers import launch_controller
+
+        self._controller_tries += 1
+        for stale in (self.directory / "security").glob("ipcontroller-*.json"):
+            stale.unlink(missing_ok=True)
+        log = self.directory / "log" / f"controller-{self._controller_tries}.log"
+        with processes.changed:
+            start = partial(launch_controller, self.directory, log)
+            self._controller_pid = processes.launch(start, partial(self._controller_ended, log))
+        record_group(self.directory, self._controller_pid)
+
+    def _controller_ended(self, log: Path, pid: int, status: str, expected: bool) -> None:
+        """In the watcher's thread. That another process took one of its ports in the meantime is the usual reason."""
+        processes = self._processes
+        if expected or processes is None:
+            return
+        with processes.changed:
+            if self._stopping:
+                return
+            # Later the engines are already joined to it, and would not find another.
+            early = not self.client_file.exists()
+            if early and self._controller_tries < _CONTROLLER_TRIES:
+                self._launch_controller(processes)
+                return
+        self._controller_trouble = (
+            f"ipyparallel's controller {status}. The last lines of its log:\n{_tail(log, _LOG_LINES)}"
+        )
+
+    # -- end --------------------------------------------------------------------------------------------------------
+
+    def _end(
+        self,
+        processes: Processes,
+        engines: Iterable[int],
+        others: Sequence[int] = (),
+        ask: Callable[[], None] | None = None,
+    ) -> None:
+        """End engines, and other processes: they are let go, then come SIGTERM and SIGKILL."""
+        with processes.changed:  # no engine gets another process meanwhile
+            pids = {self._engines[engine].pid for engine in engines}.union(others)
+            processes.expect(pids)
+        processes.end([*pids], ask or self.ground.letting_go([*pids]), self.ground.patience_s)
+
+    def stop(self, ask: Callable[[], None] | None = None) -> None:
+        """End every process of the cluster and remove its files. Does nothing when it is not running.
+
+        Args:
+            ask: Asks the engines to end by themselves; then come SIGTERM and SIGKILL.
+
+        Raises:
+            ClusterError: A process did not even end by SIGKILL (it hangs in the kernel); the rest is gone.
+        """
+        if os.getpid() != self._owner:
+            return  # a forked child: these are not its processes
+        with self._lock:
+            processes, directory = self._processes, self._directory
+            if processes is not None:
+                with processes.changed:
+                    self._stopping = True  # no controller is started any more
+            guardian = [] if self._controller_pid is None else [self._controller_pid]
+            # Whoever kills this process from here on leaves no key behind: the engines need theirs no more, and the
+            # guardian, which removes what is left, ends last.
+            if directory is not None:
+                connection_path(directory).unlink(missing_ok=True)
+            try:
+                if processes is not None:
+                    self._end(processes, [*self._engines], ask=ask)
+            finally:
+                self._processes = self._directory = self._controller_pid = None
+                atexit.unregister(self.stop)
+                if directory is not None:
+                    remove_run_directory(directory)
+                if processes is not None:
+                    try:
+                        processes.kill(guardian)
+                    finally:
+                        processes.watcher.close()
+                if directory is not None:
+                    remove_run_directory(directory)  # what the guardian wrote meanwhile
+
+
+def _engines(n: int) -> str:
+    return f"{n} engine" if n == 1 else f"{n} engines"
+
+
+def _tail(path: Path, lines: int) -> str:
+    """The last lines of a log, without those empty lines at its end, indented."""
+    try:
+        text = path.read_text(errors="replace").rstrip().splitlines()[-lines:]
+    except OSError:
+        text = []
+    return "\n".join(f"    {line}" for line in text) or "    (it is empty)"

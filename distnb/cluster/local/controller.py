@@ -1,0 +1,43 @@
+"""`python -m distnb.cluster.local.controller PID DIRECTORY …`: ipyparallel's controller, ended with the notebook.
+
+It is also the guard of the engines: see `distnb.cluster.local.guardian`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from distnb.cluster.local.guardian import guard
+
+__all__ = ["main"]
+
+
+def main(notebook_pid: int, directory: Path, arguments: list[str]) -> None:
+    """Run the controller until it is told to end, or the notebook is gone.
+
+    Args:
+        notebook_pid: The process to watch.
+        directory: The cluster's run directory, removed with the notebook.
+        arguments: ipyparallel's own command line.
+    """
+    os.umask(0o077)  # its connection files hold the key
+    guard(notebook_pid, directory)
+    from ipyparallel.controller.app import IPController
+
+    class Controller(IPController):  # type: ignore[misc]
+        def save_connection_dict(self, fname: str, cdict: dict[str, Any]) -> None:
+            """Let the file appear whole: whoever waits for it reads it the moment that it is there."""
+            path = Path(self.profile_dir.security_dir, fname)
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(cdict, indent=2))
+            part.replace(path)
+
+    Controller.launch_instance(arguments)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,274 @@
+"""A script on several replicas of this machine: what `distnb run` does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from distnb.cluster import tpu_chips
+from distnb.cluster.connection import make_run_directory, remove_run_directory
+from distnb.cluster.local.orphans import end_process, record_group
+from distnb.cluster.local.processes import Processes, Reaped, describe_status
+from distnb.cluster.local.script_replica import error_path
+from distnb.cluster.local.watcher import Watcher
+from distnb.cluster.process_environment import Seat, import_environment, script_environment
+from distnb.cluster.rendezvous_store import RendezvousStore, free_port
+from distnb.cluster.worker_placement import Placement, network_environment, own_interface, split_address
+from distnb.errors import StartError
+from distnb.topology import Device
+
+__all__ = ["run_script"]
+
+_LAST_WORDS_S = 3.0  # what a replica that reported an error gets to end by itself
+_PYTHON = (sys.executable, "-P", "-m")
+
+
+def run_script(command: Sequence[str], devices: Sequence[Device], placement: Placement | None = None) -> int:
+    """Run a script once per device, as replicas of one another, and wait for the end of all.
+
+    As one worker of a cluster of machines, its replicas are some of the cluster's. The chief's launcher serves the
+    store on the chief's address.
+
+    Their lines are printed as they come, marked with the replica. When one fails the others are ended, and its own
+    traceback is shown last.
+
+    Args:
+        command: `SCRIPT ARGUMENT…` or `-m MODULE ARGUMENT…`.
+        devices: One per replica.
+        placement: Which worker of a cluster this is; None for a script that stays on this machine.
+
+    Returns:
+        The exit code: 0, or that of the replica that failed first (128 + n for signal n).
+
+    Raises:
+        KeyboardInterrupt: The user ended it. All replicas are gone then.
+        StartError: A replica could not be started, or an address of the cluster is not this machine's.
+    """
+    if placement is not None and any(device.type == "tpu" for device in devices):
+        raise StartError(
+            "A cluster of several machines (TF_CONFIG) on TPU chips: distnb uses the chips of one machine."
+        )
+    with ExitStack() as undo:  # each step is undone, also when undoing another fails
+        directory = make_run_directory()
+        undo.callback(remove_run_directory, directory)
+        store, seat = _store_and_seat(placement, directory)
+        # torch loads here while it loads in the replicas; who asks early waits in the queue.
+        serving = None
+        if store is not None:
+            undo.callback(store.close)
+            serving = threading.Thread(target=store.serve, name="distnb-store", daemon=True)
+            undo.callback(_finish, serving)
+        run = _Run(directory, mark=len(devices) > 1, first=seat.worker * len(devices), size=seat.workers * len(devices))
+        undo.callback(run.close)
+        for_chips = tpu_chips.launch_environment(devices)
+        for rank, device in enumerate(devices):
+            environment = script_environment(rank, device, devices, seat) | (for_chips if device.type == "tpu" else {})
+            replica = [*_PYTHON, "distnb.cluster.local.script_replica", str(os.getpid()), str(directory), str(rank)]
+            run.start_replica([*replica, *command], environment)
+        run.start_guard()
+        if serving is not None:
+            serving.start()
+        try:
+            return run.wait()
+        except KeyboardInterrupt:
+            run.end_all(interrupt=True)
+            raise
+
+
+def _store_and_seat(placement: Placement | None, directory: Path) -> tuple[RendezvousStore | None, Seat]:
+    """The store, if it is served here, and where this worker's replicas stand."""
+    if placement is None:
+        return None, Seat("127.0.0.1", free_port(), str(directory / "store"))
+    interface, address = own_interface(placement)
+    host, port = split_address(placement.chief.address)
+    served = RendezvousStore(port, address) if placement.index == 0 else None
+    network = network_environment(interface)
+    where = address if served else host
+    return served, Seat(where, port, worker=placement.index, workers=len(placement.workers), network=network)
+
+
+def _finish(thread: threading.Thread) -> None:
+    """Wait for a thread if it was started: an interpreter that ends while one imports torch may crash."""
+    if thread.is_alive():
+        thread.join()
+
+
+class _Run:
+    """The replicas of one script on this machine.
+
+    Args:
+        directory: The run's own.
+        mark: Whether lines carry the replica's number.
+        first: The number of the first one.
+        size: How many there are on all machines.
+    """
+
+    def __init__(self, directory: Path, *, mark: bool, first: int, size: int) -> None:
+        self._first, self._size = first, size
+        self._directory = directory
+        self._mark = mark
+        self._failed: list[int] = []  # ranks in the order in which their failures were heard of
+        self._unheard = False  # the reader of our output has gone
+        self._pids: list[int] = []
+        self._guard_pid: int | None = None
+        self._printers: list[threading.Thread] = []
+        self._print_lock = threading.Lock()
+        self._processes = Processes(Watcher(directory, self._reported))
+
+    def start_replica(self, command: list[str], environment: dict[str, str]) -> None:
+        rank = len(self._pids)
+        with self._processes.changed:
+            self._pids.append(self._processes.launch(partial(self._open, command, environment, rank), self._ended))
+        record_group(self._directory, self._pids[rank])
+
+    def start_guard(self) -> None:
+        command = [*_PYTHON, "distnb.cluster.local.guardian", str(os.getpid()), str(self._directory)]
+        start = partial(self._open, command, os.environ | import_environment(), None)
+        self._guard_pid = self._processes.launch(start, lambda pid, status, expected: None)
+
+    def _open(
+        self, command: list[str], environment: dict[str, str], rank: int | None, watcher: Watcher, ended: Reaped
+    ) -> int:
+        piped = None if rank is None else subprocess.PIPE
+        child = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=piped, stderr=piped, start_new_session=True
+        )
+
+        def reaped(pid: int, status: int | None) -> None:
+            child.returncode = status or 0  # so that subprocess does not wait for it too
+            ended(pid, status)
+
+        watcher.watch(child.pid, partial(reaped, child.pid))
+        if rank is not None:
+            self._print_lines(rank, child.stdout, sys.stdout)
+            self._print_lines(rank, child.stderr, sys.stderr)
+        return child.pid
+
+    def _print_lines(self, rank: int, pipe: IO[bytes] | None, target: IO[str]) -> None:
+        assert pipe is not None
+        lines, mark = _lines(pipe), f"[{self._first + rank}] " if self._mark else ""
+
+        def forward() -> None:
+            for line in lines:
+                try:
+                    with self._print_lock:
+                        target.write(mark + line)
+                        target.flush()
+                except BrokenPipeError:
+                    self._nobody_listens()
+                    return
+
+        thread = threading.Thread(target=forward, name=f"distnb-print-{rank}", daemon=True)
+        thread.start()
+        self._printers.append(thread)
+
+    def _nobody_listens(self) -> None:
+        with self._processes.changed:
+            self._unheard = True
+            self._processes.changed.notify_all()
+
+    # -- in the watcher's thread ------------------------------------------------------------------------------------
+
+    def _reported(self, rank: int) -> None:
+        with self._processes.changed:
+            if rank not in self._failed:
+                self._failed.append(rank)
+            self._processes.changed.notify_all()
+
+    def _ended(self, pid: int, status: str, expected: bool) -> None:
+        with self._processes.changed:
+            rank = self._pids.index(pid)
+            if self._processes.status(pid) != 0 and not expected and rank not in self._failed:
+                self._failed.append(rank)
+            self._processes.changed.notify_all()
+
+    # -- in the main thread -----------------------------------------------------------------------------------------
+
+    def wait(self) -> int:
+        """Until all have ended well, or one has failed."""
+        processes = self._processes
+        with processes.changed:
+            processes.changed.wait_for(
+                lambda: self._failed or self._unheard or all(map(processes.has_ended, self._pids))
+            )
+            if self._unheard:
+                return 128 + signal.SIGPIPE  # closed by the `finally` of our caller
+            if not self._failed:
+                return 0
+            reported = [self._pids[rank] for rank in self._failed]
+            processes.changed.wait_for(lambda: any(map(processes.has_ended, reported)), _LAST_WORDS_S)
+        self.end_all()
+        return self._explain(*self._first_failure())
+
+    def _first_failure(self) -> tuple[int, str]:
+        """The replica whose error came first, and its traceback; one that was killed has none and goes by its end."""
+        errors = []
+        for rank in range(len(self._pids)):
+            try:
+                error = json.loads(error_path(self._directory, rank).read_text())
+                errors.append((float(error["time"]), rank, str(error["traceback"])))
+            except (OSError, ValueError):
+                continue
+        first = self._failed[0]
+        if errors and any(rank == first for _, rank, _ in errors):
+            _, rank, text = min(errors)
+            return rank, text
+        return first, ""
+
+    def _explain(self, rank: int, text: str) -> int:
+        status = self._processes.status(self._pids[rank])
+        how, code = describe_status(status), 1 if not status else status if status > 0 else 128 - status
+        if text and code != 1:
+            how, code = "failed", 1  # it had told of its error, and was ended before it could exit
+        others = len(self._pids) - 1
+        ended = ("", " The other replica was ended.")[others] if others < 2 else f" The {others} others were ended."
+        ended = ended.replace(" was", " here was").replace(" were", " here were") if self._size > others + 1 else ended
+        print(f"distnb run: replica {self._first + rank} of {self._size} {how}.{ended}", file=sys.stderr)
+        if text and others:
+            print(f"Its traceback:\n\n{text}", end="", file=sys.stderr)
+        sys.stderr.flush()
+        return code
+
+    def end_all(self, *, interrupt: bool = False) -> None:
+        """End the replicas that live; an interrupt first, where the user gave one."""
+        living = [pid for pid in self._pids if not self._processes.has_ended(pid)]
+
+        def ask() -> None:
+            with self._processes.changed:
+                for pid in living:
+                    if not self._processes.has_ended(pid):
+                        end_process(pid, signal.SIGINT)
+
+        self._processes.end(living, ask if interrupt else None)
+        for printer in self._printers:
+            printer.join(timeout=1.0)
+
+    def close(self) -> None:
+        """Nothing of it is left afterwards, however it went."""
+        try:
+            self.end_all()
+        finally:
+            if self._guard_pid is not None:
+                self._processes.end([self._guard_pid])
+            self._processes.watcher.close()
+
+
+def _lines(pipe: IO[bytes]) -> Iterator[str]:
+    """Text lines of a pipe as they come. A carriage return ends a line too, so that progress bars move."""
+    rest = b""
+    while data := os.read(pipe.fileno(), 65536):
+        *lines, rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", rest + data)
+        yield from (line.decode(errors="replace") for line in lines if line.strip(b"\r"))
+    if rest:
+        yield rest.decode(errors="replace") + "\n"
+    pipe.close()

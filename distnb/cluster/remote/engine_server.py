@@ -1,0 +1,301 @@
+"""What a worker machine runs: it waits for notebooks that know the secret, and keeps their engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from distnb.cluster.process_environment import import_environment
+from distnb.cluster.remote.calling import (
+    BEAT,
+    BEAT_S,
+    END,
+    ERROR,
+    INPUT,
+    LOST,
+    OUTPUT,
+    SILENCE_S,
+    START,
+    STATUS,
+    Silence,
+)
+from distnb.cluster.remote.network import interface_of
+from distnb.cluster.remote.secret import read_secret, secret_path
+from distnb.cluster.resolvers.spec import ClusterSpec
+from distnb.cluster.worker_placement import split_address
+from distnb.errors import OptionError, StartError
+from distnb.wire.channel import OneClientKey
+
+__all__ = ["Server", "serve_until_signal"]
+
+_PROTOCOL = "distnb"
+_TASKS = (b"probe", b"serve")
+_END_S = 10.0
+_CHUNK = 1 << 16
+
+
+class _Keeper:
+    """A keeper's process, and who called for it."""
+
+    def __init__(self, task: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "distnb.cluster.remote.node_agent", task],
+            env=os.environ | import_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.silence = Silence()
+        stdin, stdout, stderr = self.process.stdin, self.process.stdout, self.process.stderr
+        assert stdin is not None
+        assert stdout is not None
+        assert stderr is not None
+        self._input = stdin
+        self.open = {stdout.fileno(): OUTPUT, stderr.fileno(): ERROR}
+
+    def tell(self, data: bytes) -> None:
+        """Write to its standard input: an assignment, which fits into a pipe."""
+        try:
+            self._input.write(data)
+            self._input.flush()
+        except (BrokenPipeError, ValueError):
+            pass  # it has ended; its status says how
+
+    def let_go(self) -> None:
+        """It ends its engine, and itself: nobody is there any more who wants it."""
+        try:
+            self._input.close()
+        except BrokenPipeError:
+            pass
+
+    def close(self) -> None:
+        """Free what it held here; it has ended."""
+        self.let_go()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+class Server:
+    """A task of a cluster that waits for its coordinator: a notebook that calls `distnb.start(cluster_resolver=…)`.
+
+    It listens on the address that the cluster gives its task, and only there. Callers prove that they know the secret
+    file; what they say is encrypted. Whoever knows the secret can run code as this user.
+
+    Args:
+        cluster_spec: The cluster, as `ClusterSpec` takes it.
+        job_name: The job of this task.
+        task_index: Its index in the job.
+        protocol: "distnb", or None for the same: there is no other.
+        start: Listen at once; with False `start()` does so.
+        secret: The secret file (mode 0600); None for the one that DISTNB_SECRET_FILE names.
+
+    Raises:
+        OptionError: The cluster has no such task, or the protocol is not ours.
+        StartError: The address is none of this machine's, or is taken; or there is no secret.
+
+    Example:
+        >>> import distnb
+        >>> server = distnb.Server({"worker": ["10.0.0.1:2222"]}, "worker", 0)       # doctest: +SKIP
+        >>> server.join()                                                            # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec | Mapping[str, Any],
+        job_name: str,
+        task_index: int,
+        protocol: str | None = None,
+        *,
+        start: bool = True,
+        secret: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if protocol not in (None, _PROTOCOL):
+            raise OptionError(
+                f"protocol={protocol!r}: distnb's servers speak their own protocol, {_PROTOCOL!r}. Leave it out."
+            )
+        self.address = ClusterSpec(cluster_spec).task_address(job_name, task_index)
+        self._who = f"{job_name} {task_index}"
+        keys = read_secret(secret_path(secret))
+        self._calls: dict[bytes, _Keeper] = {}
+        self._listens = False
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", OneClientKey(keys.client_public.encode()))
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_secretkey = keys.server_secret.encode()
+        self._socket.curve_publickey = keys.server_public.encode()
+        self._socket.sndhwm = self._socket.rcvhwm = 0  # past the mark a ROUTER drops silently
+        self._socket.linger = 500
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+        if start:
+            self.start()
+
+    @classmethod
+    def create_local_server(cls, start: bool = True, *, secret: str | os.PathLike[str] | None = None) -> Server:
+        """A server of this machine alone, on a free port of the loopback interface: job "local", task 0.
+
+        Args:
+            start, secret: As above.
+        """
+        return cls({"local": ["127.0.0.1:0"]}, "local", 0, start=start, secret=secret)
+
+    def start(self) -> None:
+        """Listen, if it does not yet.
+
+        Raises:
+            StartError: The address is none of this machine's, or is taken.
+        """
+        if self._listens or self._closed:
+            return
+        try:
+            self._socket.ipv6 = True
+            self._socket.bind(_own_url(self.address))
+            self._listens = True
+            if self.address.endswith(":0"):  # the system has chosen a port
+                port = self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+                self.address = f"{self.address.rpartition(':')[0]}:{port}"
+        except BaseException as error:
+            self._close()
+            if isinstance(error, zmq.ZMQError):
+                raise StartError(
+                    f"{self._who} cannot listen on {self.address}: {error}. Does another server or program use this "
+                    "port? End it, or give the task another port, in the cluster that all of them are told of."
+                ) from error
+            raise
+
+    @property
+    def target(self) -> str:
+        """The protocol and the address: what `master` of a resolver says."""
+        return f"{_PROTOCOL}://{self.address}"
+
+    def join(self) -> None:
+        """Serve until told to stop: by `stop`, or by an interrupt, which is raised when all engines have ended."""
+        self.start()
+        try:
+            while not self._closed and not self._told_to_stop():
+                self._serve_once()
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """Have `join` end the engines and return; from any thread, or a signal handler."""
+        if not self._closed:
+            os.eventfd_write(self._wake, 1)
+
+    # -- one round ---------------------------------------------------------------------------------------------------
+
+    def _told_to_stop(self) -> bool:
+        try:
+            return bool(os.eventfd_read(self._wake))
+        except BlockingIOError:
+            return False
+
+    def _serve_once(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        pipes = {number: caller for caller, keeper in self._calls.items() for number in keeper.open}
+        for number in pipes:
+            poller.register(number, zmq.POLLIN)
+        ready = dict(poller.poll(int(1000 * BEAT_S / 2)))
+        if self._wake in ready:
+            return
+        while self._socket.poll(0):
+            caller, kind, *rest = self._socket.recv_multipart()
+            self._hear(caller, kind, rest)
+        for number, caller in pipes.items():
+            if number in ready and caller in self._calls:
+                self._forward(caller, number)
+        for caller, keeper in list(self._calls.items()):
+            self._look_after(caller, keeper)
+
+    def _hear(self, caller: bytes, kind: bytes, rest: list[bytes]) -> None:
+        keeper = self._calls.get(caller)
+        if kind == START and keeper is None and rest and rest[0] in _TASKS:
+            self._calls[caller] = _Keeper(rest[0].decode())
+        elif keeper is not None:
+            keeper.silence.over()
+            if kind == INPUT:
+                keeper.tell(rest[0])
+            elif kind == END:
+                keeper.let_go()
+        if kind == BEAT and keeper is not None:
+            self._socket.send_multipart([caller, BEAT])
+
+    def _forward(self, caller: bytes, number: int) -> None:
+        keeper = self._calls[caller]
+        data = os.read(number, _CHUNK)
+        if data:
+            self._socket.send_multipart([caller, keeper.open[number], data])
+        else:
+            del keeper.open[number]
+
+    def _look_after(self, caller: bytes, keeper: _Keeper) -> None:
+        """A keeper that has ended is told of; one whose caller says nothing any more is let go."""
+        if not keeper.open and keeper.process.poll() is not None:
+            self._socket.send_multipart([caller, STATUS, b"%d" % keeper.process.returncode])
+            keeper.close()
+            del self._calls[caller]
+        elif keeper.silence.seconds() > SILENCE_S:
+            keeper.let_go()
+
+    # -- end ---------------------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for keeper in self._calls.values():
+            keeper.let_go()
+        until = time.monotonic() + _END_S
+        for caller, keeper in self._calls.items():
+            try:
+                keeper.process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                keeper.process.kill()  # its engine watches it, and ends
+                keeper.process.wait()
+            keeper.close()
+            self._socket.send_multipart([caller, STATUS, b"%d" % LOST])  # as ssh would say it
+        self._calls.clear()
+        self._socket.close()
+        self._authenticator.stop()
+        self._context.term()
+        os.close(self._wake)
+
+
+def _own_url(address: str) -> str:
+    """Where to listen for an address of the cluster, as a number; port 0 is one that the system chooses.
+
+    Raises:
+        StartError: It is none of this machine's.
+    """
+    anywhere = address.endswith(":0")
+    host, port = split_address(f"{address}1" if anywhere else address)
+    try:
+        number = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise StartError(f"The address {address} is unknown on this machine: {error}.") from error
+    interface_of(number)
+    return f"tcp://{f'[{number}]' if ':' in number else number}:{'*' if anywhere else port}"
+
+
+def serve_until_signal(server: Server) -> None:
+    """Serve until SIGTERM or SIGINT, with a word at the beginning."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: server.stop())
+    print(f"distnb: waiting for a notebook at {server.target}", flush=True)
+    server.join()

@@ -1,0 +1,70 @@
+"""Other machines by mpiexec, of Open MPI, MPICH and their kin, through ipyparallel's launcher.
+
+No MPI is spoken: mpiexec knows the ways to other machines, inside the allocation of a cluster manager too, and that is
+all that is asked of it. One mpiexec for each engine, which ends with it: one for all would end all with the first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ipyparallel.cluster.launcher import MPILauncher
+
+from distnb.cluster.remote.base import BEARER, KEEPER, KeeperLauncher, Way
+
+__all__ = ["MPI", "MPIKeeperLauncher"]
+
+_SESSIONS = "OMPI_MCA_orte_local_tmpdir_base"
+
+
+class MPIKeeperLauncher(KeeperLauncher, MPILauncher):  # type: ignore[misc]
+    """Starts the keeper of one engine, and stays connected with it."""
+
+    n = 1
+
+    def find_args(self) -> list[str]:
+        """The command line: no word of it is secret."""
+        return [*BEARER, *super().find_args()]
+
+
+class MPI(Way):
+    """Machines that mpiexec reaches.
+
+    Args:
+        arguments: More arguments for mpiexec.
+    """
+
+    def __init__(self, arguments: Sequence[str] = ()) -> None:
+        self._arguments = tuple(arguments)
+
+    def launcher(self, host: str, **settings: Any) -> KeeperLauncher:
+        """An mpiexec that stays."""
+        return self._launcher(host, "serve", **settings)
+
+    def probing(self, host: str) -> list[str]:
+        """By the same mpiexec."""
+        return self._launcher(host, "probe").find_args()
+
+    def _launcher(self, host: str, task: str, **settings: Any) -> MPIKeeperLauncher:
+        # Both kinds of mpiexec understand these. Open MPI would bind a single process to a single core.
+        arguments = ["--bind-to", "none", *self._arguments, "--host", host]
+        return MPIKeeperLauncher(mpi_args=arguments, program=[*KEEPER, task, "borne"], **settings)
+
+    def environment(self, directory: Path | None = None) -> Mapping[str, str]:
+        """Open MPI, when it is ended, leaves the files of its session: they go with the cluster's."""
+        return os.environ if directory is None else {**os.environ, _SESSIONS: str(directory)}
+
+    def network_name(self, host: str) -> str:
+        """The same: mpiexec looks names up as any program does."""
+        return host
+
+    def unreached(self, host: str) -> str:
+        """What has to be so."""
+        return (
+            f"mpiexec starts nothing on {host}. It needs a way there (ssh without a password, or an allocation that it "
+            f"knows of), and the same Python environment at the same path ({sys.executable})."
+        )

@@ -1,0 +1,256 @@
+"""`python -m distnb.cluster.remote.node_agent`: started on another machine, by ssh or the like, for each engine there.
+
+It stands for the notebook on its machine: it makes the run directory, writes the secret connection file, starts the
+engine, and ends it when the notebook lets go or cannot be reached any more. It never computes, so nothing that an
+engine does can keep it from noticing. Two things tell it of the notebook: its standard input, which is kept open for
+as long as the notebook wants the engine, and a connection to the notebook's control channel, whose other end the
+kernel probes. A notebook that merely stands still confirms probes.
+
+    probe   print, as a line of JSON, what this machine has
+    serve   read an `Assignment` from standard input, keep its engine, and end with the engine's exit status
+
+A second argument, `borne`, says that a `bearer` listens to standard output, for beats and for the exit status.
+Standard output carries nothing but these; the engine's own goes to standard error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from distnb import __version__
+from distnb.cluster.connection import Connection, make_run_directory, remove_run_directory
+from distnb.cluster.devices import available_gpus
+from distnb.cluster.local.capacity import this_machine
+from distnb.cluster.local.processes import Processes, Reaped
+from distnb.cluster.local.watcher import Watcher
+from distnb.cluster.process_environment import engine_environment, engines_environment, without_another_place
+from distnb.cluster.remote.heartbeat import Lifeline
+from distnb.cluster.remote.network import address_towards, interface_of
+from distnb.cluster.remote.wrapper import STATUS, beat_for_ever
+from distnb.cluster.worker_placement import network_environment
+from distnb.errors import StartError
+from distnb.topology import parse_device
+
+__all__ = ["KILLED", "Assignment", "Keeper", "main"]
+
+KILLED = 128
+"""An engine that signal *n* ended gives the exit status 128 + *n*, as a shell says it: ssh carries no other."""
+
+_LET_GO = 0
+_FAILED = 1
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a keeper is told.
+
+    Attributes:
+        connection: How the engine reaches the notebook. Its `notebook_pid` means nothing there.
+        notebook: The notebook's address.
+        engine: The engine's id.
+        device: Its device on that machine.
+        engines: How many engines share that machine.
+        agent: Module whose `install` makes an engine of a process.
+        replaces: Whether an engine of the same id was there before.
+        environment: Variables that are the same on every machine.
+    """
+
+    connection: Connection
+    notebook: str
+    engine: int
+    device: str
+    engines: int
+    agent: str
+    replaces: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """One line."""
+        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, line: bytes) -> Assignment:
+        """Read such a line.
+
+        Raises:
+            StartError: It is none.
+        """
+        try:
+            found = json.loads(line)
+            return cls(**{**found, "connection": Connection(**found["connection"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise StartError(f"This is no assignment of a distnb {__version__} notebook: {error}.") from error
+
+
+class Keeper:
+    """Keeps one engine.
+
+    Args:
+        assignment: What it was told.
+    """
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._assignment = assignment
+        self._reasons: queue.SimpleQueue[tuple[str, int, bool]] = queue.SimpleQueue()
+
+    def let_go(self, why: str = "", status: int = _LET_GO, *, asked: bool = False) -> None:
+        """End the engine, from any thread.
+
+        Args:
+            why: What is to be written to the log; empty for nothing.
+            status: The keeper's exit status.
+            asked: The notebook wants it: the engine may end by itself first. Else it is killed, as it would be beside
+                a notebook that has ended: were it to end by itself, its part of a program would count as finished.
+        """
+        self._reasons.put((why, status, asked))
+
+    def keep(self) -> int:
+        """Start the engine, wait for a reason to end, and leave nothing behind. Returns the exit status."""
+        directory = make_run_directory()
+        try:
+            address = address_towards(self._assignment.notebook)
+            with Lifeline(self._assignment.connection, partial(self.let_go, status=_FAILED)):
+                return self._keep(directory, interface_of(address))
+        finally:
+            remove_run_directory(directory)
+
+    def _keep(self, directory: Path, interface: str) -> int:
+        dataclasses.replace(self._assignment.connection, notebook_pid=os.getpid()).write(directory)
+        watcher = Watcher(directory, _report)
+        processes = Processes(watcher)
+        try:
+            start = partial(self._start_engine, self._environment(directory, interface))
+            pid = processes.launch(start, lambda pid, words, expected: self.let_go(status=_status_of(processes, pid)))
+            why, status, asked = self._reasons.get()
+            if why:
+                with suppress(OSError):  # nobody may read it any more
+                    print(f"distnb: {why}", file=sys.stderr, flush=True)
+            if asked:
+                processes.end([pid])
+            else:
+                processes.kill([pid])
+        finally:
+            watcher.close()
+        return status
+
+    def _environment(self, directory: Path, interface: str) -> dict[str, str]:
+        told = self._assignment
+        device = parse_device(told.device)
+        own = engines_environment(told.engines, directory, agent=told.agent)
+        own |= engine_environment(told.engine, device, replaces=told.replaces)
+        return without_another_place(os.environ) | own | network_environment(interface) | dict(told.environment)
+
+    def _start_engine(self, environment: dict[str, str], watcher: Watcher, ended: Reaped) -> int:
+        # Not our own standard error: ssh would wait for everything that a process of the user's has inherited of it.
+        engine = subprocess.Popen(
+            [sys.executable, "-P", "-m", "distnb.engine"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert engine.stdout is not None
+        threading.Thread(target=_forward, args=(engine.stdout.fileno(),), name="distnb-log", daemon=True).start()
+
+        def reaped(pid: int, status: int | None) -> None:
+            engine.returncode = status or 0  # so that subprocess does not wait for it too
+            ended(pid, status)
+
+        watcher.watch(engine.pid, partial(reaped, engine.pid))
+        return engine.pid
+
+
+def _status_of(processes: Processes, pid: int) -> int:
+    status = processes.status(pid)
+    return _FAILED if status is None else status if status >= 0 else KILLED - status
+
+
+def _report(engine: int) -> None:
+    """Tell the notebook that an engine serves: ssh's standard output ends in the pipe of reports there."""
+    try:
+        os.write(1, b"%d\n" % engine)
+    except OSError:
+        pass  # the connection is gone, and others notice that
+
+
+def _forward(source: int) -> None:
+    try:
+        while data := os.read(source, 65536):
+            os.write(2, data)
+    except OSError:
+        pass
+
+
+def _await_end_of_input(keeper: Keeper) -> None:
+    """A word says that the engine is not wanted any more. Without one the notebook is gone, or the way to it."""
+    asked = bool(os.read(0, 4096))
+    keeper.let_go("" if asked else "the notebook let go of its engine here without a word; it is ended.", asked=asked)
+
+
+def _probe() -> None:
+    found = {
+        "distnb": __version__,
+        "python": platform.python_version(),
+        "gpus": available_gpus(),
+        "capacity": dataclasses.asdict(this_machine()),
+    }
+    os.write(1, json.dumps(found).encode() + b"\n")  # at once: beats are written beside it
+
+
+def _borne(task: str) -> int:
+    """The same for a bearer."""
+    threading.Thread(target=beat_for_ever, name="distnb-beats", daemon=True).start()
+    status = _FAILED
+    try:
+        status = _do(task)
+        return status
+    finally:
+        with suppress(OSError):
+            os.write(1, STATUS + b"%d\n" % status)
+
+
+def main(task: str, borne: str = "") -> int:
+    """Do what the first argument says; returns the exit status."""
+    return _borne(task) if borne else _do(task)
+
+
+def _do(task: str) -> int:
+    if task == "probe":
+        _probe()
+        return 0
+    try:
+        with open(0, "rb", buffering=0, closefd=False) as told:  # what comes after the line is for another reader
+            keeper = Keeper(Assignment.decode(told.readline()))
+
+        def end(number: int, frame: FrameType | None) -> None:
+            # Not the notebook, which says so on standard input: whoever rules this machine, such as Slurm's scancel.
+            keeper.let_go(f"told to end by {signal.Signals(number).name}; the engine here is ended.", KILLED + number)
+
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, end)
+        threading.Thread(target=_await_end_of_input, args=(keeper,), name="distnb-input", daemon=True).start()
+        return keeper.keep()
+    except StartError as error:
+        print(error, file=sys.stderr, flush=True)
+        return _FAILED
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # a thread still sits in its reading of standard input

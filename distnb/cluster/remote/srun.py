@@ -1,0 +1,123 @@
+"""Other machines by srun: the nodes of the Slurm allocation in which the notebook runs.
+
+ipyparallel would submit a batch job, whose engines start some day and have no connection with this process. Here each
+engine has an srun that stays, inside an allocation that is there already.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distnb.cluster.remote.base import BEARER, KEEPER, CommandKeeperLauncher, KeeperLauncher, Way
+from distnb.cluster.resolvers.host_list import expand_counts, expand_host_list
+from distnb.errors import OptionError, StartError
+
+__all__ = ["Slurm", "allotted_nodes", "tasks_of_nodes"]
+
+_NEEDED = (
+    "--nodes=1",
+    "--ntasks=1",
+    "--overlap",  # each engine is a step, and all share what the allocation has on their node
+    "--mem=0",
+    "--export=ALL",
+    "--input=all",
+    "--output=all",
+    "--error=all",
+)
+_USUAL = ("--job-name=distnb", "--cpu-bind=none", "--mpi=none")
+_KEPT = re.compile(r"SLURM_(JOB.*|CONF|CLUSTERS|JWT|WORKING_CLUSTER)")
+_CANCELLED = re.compile(r"\*\*\* (\S+ \S+ ON \S+ CANCELLED .*?) \*\*\*")
+_ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
+
+
+class Slurm(Way):
+    """The nodes of this process's allocation. What srun is told leaves nothing of the allocation out.
+
+    Args:
+        arguments: More arguments for srun.
+    """
+
+    def __init__(self, arguments: Sequence[str] = ()) -> None:
+        self._arguments = tuple(arguments)
+
+    def launcher(self, host: str, **settings: Any) -> KeeperLauncher:
+        """An srun that stays."""
+        return CommandKeeperLauncher(engine_cmd=self._command(host, "serve"), **settings)
+
+    def probing(self, host: str) -> list[str]:
+        """By a step of its own."""
+        return self._command(host, "probe")
+
+    def _command(self, host: str, task: str) -> list[str]:
+        # Of an option that is given twice srun takes the last: the user's before ours only where ours are but usual.
+        return [*BEARER, "srun", *_USUAL, *self._arguments, *_NEEDED, f"--nodelist={host}", *KEEPER, task, "borne"]
+
+    def environment(self, directory: Path | None = None) -> Mapping[str, str]:
+        """srun reads its options from variables too: those of the step that this process may be are not meant."""
+        return {
+            name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or _KEPT.fullmatch(name)
+        }
+
+    def network_name(self, host: str) -> str:
+        """The address by which Slurm itself reaches a node.
+
+        Raises:
+            StartError: Slurm does not say.
+        """
+        command = ["scontrol", "show", "node", host, "--oneliner"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError as error:
+            raise StartError(f"There are no Slurm programs on this machine: {error}.") from error
+        found = _ADDRESS.search(done.stdout)
+        if found is None:
+            said = (done.stderr or done.stdout).strip()
+            raise StartError(f"Slurm gives no address of the node {host}. `{' '.join(command)}` says: {said}")
+        return found[1]
+
+    def cause(self, said: str) -> str:
+        """What Slurm says of a step that it cancelled: by scancel, or since its time was over."""
+        found = _CANCELLED.findall(said)
+        return f"Slurm says: {found[-1]}" if found else ""
+
+    def unreached(self, host: str) -> str:
+        """What has to be so."""
+        return (
+            f"srun starts nothing on {host}. The node has to be up, and have the same Python environment at the same "
+            f"path ({sys.executable}) as this machine."
+        )
+
+
+def allotted_nodes() -> tuple[str, ...]:
+    """The nodes of the allocation in which this process runs.
+
+    Raises:
+        OptionError: It runs in none.
+    """
+    text = os.environ.get("SLURM_JOB_NODELIST", "")
+    if not text or not os.environ.get("SLURM_JOB_ID"):
+        raise OptionError(
+            "launcher='slurm' needs an allocation, and this process runs in none (SLURM_JOB_ID and SLURM_JOB_NODELIST "
+            "are not set). Get one, with --no-kill so that it outlives a node, and start Jupyter inside: "
+            "`salloc --no-kill --nodes=2 jupyter lab`, or the same by sbatch."
+        )
+    return tuple(expand_host_list(text))
+
+
+def tasks_of_nodes() -> dict[str, int]:
+    """How many tasks on each node the allocation was asked for; empty where it was asked for nodes only."""
+    asked = any(os.environ.get(f"SLURM_{name}") for name in ("NTASKS_PER_NODE", "NTASKS", "NPROCS"))
+    counts = os.environ.get("SLURM_TASKS_PER_NODE", "")
+    if not asked or not counts:
+        return {}
+    nodes = allotted_nodes()
+    numbers = expand_counts(counts)
+    if len(numbers) != len(nodes):  # those of one step, in which the notebook itself runs
+        return {}
+    return dict(zip(nodes, numbers, strict=True))

@@ -1,0 +1,199 @@
+"""`python -m distnb.cluster.remote.wrapper COMMAND …`: starts a node agent on another machine by a command.
+
+Programs such as srun and mpiexec start what they are told on a machine, and connect its standard input and output with
+their own. They find out late, or never, that the machine is gone, and each has its own way of telling how its task
+ended. So the keeper says itself, now and then, that it is there, and at last how it ended; both are kept back here, and
+all else that it writes goes on. The exit status is the keeper's; 255 when it was not reached, or is not any more.
+
+They also start processes in groups and sessions of their own, as mpiexec does its ssh, which no signal to a group
+reaches. So this is two processes: one that may be killed at any time, together with its group, and one beside the
+group, which the kernel tells of that end, and to which it gives every orphan below: it ends them all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Final
+
+import psutil
+
+from distnb.cluster.remote.calling import BEAT_S, LOST, SILENCE_S
+
+__all__ = ["BEAT", "STATUS", "Bearer", "beat_for_ever", "main"]
+
+BEAT: Final = b"distnb-beat"
+STATUS: Final = b"distnb-status "
+
+_FIRST_WORD_S = 80.0  # until then the machine may be loading Python from a slow disk
+_ENDING_S = 2.0
+_LEAVING_S = 5.0
+_CHUNK = 1 << 16
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+def beat_for_ever() -> None:
+    """Say on standard output that this process is there; a thread of the keeper's."""
+    with suppress(OSError):  # nobody listens any more, and the end of its input tells the keeper so
+        while True:
+            os.write(1, BEAT + b"\n")
+            time.sleep(BEAT_S)
+
+
+class Bearer:
+    """One command, from its start to its end.
+
+    Args:
+        command: Its words. It inherits standard input and standard error.
+        silence_s: After so long without a word from the keeper its machine is lost.
+        first_word_s: So long its first word may take.
+    """
+
+    def __init__(self, command: Sequence[str], silence_s: float, first_word_s: float) -> None:
+        self._silence_s, self._first_word_s = silence_s, first_word_s
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        self._heard: float | None = None
+        self._status: int | None = None
+        self._rest = b""
+
+    def run(self) -> int:
+        """Until the keeper has ended, or is lost. Returns the exit status."""
+        assert self._process.stdout is not None
+        source = self._process.stdout.fileno()
+        started = time.monotonic()
+        try:
+            while True:
+                heard, limit = (started, self._first_word_s) if self._heard is None else (self._heard, self._silence_s)
+                wait_s = heard + limit - time.monotonic()
+                # It looks before it judges: it may itself have stood still, while words came.
+                if not select.select([source], [], [], max(0.0, wait_s))[0]:
+                    if wait_s > 0:
+                        continue
+                    print(f"Nothing was heard from there for {limit:.0f} s.", file=sys.stderr, flush=True)
+                    return LOST
+                data = os.read(source, _CHUNK)
+                if not data:
+                    return self._last_word()
+                self._take(data)
+        except SystemExit:
+            # The notebook lets go, or is gone. The keeper hears so by its standard input, and leaves nothing behind on
+            # its machine if it is given the time: srun, once it is ended, has it killed.
+            self._wait(_LEAVING_S)
+            raise
+        finally:
+            self._end()
+
+    def _last_word(self) -> int:
+        """The exit status, once the keeper's output has ended."""
+        if self._status is not None:
+            return self._status
+        self._wait(_ENDING_S)
+        status = self._process.poll()
+        # Who rules the machine, such as Slurm's scancel, ended the keeper: the machine is there.
+        if self._heard is not None and status is not None and 128 < status < 128 + signal.NSIG:
+            return status
+        return LOST
+
+    def _wait(self, timeout_s: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+
+    def _take(self, data: bytes) -> None:
+        """Hear what is for here, and write the rest on."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line == BEAT:
+                self._heard = time.monotonic()
+            elif line.startswith(STATUS) and line[len(STATUS) :].isdigit():
+                self._status = int(line[len(STATUS) :])
+            else:
+                left = memoryview(line + b"\n")
+                while left:
+                    left = left[os.write(1, left) :]
+
+    def _end(self) -> None:
+        """End the command."""
+        if self._status is not None:  # it ends by itself, and knows better how
+            self._wait(_ENDING_S)
+        for _ in range(2):  # mpiexec, asked once more, waits for no other machine
+            if self._process.poll() is None:
+                self._process.terminate()
+                self._wait(_ENDING_S)
+        self._process.kill()
+        self._process.wait()
+
+
+def _on_sigterm(act: Callable[[], object]) -> None:
+    """Once: what is done about the first must not be broken off by another."""
+
+    def told(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        act()
+
+    signal.signal(signal.SIGTERM, told)
+
+
+def _stand_beside(group: int) -> None:
+    """Leave the group of the process that forked this one, be told of its end by SIGTERM, and adopt all orphans below.
+
+    Args:
+        group: The pid of that process.
+    """
+    os.setsid()
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != group:  # it ended before the kernel was told to tell
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def _end_all_below() -> None:
+    while below := psutil.Process().children(recursive=True):
+        for process in below:
+            with suppress(psutil.Error):
+                process.kill()
+        with suppress(ChildProcessError):
+            os.wait()
+
+
+def _bear(command: Sequence[str], silence_s: float, first_word_s: float) -> int:
+    try:
+        return Bearer(command, silence_s, first_word_s).run()
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error}.", file=sys.stderr, flush=True)
+        return LOST
+    finally:
+        _end_all_below()
+
+
+def main(command: Sequence[str], silence_s: float = SILENCE_S, first_word_s: float = _FIRST_WORD_S) -> int:
+    """Run the command in a process beside this one, as `Bearer` does; returns the exit status in both."""
+    group = os.getpid()
+    _on_sigterm(lambda: sys.exit(LOST))  # on its way out the command is ended
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    beside = os.fork()
+    if beside == 0:
+        _stand_beside(group)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        return _bear(command, silence_s, first_word_s)
+    _on_sigterm(lambda: os.kill(beside, signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    return os.waitstatus_to_exitcode(os.waitpid(beside, 0)[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,216 @@
+"""Where this process stands among the workers of a cluster of machines, and on which address it listens.
+
+Loads no torch: `distnb run` asks here too.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from distnb.cluster.remote.network import addresses_by_interface
+from distnb.cluster.resolvers.base import ClusterResolver
+from distnb.cluster.resolvers.spec import ClusterSpec
+from distnb.errors import OptionError, StartError
+
+__all__ = [
+    "Placement",
+    "Worker",
+    "host_of",
+    "network_environment",
+    "own_interface",
+    "placement_of",
+    "split_address",
+    "workers_of",
+]
+
+_REPLICA_JOBS = ("chief", "worker")
+_JOBS = (*_REPLICA_JOBS, "ps", "evaluator")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One machine of the group: its task, and the address that the cluster gives it."""
+
+    task_type: str
+    task_id: int
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.task_type} {self.task_id} ({self.address})"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The workers that train together, and which of them this process is.
+
+    Attributes:
+        workers: In rank order: the chief, then the workers by index. Without a chief, the first worker is the chief.
+        index: This process's place among them.
+    """
+
+    workers: tuple[Worker, ...]
+    index: int
+
+    @property
+    def me(self) -> Worker:
+        """This process's own task."""
+        return self.workers[self.index]
+
+    @property
+    def chief(self) -> Worker:
+        """Where the workers meet."""
+        return self.workers[0]
+
+
+def placement_of(resolver: ClusterResolver) -> Placement | None:
+    """Where a resolver says that this process stands.
+
+    Returns:
+        None where this process trains alone: there is no cluster, or only one worker in it; or it is an evaluator,
+        which belongs to no group.
+
+    Raises:
+        OptionError: The resolver does not say which task this is; it is one that holds no replicas; or the cluster
+            makes no sense.
+    """
+    spec = resolver.cluster_spec()
+    kind, index = resolver.task_type, resolver.task_id
+    if kind == "evaluator" or not spec:
+        return None
+    workers = workers_of(spec)
+    if kind in spec.jobs and kind not in _REPLICA_JOBS:
+        raise OptionError(
+            f"This process is {kind} {index} of its cluster, and replicas are on {' and '.join(_REPLICA_JOBS)} tasks. "
+            "Those, and an evaluator, can make a MultiWorkerMirroredStrategy."
+        )
+    if not workers:
+        raise OptionError(f"The cluster has no {' and no '.join(_REPLICA_JOBS)}, so nobody trains: {spec.as_dict()}.")
+    if kind is not None and index is not None:
+        spec.task_address(kind, index)
+    if len(workers) < 2:
+        return None
+    if kind is None or index is None:
+        raise OptionError(
+            f"The cluster has the workers {_list(workers)}, and nothing says which of them this process is. Add "
+            '"task": {"type": "worker", "index": …} to TF_CONFIG, or assign the resolver\'s task_type and task_id.'
+        )
+    split_address(workers[0].address)
+    addresses = [worker.address for worker in workers]
+    doubles = {address for address in addresses if addresses.count(address) > 1}
+    if doubles:
+        raise OptionError(f"The cluster gives several tasks the same address, {min(doubles)}: {_list(workers)}.")
+    own = next(place for place, worker in enumerate(workers) if (worker.task_type, worker.task_id) == (kind, index))
+    return Placement(workers, own)
+
+
+def workers_of(spec: ClusterSpec) -> tuple[Worker, ...]:
+    """The tasks of a cluster that hold replicas, in rank order.
+
+    Raises:
+        OptionError: The cluster has several chiefs, or a job that nobody knows: a misspelt one would be left out.
+    """
+    unknown = [job for job in spec.jobs if job not in _JOBS]
+    if unknown:
+        raise OptionError(
+            f"The cluster {spec.as_dict()} has the job {unknown[0]!r}, and the jobs that there can be are "
+            f"{', '.join(_JOBS)}."
+        )
+    if "chief" in spec.jobs and spec.num_tasks("chief") > 1:
+        raise OptionError(f"The cluster has {spec.num_tasks('chief')} chiefs: {spec.as_dict()['chief']}. Name one.")
+    return tuple(
+        Worker(job, index, spec.task_address(job, index))
+        for job in _REPLICA_JOBS
+        if job in spec.jobs
+        for index in spec.task_indices(job)
+    )
+
+
+def _list(workers: Iterable[object]) -> str:
+    return ", ".join(map(str, workers))
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[::1]:port`. Raises OptionError where the port is missing or none."""
+    host, _, port = address.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise OptionError(f"{address!r} is no address of the form host:port, with a port from 1 to 65535.")
+    return host, int(port)
+
+
+def own_interface(placement: Placement) -> tuple[str, str]:
+    """The network interface that carries this worker's address, and its own address on it.
+
+    GLOO_SOCKET_IFNAME names another one, where the cluster's addresses are not those of the machines (behind address
+    translation).
+
+    Raises:
+        StartError: The address is none of this machine's, or others could not reach it.
+    """
+    there = addresses_by_interface()
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if named:
+        if not there.get(named):
+            raise StartError(f"GLOO_SOCKET_IFNAME is {named!r}; this machine's interfaces are {', '.join(there)}.")
+        return named, min(there[named], key=lambda address: ":" in address)
+    host = host_of(placement.me.address)
+    for address in _resolve(host, placement.me):
+        # All of 127.0.0.0/8 is this machine.
+        wanted = "127.0.0.1" if address.startswith("127.") else address
+        for name, addresses in there.items():
+            if wanted in addresses:
+                _check_reachable(placement, host, address)
+                return name, address
+    all_of_them = ", ".join(address for addresses in there.values() for address in addresses)
+    raise StartError(
+        f"This process is {placement.me} of its cluster, and no network interface of this machine has that address "
+        f"(they have {all_of_them}). Is it the right task? "
+        "Behind address translation, name the interface to use: GLOO_SOCKET_IFNAME=eth0."
+    )
+
+
+def host_of(address: str) -> str:
+    """The host of an address whose port may be missing."""
+    host = address.rpartition(":")[0] if address.rpartition(":")[2].isdigit() and not address.endswith("]") else address
+    return host.strip("[]") or address
+
+
+def _resolve(host: str, worker: Worker) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise StartError(f"The address of {worker} is unknown on this machine: {error}.") from error
+    addresses = {str(each[4][0]).partition("%")[0] for each in found}
+    return sorted(addresses, key=lambda address: (":" in address, address))
+
+
+def _check_reachable(placement: Placement, host: str, address: str) -> None:
+    hosts = {host_of(worker.address) for worker in placement.workers}
+    if ip_address(address).is_loopback and len(hosts) > 1 and not all(map(_is_loopback, hosts)):
+        raise StartError(
+            f"{placement.me}: on this machine {host!r} means {address}, where other machines cannot reach it (often by "
+            "a line of /etc/hosts). Give the cluster this machine's address on the network."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def network_environment(interface: str) -> dict[str, str]:
+    """What keeps all communication of a worker on one interface, where the user did not choose another."""
+    chosen = {name: os.environ.get(name) for name in ("TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    return {
+        "GLOO_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": chosen["TP_SOCKET_IFNAME"] or interface,
+        "NCCL_SOCKET_IFNAME": chosen["NCCL_SOCKET_IFNAME"] or f"={interface}",  # it takes a bare name for a prefix
+    }

@@ -1,0 +1,215 @@
+"""What an algorithm must do that brings the replicas' tensors together. Loads no torch."""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import cloudpickle
+
+from distnb.errors import OptionError
+from distnb.options import CommunicationOptions, ReduceOp
+
+if TYPE_CHECKING:
+    import torch
+
+    from distnb.collectives.algorithms.replicas import Replicas
+
+__all__ = ["CrossDeviceOps", "PackedOps", "checked_ops", "checked_packs"]
+
+_here: weakref.WeakValueDictionary[str, CrossDeviceOps] = weakref.WeakValueDictionary()
+_packed: dict[str, bytes] = {}  # of those that were sent; strategies, and with them these objects, live for ever
+
+
+class CrossDeviceOps(ABC):
+    """How the replicas of a `MirroredStrategy` make one tensor of theirs: of gradients, in reduce, in all_reduce.
+
+    A subclass says how, in `reduce_implementation`. Every replica is a process of its own, which runs that method with
+    its own tensor; what it needs of the others it asks of `replicas`. In a distributed cell, and in a script, an
+    algorithm can be used by itself, too: `reduce`, `batch_reduce`, `broadcast`.
+
+    An object is the same in every process that it travels to, and arrives as it was when the first strategy was made
+    with it: functions and values that its methods read included. Two strategies are the same object if their
+    `cross_device_ops` are equal: a subclass that wants its instances to be equal defines `__eq__` and `__hash__`.
+
+    Attributes:
+        num_packs: Into so many messages the tensors go that are reduced together (those of one dtype of one backward
+            pass, or of one call); 0 for one message each.
+
+    Example:
+        >>> import distnb
+        >>> class InHalfPrecision(distnb.CrossDeviceOps):
+        ...     def reduce_implementation(self, op, tensor, replicas):
+        ...         if not tensor.is_floating_point():
+        ...             return replicas.all_reduce(tensor, op)
+        ...         return replicas.all_reduce(tensor.half(), op).to(tensor.dtype)
+        >>> distnb.MirroredStrategy(cross_device_ops=InHalfPrecision())
+        MirroredStrategy(cross_device_ops=InHalfPrecision())
+    """
+
+    num_packs: int = 1
+    _token: str
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
+        made = super().__new__(cls)
+        object.__setattr__(made, "_token", uuid.uuid4().hex)
+        _here[made._token] = made
+        return made
+
+    @abstractmethod
+    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
+        """Make one tensor of all replicas' tensors. Runs on every replica, at the same point of the program.
+
+        Args:
+            op: `ReduceOp.SUM` or `ReduceOp.MEAN`; MEAN is asked for of floating-point tensors only.
+            tensor: This replica's, contiguous and not needed any more: it may be changed, and returned. Shape and dtype
+                are the same on every replica. Where several tensors travel in one message it has one axis, holds
+                them one after another (flat, some numbers of distnb's own among them), and each element must be
+                reduced by itself.
+            replicas: Means to communicate. Every replica must call the same ones, in the same order.
+
+        Returns:
+            The elementwise sum or mean, in the same shape and dtype, the same bits on every replica.
+        """
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any = None,
+        options: CommunicationOptions | None = None,
+    ) -> torch.Tensor:
+        """Combine a value's components; used by itself, in cross-replica context. All replicas call it together.
+
+        Args:
+            reduce_op: "sum" or "mean".
+            per_replica_value: What `strategy.run` returned: a tensor, an array or a number on each replica.
+            destinations: Devices of replicas, or a value that is on them: every replica gets the result in any case.
+            options: How to communicate in this call.
+
+        Returns:
+            The result, on each replica; MEAN of integers is float64.
+
+        Raises:
+            ContextError: The value's replicas are not here: in a notebook's ordinary cell.
+            OptionError: An unknown op; a destination where no replica computes; options that cannot be honoured.
+            DistributedValueError: Booleans, unlike components, or no numbers at all.
+        """
+        from distnb.collectives.algorithms import direct
+
+        return direct.reduce(self, ReduceOp.parse(reduce_op), per_replica_value, destinations, options)
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[torch.Tensor]:
+        """`reduce` of several values: pairs of a value and its destinations."""
+        return [self.reduce(reduce_op, value, destinations, options) for value, destinations in value_destination_pairs]
+
+    def broadcast(self, tensor: Any, destinations: Any = None) -> torch.Tensor:
+        """Replica 0's tensor, on all replicas, which call it together with tensors of one shape and dtype.
+
+        Args:
+            tensor: A tensor, an array, a number or a PerReplica of them.
+            destinations: As in `reduce`.
+        """
+        from distnb.collectives.algorithms import direct
+
+        return direct.broadcast(tensor, destinations)
+
+    def check(self, devices: Sequence[str], nccl: bool) -> None:  # noqa: B027  (there may be nothing to refuse)
+        """Refuse replicas that this cannot serve; called when a strategy is made, and again where it runs.
+
+        Args:
+            devices: Each replica's device, in replica order, such as "cuda:0".
+            nccl: Whether NCCL connects them: where each has a GPU of its own.
+
+        Raises:
+            OptionError: It cannot serve them.
+        """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Callable[[str, bytes], CrossDeviceOps], tuple[str, bytes]]:
+        packed = _packed.get(self._token)
+        if packed is None:
+            packed = _packed[self._token] = self._pack()
+        return _arrive, (self._token, packed)
+
+    def _pack(self) -> bytes:
+        """The object for another process: by value, since its class may live in a notebook."""
+        try:
+            packed: bytes = cloudpickle.dumps((type(self), dict(vars(self))))
+            return packed
+        except Exception as error:
+            raise OptionError(
+                f"cross_device_ops={self!r} cannot be sent to the replicas: {error}. Its attributes, and what its "
+                "methods read, must be values that can be pickled."
+            ) from error
+
+
+class PackedOps(CrossDeviceOps):
+    """An algorithm of which nothing but the number of packs can be chosen: those of one kind with as many are equal."""
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.num_packs = checked_packs(num_packs)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and other.num_packs == self.num_packs
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.num_packs))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_packs={self.num_packs})"
+
+
+def _arrive(token: str, packed: bytes) -> CrossDeviceOps:
+    known = _here.get(token)
+    if known is not None:
+        return known
+    cls, state = pickle.loads(packed)
+    made: CrossDeviceOps = object.__new__(cls)
+    vars(made).update(state)
+    _here[token] = made
+    return made
+
+
+def checked_packs(num_packs: object) -> int:
+    """A number of packs.
+
+    Raises:
+        OptionError: It is no whole number, or negative.
+    """
+    if isinstance(num_packs, bool) or not isinstance(num_packs, int) or num_packs < 0:
+        raise OptionError(f"num_packs={num_packs!r}: give a whole number, 0 or more; 0 packs nothing.")
+    return num_packs
+
+
+def checked_ops(ops: object) -> CrossDeviceOps:
+    """What was given as `cross_device_ops`.
+
+    Raises:
+        OptionError: It is none, or cannot be compared with others.
+    """
+    if not isinstance(ops, CrossDeviceOps):
+        raise OptionError(
+            f"cross_device_ops={ops!r} cannot be honoured: give an instance of distnb.NcclAllReduce, "
+            "HierarchicalCopyAllReduce or ReductionToOneDevice, or of a subclass of distnb.CrossDeviceOps."
+        )
+    checked_packs(ops.num_packs)
+    try:
+        hash(ops)
+    except TypeError as error:
+        raise OptionError(
+            f"cross_device_ops={ops!r} cannot be hashed ({error}), and equal ones must name the same strategy. Where "
+            "a class defines __eq__ it needs a __hash__ too (a dataclass: frozen=True)."
+        ) from error
+    return ops

@@ -1,0 +1,105 @@
+"""Reduction on one device: one replica gets all tensors, adds them up, and gives the sum to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from distnb.collectives.algorithms.base import CrossDeviceOps
+from distnb.errors import OptionError
+from distnb.options import ReduceOp
+from distnb.topology import Device, parse_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from distnb.collectives.algorithms.replicas import Replicas
+
+__all__ = ["ReductionToOneDevice"]
+
+_HOST = "cpu:0"
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Tensors are gathered on one device, accumulated there, and the result is copied to all replicas.
+
+    Args:
+        reduce_to_device: Where: the device of a replica, which then does it, or "cpu" for the host memory of
+            replica 0. None for replica 0's device.
+        accumulation_fn: Called there with a list of tensors, one of each replica, in replica order; returns their
+            elementwise sum, in the same shape and dtype. None adds them up one after another. What it gets may hold
+            several tensors, one after another (see `CrossDeviceOps.reduce_implementation`).
+
+    Raises:
+        OptionError: `reduce_to_device` is no device (a strategy none of whose replicas has it raises it when it is
+            made), or `accumulation_fn` cannot be called.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: str | Device | None = None,
+        accumulation_fn: Callable[[list[torch.Tensor]], torch.Tensor] | None = None,
+    ) -> None:
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise OptionError(f"accumulation_fn={accumulation_fn!r}: give a function of a list of tensors, or None.")
+        self.reduce_to_device = None if reduce_to_device is None else str(parse_device(reduce_to_device))
+        self.accumulation_fn = accumulation_fn
+
+    def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
+        """See `CrossDeviceOps.reduce_implementation`."""
+        where = self._replica(replicas.devices)
+        parts = replicas.gather(tensor, where)
+        if parts is not None:
+            if self.reduce_to_device == _HOST:
+                parts = [part.cpu() for part in parts]
+            tensor.copy_(self._accumulate(parts))
+            if op is ReduceOp.MEAN:
+                tensor.div_(replicas.size)
+        return replicas.broadcast(tensor, where)
+
+    def _accumulate(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        if self.accumulation_fn is None:
+            total = parts[0]
+            for part in parts[1:]:
+                total.add_(part)
+            return total
+        from distnb.collectives.algorithms.results import unfit
+
+        like = parts[0]
+        shape, dtype = like.shape, like.dtype
+        total = self.accumulation_fn(parts)
+        if (got := unfit(total, shape, dtype)) is not None:
+            raise OptionError(
+                f"accumulation_fn was given {len(parts)} tensors, {dtype}{list(shape)} each, and returned {got}. It "
+                "must return their elementwise sum, in the same shape and dtype, dense and with data."
+            )
+        return total
+
+    def _replica(self, devices: Sequence[str]) -> int:
+        """The replica that accumulates."""
+        return devices.index(self.reduce_to_device) if self.reduce_to_device in devices else 0
+
+    def check(self, devices: Sequence[str], nccl: bool) -> None:
+        """Raise OptionError if the device is neither a replica's nor host memory."""
+        where = self.reduce_to_device
+        if where is not None and where not in devices and where != _HOST:
+            raise OptionError(
+                f"reduce_to_device={where!r} is the device of no replica; they have {', '.join(devices)}. Name one of "
+                "these, or 'cpu' for the host memory of replica 0, or leave it out."
+            )
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            type(other) is type(self)
+            and other.reduce_to_device == self.reduce_to_device
+            and other.accumulation_fn == self.accumulation_fn
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.reduce_to_device, self.accumulation_fn))
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(reduce_to_device={self.reduce_to_device!r}, "
+            f"accumulation_fn={getattr(self.accumulation_fn, '__name__', self.accumulation_fn)})"
+        )

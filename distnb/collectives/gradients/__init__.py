@@ -1,0 +1,1 @@
+"""Gradients of mirrored parameters, aggregated during the backward pass."""

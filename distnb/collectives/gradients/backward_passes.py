@@ -1,0 +1,167 @@
+"""Learning of backward passes: where one begins, and where it has ended.
+
+Every backward pass that Python starts goes through one function of `torch.autograd`, which is replaced
+while somebody listens. Hooks on the parameters would see the same, but they cost a call per parameter, run
+on autograd's own threads (where an interrupt does not reach), and cannot tell the pass's first gradient.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+import torch.autograd
+
+from distnb.collectives.group.eager import always_eager
+
+__all__ = [
+    "Listener",
+    "any_aggregates",
+    "calling_frame",
+    "describe_frame",
+    "listen",
+    "name_of",
+    "nesting_seen",
+    "stop_listening",
+]
+
+_LIBRARIES = tuple(
+    str(Path(file).parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent), os.__file__)
+)
+_ENTRY = "_engine_run_backward"
+
+
+class Listener(Protocol):
+    """Told of every outermost backward pass that accumulates into `.grad`."""
+
+    @property
+    def aggregates(self) -> bool:
+        """Whether there is anything to do now: one replica alone has nothing, and is told nothing."""
+
+    def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
+        """A pass is about to run from these outputs."""
+
+    def end(self) -> None:
+        """The pass, and every one nested in it or run beside it by another thread, has ended well."""
+
+    def failed(self) -> None:
+        """The pass ended with an error, its own or that of a listener."""
+
+
+def calling_frame() -> FrameType | None:
+    """The innermost frame that belongs to no library; None when there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(_LIBRARIES) and "-packages" not in filename:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def describe_frame(frame: FrameType | None) -> str:
+    """A frame in an error message: file, line and the line's text."""
+    if frame is None:
+        return "a library's code"
+    filename, line = frame.f_code.co_filename, frame.f_lineno or 0
+    text = linecache.getline(filename, line).strip()
+    where = f"{name_of(filename)}, line {line}"
+    return f"{where}: {text}" if text else where
+
+
+def name_of(filename: str) -> str:
+    """How people call a file: a cell by its number, where IPython knows it."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is not None and (cell := shell.compile.format_code_name(filename)) is not None:
+        return " ".join(cell)
+    return Path(filename).name
+
+
+class _Watch:
+    """The replacement of autograd's entry, and the count of passes that are running.
+
+    A pass nested in another one (reentrant checkpointing) may run on another thread than the outer one, so
+    the count belongs to the process and not to a thread. The last pass to end ends them all.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[Listener] = []
+        self._lock = threading.Lock()
+        self.running = 0
+        self.nesting_seen = False
+        self._original: Any = None
+
+    def install(self) -> None:
+        if self._original is None:
+            self._original = getattr(torch.autograd, _ENTRY)
+            setattr(torch.autograd, _ENTRY, self._run)
+
+    def remove(self) -> None:
+        # Somebody may have wrapped ours meanwhile: then it stays, and passes everything on.
+        if self._original is not None and getattr(torch.autograd, _ENTRY) == self._run:
+            setattr(torch.autograd, _ENTRY, self._original)
+            self._original = None
+
+    @always_eager
+    def _run(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("accumulate_grad") or not any_aggregates():
+            return self._original(outputs, *args, **kwargs)
+        with self._lock:
+            self.running += 1
+            outermost = self.running == 1
+            self.nesting_seen |= not outermost
+        listeners = tuple(self.listeners)
+        try:
+            try:
+                if outermost:
+                    create_graph = bool(args[2]) if len(args) > 2 else False
+                    for listener in listeners:
+                        listener.begin(tuple(outputs), create_graph)
+                result = self._original(outputs, *args, **kwargs)
+            finally:
+                with self._lock:
+                    self.running -= 1
+                    last = self.running == 0
+            if last:
+                for listener in listeners:
+                    listener.end()
+            return result
+        except BaseException:
+            if last:
+                for listener in listeners:
+                    listener.failed()
+            raise
+
+
+_watch = _Watch()
+
+
+def listen(listener: Listener) -> None:
+    """Tell this listener of every backward pass from now on."""
+    if listener not in _watch.listeners:
+        _watch.listeners.append(listener)
+    _watch.install()
+
+
+def stop_listening(listener: Listener) -> None:
+    """Tell it no more. Autograd is left as it was found when nobody listens."""
+    if listener in _watch.listeners:
+        _watch.listeners.remove(listener)
+    if not _watch.listeners:
+        _watch.remove()
+
+
+def any_aggregates() -> bool:
+    """Whether gradients are aggregated in this process now: somebody listens, and is one of several replicas."""
+    return any(listener.aggregates for listener in _watch.listeners)
+
+
+def nesting_seen() -> bool:
+    """Whether a pass was ever run inside (or beside) another: then a parameter may get gradients twice in one pass."""
+    return _watch.nesting_seen

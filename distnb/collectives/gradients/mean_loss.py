@@ -1,0 +1,201 @@
+"""Finding a mean loss where gradients are summed: every replica's mean would count in full.
+
+What is looked at is the short tail of the autograd graph between the loss and the first tensor that is no
+scalar. Means inside the model (pooling, normalisation) lie beyond it and are never reached.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+
+from distnb.collectives.gradients.backward_passes import calling_frame, describe_frame
+from distnb.errors import MeanLossError
+
+__all__ = ["Finding", "MeanLossCheck"]
+
+_MEAN, _SUM = 1, 2  # ATen's numbers for `reduction=`
+_MAX_NODES = 256
+_LISTS_OF_SCALARS = ("StackBackward0", "CatBackward0")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A mean that reaches a backward pass.
+
+    Attributes:
+        operation: What made it, for the message.
+        place: The user's line that began the pass.
+    """
+
+    operation: str
+    place: str
+
+    def error(self, replicas: int) -> MeanLossError:
+        """The error for it, once the pass is known to have reached mirrored parameters."""
+        return MeanLossError(
+            f"The loss at {self.place} is {self.operation}: a mean over this replica's slice of the batch. Gradients "
+            f"of mirrored parameters are summed over the {replicas} replicas, so every step would be about {replicas} "
+            "times too large. Either scale the loss by the global batch: take the loss per example (reduction='none') "
+            "and distnb.nn.compute_average_loss(per_example, global_batch_size=...), with "
+            "distnb.nn.scale_regularization_loss for terms that do not depend on the batch. Or keep the mean and have "
+            "gradients averaged: MirroredStrategy(gradient_reduction='mean'), "
+            "`%%distribute mirrored --gradients mean`. If the loss is meant as it is, divide it by the number of "
+            "replicas, or switch this check off: MirroredStrategy(check_mean_loss=False)."
+        )
+
+
+class MeanLossCheck:
+    """Looks at each kind of backward pass once: one line of the program, one kind of root."""
+
+    def __init__(self) -> None:
+        # The code object is kept, so that its identity cannot be given to another one.
+        self._seen: dict[tuple[int, int, tuple[type, ...]], CodeType] = {}
+
+    def look(
+        self, roots: Sequence[Any], replicas: int, slice_size: int | None, batch_size: int | None
+    ) -> Finding | None:
+        """The mean behind a pass that is about to start; None if there is none, or this kind was looked at before.
+
+        Args:
+            roots: The tensors that `backward` was called on.
+            replicas: Number of replicas.
+            slice_size: Size of this replica's slice of the current batch, where known.
+            batch_size: Size of the whole batch, where known.
+        """
+        frame = calling_frame()
+        if frame is None:
+            return None
+        key = (id(frame.f_code), frame.f_lasti, tuple([type(getattr(root, "grad_fn", None)) for root in roots]))
+        if key in self._seen:
+            return None
+        for root in roots:
+            if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn is not None:
+                operation = _Tail(replicas, slice_size, batch_size).find(root.grad_fn)
+                if operation is not None:
+                    return Finding(operation, describe_frame(frame))
+        self._seen[key] = frame.f_code
+        return None
+
+
+class _Tail:
+    """The scalar end of one graph."""
+
+    def __init__(self, replicas: int, slice_size: int | None, batch_size: int | None) -> None:
+        self._replicas = replicas
+        self._batch_size = batch_size
+        known = slice_size is not None and slice_size > 1 and slice_size != batch_size
+        self._slice_size = slice_size if known else None
+
+    def find(self, root: Any) -> str | None:
+        """Describe the first mean under this node that is not scaled for the replicas."""
+        waiting: list[tuple[Any, tuple[float, ...]]] = [(root, ())]
+        visited: set[tuple[Any, tuple[float, ...]]] = set()
+        while waiting and len(visited) < _MAX_NODES:
+            node, factors = waiting.pop()
+            if (node, factors) in visited or _extent(node) != 1:
+                continue
+            visited.add((node, factors))
+            if not self._scaled(factors):
+                operation = self._mean(node, factors)
+                if operation is not None:
+                    return operation
+            waiting.extend(_inputs(node, factors))
+        return None
+
+    def _scaled(self, factors: tuple[float, ...]) -> bool:
+        """Whether the user divided by the number of replicas, or by the global batch."""
+        wanted = [1 / self._replicas]
+        if self._batch_size:
+            wanted.append(1 / self._batch_size)
+        candidates = (*factors, math.prod(factors))
+        return any(math.isclose(factor, value, rel_tol=1e-3) for factor in candidates for value in wanted)
+
+    def _mean(self, node: Any, factors: tuple[float, ...]) -> str | None:
+        name = node.name()
+        if name.startswith("MeanBackward"):
+            return "made by mean()" if _reduces_batch(node) else None
+        reduction = getattr(node, "_saved_reduction", None)
+        if reduction == _MEAN:
+            return f"made by {_function(name)} with reduction='mean'"
+        # A divisor can only be told from the global batch size where that one is known.
+        if self._batch_size and (reduction == _SUM or name.startswith("SumBackward")):
+            summed = math.prod(getattr(node, "_saved_self_sym_sizes", ()))
+            for count, what in (
+                (self._slice_size, "the size of this replica's slice"),
+                (summed, "the number of summands"),
+            ):
+                if count and count > 1 and any(math.isclose(factor, 1 / count, rel_tol=1e-6) for factor in factors):
+                    return f"a sum divided by {count}, {what}"
+        return None
+
+
+def _extent(node: Any) -> int:
+    """Number of elements of a node's output; 0 if it has several outputs or they are not known."""
+    metadata: tuple[Any, ...] = getattr(node, "_input_metadata", ())
+    return math.prod(metadata[0].shape) if len(metadata) == 1 else 0
+
+
+def _reduces_batch(node: Any) -> bool:
+    """Whether a mean with one element runs over a first dimension, and not over a scalar or a list of scalars."""
+    shape = tuple(getattr(node, "_saved_self_sym_sizes", ()))
+    if not shape or _scalars_beneath(node) is not None:
+        return False
+    kept = node._input_metadata[0].shape
+    # `[1, features]` reduced over features is the mean of one example, not of a batch.
+    return len(kept) == 0 or shape[0] > 1
+
+
+def _scalars_beneath(node: Any) -> list[Any] | None:
+    """The nodes of the scalars that were stacked into a node's input; None if it was no list of scalars."""
+    below = [function for function, _ in node.next_functions]
+    if len(below) != 1 or below[0] is None or below[0].name() not in _LISTS_OF_SCALARS:
+        return None
+    scalars = [function for function, _ in below[0].next_functions if function is not None]
+    return scalars if all(_extent(scalar) == 1 for scalar in scalars) else None
+
+
+def _inputs(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, tuple[float, ...]]]:
+    """The nodes below, each with the constant factors between it and the loss."""
+    scalars = _scalars_beneath(node)
+    if scalars is not None:
+        # A mean of several losses: its divisor is their number, and says nothing about the replicas.
+        for scalar in scalars:
+            yield scalar, factors
+        return
+    name = node.name()
+    others = [function for function, _ in node.next_functions]
+    for index, function in enumerate(others):
+        if function is None:
+            continue
+        factor = None
+        if name.startswith("MulBackward") and all(other is None for other in others if other is not function):
+            factor = _constant(node, "_saved_other" if index == 0 else "_saved_self")
+        elif name.startswith("DivBackward") and others[1:] in ([], [None]):
+            divisor = _constant(node, "_saved_other")
+            factor = 1 / divisor if divisor else None
+        yield function, factors if factor is None else (*factors, factor)
+
+
+def _constant(node: Any, name: str) -> float | None:
+    """A number that the graph saved; None if it is none, or was freed by an earlier pass."""
+    try:
+        value = getattr(node, name, None)
+    except RuntimeError:
+        return None
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value.detach())
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _function(node_name: str) -> str:
+    """`MseLossBackward0` -> `mse_loss`."""
+    stem = node_name.split("Backward")[0]
+    return "".join(
+        f"_{letter.lower()}" if letter.isupper() and index else letter.lower() for index, letter in enumerate(stem)
+    )

@@ -1,0 +1,1 @@
+"""Process groups: formed, recorded, ended from outside."""

@@ -1,0 +1,320 @@
+"""Operations under way: works whose waits can be ended from any thread, and by the user's Ctrl-C."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from distnb.collectives.group import exits
+from distnb.collectives.group.eager import methods_always_eager
+
+if TYPE_CHECKING:
+    from distnb.collectives.group.process_group import GroupCore
+    from distnb.collectives.group.staging import Staging
+
+__all__ = ["Beginning", "CollectiveWork", "DeviceWork", "MessageWork", "positive_seconds"]
+
+_SLICE = timedelta(milliseconds=100)
+# A wait of Gloo's that times out leaves the work as it is: it can be waited for again, or left alone.
+
+
+def _ended(inner: Any) -> RuntimeError | None:
+    """Wait a while for one of Gloo's works. None when it ended well; else its error, or that time is over."""
+    try:
+        inner.wait(_SLICE)
+    except RuntimeError as error:
+        return error.with_traceback(None)
+    return None
+
+
+def positive_seconds(timeout: timedelta | None) -> float | None:
+    """A time limit for one wait; torch passes "none given" as zero or as a negative number."""
+    if timeout is None:
+        return None
+    seconds = timeout.total_seconds()
+    return seconds if seconds > 0 else None
+
+
+class Beginning:
+    """Stands for an operation of Gloo's that begins, until its work is at hand.
+
+    An order to end can come between the two: then it stands there for ever, and nobody takes the backend for idle.
+    """
+
+    def is_completed(self) -> bool:
+        """Nobody knows."""
+        return False
+
+
+@methods_always_eager
+class _GuardedWork(dist.Work):
+    """What works have in common: they stand in front of the backend's own, and end with their group's generation.
+
+    Args:
+        group: The process group it belongs to.
+        inner: The backend's own work.
+    """
+
+    def __init__(self, group: GroupCore, inner: Any) -> None:
+        super().__init__()
+        self._group = group
+        self._inner = inner
+        self._epoch = group.epoch
+
+    def _gave_up(self) -> bool:
+        return self._group.failure is not None and self._group.epoch == self._epoch
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return int(self._inner._source_rank())
+
+    _source_rank = source_rank
+
+
+@methods_always_eager
+class DeviceWork(_GuardedWork):
+    """An operation under way in NCCL: waiting only makes the current stream wait, and never blocks."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream wait. Raises what ended the group, if something did."""
+        if self._gave_up():
+            self._group.raise_failure()
+        return bool(self._inner.wait() if positive_seconds(timeout) is None else self._inner.wait(timeout))
+
+    def is_completed(self) -> bool:
+        return bool(self._inner.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._inner.is_success())
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def synchronize(self) -> None:
+        self._inner.synchronize()
+
+    def block_current_stream(self) -> None:
+        self._inner.block_current_stream()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._inner.get_future()  # type: ignore[no-any-return]
+
+    def under_way(self) -> bool:
+        """NCCL's abort leaves nothing under way."""
+        return False
+
+
+@methods_always_eager
+class _HostWork(_GuardedWork):
+    """A work of Gloo's.
+
+    Args:
+        group: The process group it belongs to.
+        inner: Gloo's own work.
+        number: Its number in the group's ledger; messages have none.
+        staging: Where tensors of a device go through host memory: what to copy back.
+        limit_s: A time limit for each wait, or None.
+    """
+
+    def __init__(
+        self,
+        group: GroupCore,
+        inner: Any,
+        number: int | None,
+        staging: Staging | None = None,
+        limit_s: float | None = None,
+    ) -> None:
+        super().__init__(group, inner)
+        self.number = number
+        self._staging = staging
+        self._limit_s = limit_s
+        self._future: torch.futures.Future[Any] | None = None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that is completed with the work, and that an abort fails: also for those who wait in C++."""
+        if self._future is None:
+            devices: list[Any] = list(self._staging.devices) if self._staging else []
+            self._root: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+            # torch's set_exception is known to Python only; an error raised in a callback is known to C++ too.
+            self._future = self._root.then(self._conclude)
+            self._follow()
+        return self._future
+
+    def _follow(self) -> None:
+        """See to it that `conclude` is called when Gloo is done, or the group has failed."""
+        raise NotImplementedError
+
+    def _conclude(self, root: torch.futures.Future[Any]) -> Any:
+        """The future's value. Raises what ended the work, or the group."""
+        raise NotImplementedError
+
+    def conclude(self) -> None:
+        """Complete the future, if anyone asked for one, with the result or the group's failure. Idempotent."""
+        if self._future is not None and not self._root.done():
+            try:
+                self._root.set_result(None)
+            except RuntimeError:
+                pass  # another thread was faster
+
+
+@methods_always_eager
+class CollectiveWork(_HostWork):
+    """A collective under way in Gloo."""
+
+    _heard = True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end. Raises what ended the group, if something did."""
+        group = self._group
+        if self._gave_up():
+            group.raise_failure()
+        if _ended(self._inner) is not None:
+            try:
+                self._wait_longer(positive_seconds(timeout) or self._limit_s)
+            finally:
+                group.waited()
+        group.finished(self)
+        if self._staging is not None:
+            self._staging.copy_back()
+        return True
+
+    def _wait_longer(self, limit: float | None) -> None:
+        group, inner, began = self._group, self._inner, time.monotonic()
+        while True:
+            # What timed out while it ended shows no error when asked again.
+            if inner.is_completed() and (error := _ended(inner)) is not None:
+                group.explain(self._epoch, self.number, error)
+            group.examine(self._epoch, self.number)
+            if limit is not None and time.monotonic() - began > limit:
+                group.ran_out_of_time(self._epoch, self.number, limit)
+            if _ended(inner) is None:
+                return
+
+    def is_completed(self) -> bool:
+        return self._gave_up() or self._inner.is_completed()
+
+    def is_success(self) -> bool:
+        return not self._gave_up() and self._inner.is_success()
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def _follow(self) -> None:
+        self._heard = False  # now there is somebody to be told
+        self._inner.get_future().add_done_callback(self._hear)
+        self._group.watch(self)
+
+    def _hear(self, inner: Any) -> None:
+        """Called by Gloo's own thread when it is done, with all that follows from the future."""
+        try:
+            self.conclude()
+        finally:
+            self._heard = True
+            self._group.finished(self)
+
+    def _conclude(self, root: torch.futures.Future[Any]) -> Any:
+        group = self._group
+        if self._gave_up() and not self._inner.is_completed():
+            group.raise_failure()
+        failed: RuntimeError | None = None
+        try:
+            value = self._inner.get_future().value()
+        except RuntimeError as error:
+            failed = error.with_traceback(None)
+        if failed is not None:
+            group.explain(self._epoch, self.number, failed)
+        if self._staging is not None:
+            value = self._staging.copy_back()
+        group.finished(self)
+        return value
+
+    def under_way(self) -> bool:
+        """Whether Gloo still works on it, or tells of its end."""
+        return not self._inner.is_completed() or not self._heard
+
+
+@methods_always_eager
+class MessageWork(_HostWork):
+    """A send or a receive under way in Gloo.
+
+    Gloo's wait for these has no time-out that leaves the connection whole, so a thread of its own waits, and the
+    caller waits for the thread: a caller who is freed by an abort leaves it behind.
+    """
+
+    def __init__(
+        self, group: GroupCore, inner: Any, staging: Staging | None = None, limit_s: float | None = None
+    ) -> None:
+        super().__init__(group, inner, None, staging, limit_s)
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._waiting = False
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._waiting:
+                return
+            self._waiting = True
+        self._group.watch(self)
+        thread = threading.Thread(target=self._run, name="distnb-message", daemon=True)
+        exits.note(thread)
+        thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._inner.wait()
+        except RuntimeError as error:
+            self._error = error.with_traceback(None)
+        self._ended.set()
+        self._group.finished(self)
+        self.conclude()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end. Raises what ended the group, if something did."""
+        self._begin()
+        limit, began = positive_seconds(timeout) or self._limit_s, time.monotonic()
+        while not self._ended.wait(0.1):
+            self._group.examine(self._epoch, None)
+            if limit is not None and time.monotonic() - began > limit:
+                self._group.ran_out_of_time(self._epoch, None, limit)
+        if self._error is not None:
+            self._group.explain(self._epoch, None, self._error)
+        if self._staging is not None:
+            self._staging.copy_back()
+        return True
+
+    def is_completed(self) -> bool:
+        self._begin()
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
+
+    def _follow(self) -> None:
+        self._begin()
+        if self._ended.is_set():
+            self.conclude()
+
+    def _conclude(self, root: torch.futures.Future[Any]) -> Any:
+        if not self._ended.is_set():
+            self._group.raise_failure()
+        if self._error is not None:
+            raise self._error
+        return []
+
+    def under_way(self) -> bool:
+        """Whether Gloo still works on it."""
+        return self._waiting and not self._ended.is_set()

@@ -1,0 +1,1 @@
+"""Memory that the replicas of one machine share, and sums in it."""

@@ -1,0 +1,311 @@
+"""All-reduce and all-gather in memory that the replicas of one machine share: several times faster than Gloo.
+
+Each replica has an area that only it writes to. To reduce a tensor it copies it there, says so, waits until the
+others have said the same, and adds up all areas, in replica order, so that every replica gets the same bits.
+A gather copies them instead, or only those that this replica wants.
+Waiting is done in the kernel (a futex), in slices: an abort, or a collective that does not match, ends it.
+
+Only x86 keeps the order of plain stores that this relies on; elsewhere Gloo is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import select
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distnb.collectives.verify.collective_log import Board
+from distnb.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from distnb.collectives.group.process_group import GroupCore
+
+__all__ = ["GATHER", "SharedSum", "SharedWork", "nbytes"]
+
+GATHER = "gather"
+
+_PAGE = 4096
+_LINE = 64
+_AREA_NBYTES = 2**30  # of addresses; pages are only there once they were written to
+_MOST_NBYTES = 16 * 2**20
+_SLOTS = 256  # operations that a replica may have under way
+_POSTED, _DONE, _PID, _OFFSETS = 0, 1, 2, 16  # words of a replica's header
+_WORDS = _OFFSETS + _SLOTS
+_HEADER_NBYTES = -(-4 * _WORDS // _LINE) * _LINE
+_KNOWN_VIEWS = 256
+
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_DTYPES = frozenset(_FLOATS | {torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
+_COMBINE: dict[str, Any] = {"sum": torch.add, "mean": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+_POSSIBLE = sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64")
+_SYS_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE = 202, 0, 1
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_slice = _TimeSpec(0, 100_000_000)
+_slice_at = ctypes.addressof(_slice)
+_libc = ctypes.CDLL(None, use_errno=True)
+_syscall: Any = _libc.syscall
+_syscall.argtypes = [ctypes.c_long, ctypes.c_void_p, *[ctypes.c_long] * 2, *[ctypes.c_void_p] * 2, ctypes.c_long]
+_syscall.restype = ctypes.c_long
+
+
+def nbytes(size: int) -> int:
+    """How much memory the areas of so many replicas take, beside a board."""
+    return _PAGE + size * (_HEADER_NBYTES + _AREA_NBYTES) + _PAGE if _POSSIBLE else 0
+
+
+_made: weakref.WeakKeyDictionary[Board, SharedSum] = weakref.WeakKeyDictionary()
+
+
+class SharedSum:
+    """The areas of one generation of a group.
+
+    Args:
+        board: In whose memory they are, behind the board itself.
+    """
+
+    def __init__(self, board: Board) -> None:
+        memory, size = board.memory, board.size
+        assert isinstance(memory, mmap.mmap)
+        self._me, self.size = board.me, size
+        self._others = [rank for rank in range(size) if rank != board.me]
+        base = -(-Board.nbytes(size) // _PAGE) * _PAGE
+        heads = [base + rank * _HEADER_NBYTES for rank in range(size)]
+        self._words = [(ctypes.c_uint32 * _WORDS).from_buffer(memory, head) for head in heads]
+        self._addresses = [ctypes.addressof(words) for words in self._words]
+        begin = -(-(base + size * _HEADER_NBYTES) // _PAGE) * _PAGE
+        self._areas = [
+            torch.frombuffer(memory, dtype=torch.uint8, count=_AREA_NBYTES, offset=begin + rank * _AREA_NBYTES)
+            for rank in range(size)
+        ]
+        self._words[self._me][_PID] = os.getpid()
+        self._number = 0
+        self._under_way: list[tuple[int, int, int]] = []  # (number, begin, end) of what others may still read
+        self._finished: set[int] = set()
+        self._views: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.lock = threading.Lock()
+
+    @classmethod
+    def of(cls, board: Board | None) -> SharedSum | None:
+        """The areas beside a board; None where replicas share no memory."""
+        if not _POSSIBLE or board is None or board.size == 1:
+            return None
+        made = _made.get(board)
+        if made is None and isinstance(board.memory, mmap.mmap):
+            made = _made[board] = cls(board)
+        return made
+
+    def takes(self, tensor: torch.Tensor, op: str) -> bool:
+        """Whether a tensor is reduced, or gathered, here. The answer is the same on all replicas."""
+        size = tensor.numel() * tensor.dtype.itemsize
+        if not 0 < size <= _MOST_NBYTES or size * self.size > 4 * _MOST_NBYTES:
+            return False
+        return op == GATHER or (op in _COMBINE and tensor.dtype in _DTYPES)
+
+    # Writing -------------------------------------------------------------------------------------------------
+
+    def post(self, tensor: torch.Tensor, group: GroupCore, number: int, wanted: bool = True) -> int:
+        """Copy a tensor to this replica's area and tell the others. Returns the operation's own number.
+
+        Call it in the order of the collectives, under `lock`.
+
+        Args:
+            tensor: What the others read, or what is as large as that.
+            group, number: Whose collective this is, and which.
+            wanted: Whether any of the others reads it; else nothing is copied.
+        """
+        own = self._number = self._number + 1
+        begin = self._room(tensor.numel() * tensor.dtype.itemsize, own, group, number)
+        if wanted:
+            self._view(self._me, begin, tensor).copy_(tensor.detach())
+        words = self._words[self._me]
+        words[_OFFSETS + own % _SLOTS] = begin // _LINE
+        words[_POSTED] = own
+        _syscall(_SYS_FUTEX, self._addresses[self._me], _FUTEX_WAKE, self.size, None, None, 0)
+        return own
+
+    def _room(self, size: int, own: int, group: GroupCore, number: int) -> int:
+        """Where in the area there is room: as near to its beginning as can be, where the caches are warm."""
+        size = -(-size // _LINE) * _LINE
+        while True:
+            # Of all, this replica included: it reads its own part too, and may be the last.
+            read = min([words[_DONE] for words in self._words])
+            self._under_way = taken = [entry for entry in self._under_way if entry[0] > read]
+            begin = 0
+            for _, other, end in sorted(taken, key=lambda entry: entry[1]):
+                if begin + size <= other:
+                    break
+                begin = max(begin, end)
+            if begin + size <= _AREA_NBYTES and len(taken) < _SLOTS:
+                taken.append((own, begin, begin + size))
+                return begin
+            if self._words[self._me][_DONE] == read:
+                raise CollectiveError(
+                    f"More than {_SLOTS} reductions, or {_AREA_NBYTES >> 20} MiB of them, were started on this replica "
+                    "and not waited for. Call wait() on what all_reduce_start returned."
+                )
+            slowest = min(self._others, key=lambda rank: self._words[rank][_DONE])
+            self._sleep(slowest, _DONE, self._words[slowest][_DONE], group, number, group.epoch)
+
+    # Reading -------------------------------------------------------------------------------------------------
+
+    def collect(self, own: int, tensor: torch.Tensor, op: str, work: SharedWork) -> list[torch.Tensor]:
+        """Wait for the others. A reduction's result is put into the tensor; a gather's is returned."""
+        sources = range(self.size) if work.sources is None else work.sources
+        for rank in sources:
+            if self._words[rank][_POSTED] < own:
+                self._wait_for(sources, own, work)
+                break
+        slot = _OFFSETS + own % _SLOTS
+        views = [self._view(rank, self._words[rank][slot] * _LINE, tensor) for rank in sources]
+        if op == GATHER:
+            gathered = [view.to(tensor.device, copy=True) for view in views]
+            self.done(own)
+            return gathered
+        combine = _COMBINE[op]
+        with torch.no_grad():
+            target = tensor.detach() if tensor.device.type == "cpu" else torch.empty_like(views[0])
+            combine(views[0], views[1], out=target)
+            for view in views[2:]:
+                combine(target, view, out=target)
+            if op == "mean":
+                target.div_(self.size)
+            if tensor.device.type != "cpu":
+                tensor.detach().copy_(target)
+        self.done(own)
+        return [tensor]
+
+    def _wait_for(self, ranks: Sequence[int], own: int, work: SharedWork) -> None:
+        group = work.group
+        group.watch(work)
+        try:
+            for rank in ranks:
+                words = self._words[rank]
+                while (posted := words[_POSTED]) < own:
+                    self._sleep(rank, _POSTED, posted, group, work.number, work.epoch)
+        finally:
+            group.finished(work)
+
+    def done(self, own: int) -> None:
+        """This replica reads nothing of that operation any more."""
+        words = self._words[self._me]
+        self._finished.add(own)
+        while words[_DONE] + 1 in self._finished:
+            self._finished.discard(words[_DONE] + 1)
+            words[_DONE] += 1
+
+    def wake(self) -> None:
+        """Have every wait of this machine look up."""
+        for address in self._addresses:
+            _syscall(_SYS_FUTEX, address, _FUTEX_WAKE, self.size, None, None, 0)
+
+    def _sleep(self, rank: int, word: int, seen: int, group: GroupCore, number: int, epoch: int) -> None:
+        """Wait until a word of a replica is no longer what was seen, or a slice of time is over."""
+        if group.failure is not None or group.epoch != epoch:
+            group.examine(epoch, number)
+        if _syscall(_SYS_FUTEX, self._addresses[rank] + 4 * word, _FUTEX_WAIT, seen, _slice_at, None, 0) == 0:
+            return
+        if self._words[rank][word] == seen:
+            try:
+                group.examine(epoch, number)
+                if self._has_ended(rank):
+                    ended = f"process {self._words[rank][_PID]} of replica {group.replicas[rank]} has ended"
+                    group.explain(epoch, number, RuntimeError(ended))
+            finally:
+                group.waited()
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether a replica's process is no more (or a zombie). Gloo would see its connections closed."""
+        pid = self._words[rank][_PID]
+        if pid == 0:
+            return False  # it has not come this far
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        try:
+            return bool(select.select([descriptor], [], [], 0)[0])
+        finally:
+            os.close(descriptor)
+
+    def _view(self, rank: int, begin: int, tensor: torch.Tensor) -> torch.Tensor:
+        key = (rank, begin, tensor.shape, tensor.dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _KNOWN_VIEWS:
+                self._views.clear()
+            size = tensor.numel() * tensor.dtype.itemsize
+            view = self._areas[rank][begin : begin + size].view(tensor.dtype).view(tensor.shape)
+            self._views[key] = view
+        return view
+
+
+class SharedWork:
+    """One reduction under way.
+
+    Attributes:
+        number: The collective's number in the group's ledger.
+        sources: Whose tensors this replica reads, in this order; None for all.
+    """
+
+    def __init__(
+        self,
+        shared: SharedSum,
+        own: int,
+        tensor: torch.Tensor,
+        op: str,
+        group: GroupCore,
+        number: int,
+        sources: Sequence[int] | None = None,
+    ) -> None:
+        self._shared = shared
+        self._own = own
+        self._tensor: torch.Tensor | None = tensor
+        self._op = op
+        self.group = group
+        self.number = number
+        self.epoch = group.epoch
+        self.sources = sources
+
+    def wait(self) -> None:
+        """Wait for the end; the tensor holds the result then. Raises what ended the group, if something did."""
+        self.result()
+
+    def result(self) -> list[torch.Tensor]:
+        """Wait for the end and return a gather's tensors, source by source. A work can be waited for once."""
+        tensor, self._tensor = self._tensor, None
+        if tensor is None:
+            return []
+        group = self.group
+        if group.failure is not None and group.epoch == self.epoch:
+            group.raise_failure()
+        return self._shared.collect(self._own, tensor, self._op, self)
+
+    def conclude(self) -> None:
+        """The group has failed: have the wait look up."""
+        self._shared.wake()
+
+    def under_way(self) -> bool:
+        """Nothing of it runs outside of Python."""
+        return False
+
+    def __del__(self) -> None:
+        # Nobody waits for it: the others' data is not needed any more.
+        if self._tensor is not None:
+            self._shared.done(self._own)

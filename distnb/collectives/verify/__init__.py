@@ -1,0 +1,1 @@
+"""Finding collectives that do not match, before they are entered."""

@@ -1,0 +1,73 @@
+"""What a collective is, so that replicas can compare it: operation, reduce op, root, shapes, dtypes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distnb.collectives.verify import callsite
+from distnb.collectives.verify.collective_log import TEXT_NBYTES, Record
+
+__all__ = ["Key", "of_tensors", "record"]
+
+Key = tuple[Any, ...]
+"""(operation, number of the reduce op or None, root or None, kind of device, shape, dtype, shape, dtype, …)."""
+
+_OPS = {0: "sum", 1: "avg", 2: "product", 3: "min", 4: "max", 5: "band", 6: "bor", 7: "bxor", 8: "premul_sum"}
+_FIRST = 4
+_records: dict[tuple[Key, bytes], Record] = {}
+_MANY = 10_000
+_SHOWN = 3
+
+
+def of_tensors(operation: str, op: int | None, root: int | str | None, tensors: Sequence[torch.Tensor]) -> Key:
+    """The signature of a collective over these tensors of this replica."""
+    if len(tensors) == 1:
+        tensor = tensors[0]
+        return (operation, op, root, tensor.device.type, tensor.shape, tensor.dtype)
+    parts: list[Any] = [operation, op, root, tensors[0].device.type if tensors else "cpu"]
+    for tensor in tensors:
+        parts.append(tensor.shape)
+        parts.append(tensor.dtype)
+    return tuple(parts)
+
+
+def record(key: Key) -> Record:
+    """The record of a collective with this signature, called from where the caller's caller stands."""
+    site = callsite.current()
+    known = _records.get((key, site.identity))
+    if known is not None:
+        return known
+    if len(_records) > _MANY:  # shapes that never repeat
+        _records.clear()
+    text = f"{describe(key)}\0{site.text}\0{site.words}".encode()[:TEXT_NBYTES].decode(errors="ignore")
+    made = Record(_digest(key) + site.identity, text)
+    _records[key, site.identity] = made
+    return made
+
+
+def _digest(key: Key) -> bytes:
+    """Equal on every replica for the same signature, which `hash` is not."""
+    return hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+
+
+def describe(key: Key) -> str:
+    """The signature for people: `all_reduce(float32[10], sum)`."""
+    operation, op, root, device, *rest = key
+    parts = []
+    tensors = list(zip(rest[::2], rest[1::2], strict=True))
+    for shape, dtype in tensors[:_SHOWN]:
+        dims = ", ".join(map(str, shape)) if isinstance(shape, (tuple, torch.Size)) else str(shape)
+        parts.append(f"{str(dtype).removeprefix('torch.')}[{dims}]")
+    if len(tensors) > _SHOWN:
+        parts.append(f"… {len(tensors)} tensors")
+    if device != "cpu":
+        parts.append(f"on {device}")
+    if op is not None:
+        parts.append(_OPS.get(op, str(op)))
+    if root is not None:
+        parts.append(f"root={root}")
+    return f"{operation}({', '.join(parts)})"

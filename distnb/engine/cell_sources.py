@@ -1,0 +1,29 @@
+"""The texts of cells, where tracebacks, pdb, inspect and torch.compile look for them."""
+
+from __future__ import annotations
+
+import linecache
+
+from IPython.core.getipython import get_ipython
+
+from distnb.engine.output import telemetry
+
+__all__ = ["remember_source"]
+
+
+def remember_source(filename: str, text: str, label: str = "") -> None:
+    """Let a text that is in no file be seen, and called as the notebook calls it.
+
+    Args:
+        filename: What the code objects of the cell carry.
+        text: All of it.
+        label: How people call it in tracebacks ("Cell In[3]"), or "".
+    """
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    if label:
+        telemetry.remember_cell(filename, label)
+    shell = get_ipython()
+    if shell is not None and label.startswith("Cell In[") and label[8:-1].isdigit():
+        names = getattr(shell.compile, "_filename_map", None)
+        if names is not None:
+            names[filename] = int(label[8:-1])

@@ -1,0 +1,316 @@
+"""Describing an engine's objects to the notebook: what they are, how they look, whether replicas agree on them."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import pickle
+import reprlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import xxhash
+
+from distnb.engine.namespace.engine_objects import Space
+from distnb.objects.code import is_code
+from distnb.objects.memory import dense_tensor
+from distnb.objects.packing import Looker, digest_of_stream
+from distnb.objects.plain import SCALARS, is_importable, is_plain
+from distnb.objects.tracking import Look
+from distnb.strategies.scope import is_apart, is_mirrored, is_read_together
+from distnb.values import DistributedValues, structure
+from distnb.wire.exchange import Described, Leaf, Summary
+from distnb.wire.messages import ObjectId
+
+__all__ = ["Describer", "own_part", "summarise"]
+
+_SHORT_ELEMENTS = 64
+_SHORT_CHARACTERS = 400
+
+
+class Describer:
+    """Describes what a program assigned or returned on one engine.
+
+    Args:
+        space: The group of engines.
+        serial: Of the program's snapshot: new objects get ids of it.
+
+    Attributes:
+        plain: Immutable values that are no scalars, by their paths.
+        sent: Functions, classes and the notebook's own objects, which are sent by value.
+        fresh: Objects that what is sent refers to, and that stay.
+    """
+
+    def __init__(self, space: Space, serial: int) -> None:
+        self._space = space
+        self._serial = serial
+        self.plain: dict[str, Any] = {}
+        self.sent: dict[str, Any] = {}
+        self._numbers: dict[str, int | None] = {}
+        self.look = Look()
+        self.fresh: dict[ObjectId, Described] = {}
+
+    def register(self, value: Any, path: str) -> None:
+        """Give a value that was assigned an id; what is to be sent by value is noted."""
+        if isinstance(value, types.ModuleType) or is_plain(value):
+            return
+        space, tracker = self._space, self._space.tracker
+        number = tracker.number_of(value) if tracker.has_objects() else None
+        by_value = space.id_of(value) is None and (is_code(value) or number is not None)
+        if by_value:
+            look = tracker.look({path: value})
+            by_value = not look.refused
+        if by_value:
+            self.sent[path] = value
+            self._numbers[path] = number
+            self.look.digests.update(look.digests)
+            self.look.classes.update(look.classes)
+        space.own((self._serial, path), value, by_value=by_value)
+
+    def value(self, value: Any, path: str, *, brief: bool = False) -> Described:
+        """Describe what a name or a result is. A new object is kept under `path`."""
+        if isinstance(value, types.ModuleType):
+            known = self._space.id_of(value)
+            identity = known if known is not None else self._space.own((self._serial, path), value)
+            return Described("module", value=value.__name__, identity=identity)
+        if type(value) in SCALARS or (type(value) is str and len(value) < _SHORT_CHARACTERS):
+            return Described("plain", None, value)
+        if is_plain(value):
+            self.plain[path] = value
+            return Described("plain")
+        if path in self.sent:
+            return Described("sent", self.look.digests[path], self._numbers[path], (self._serial, path))
+        tracker = self._space.tracker
+        number = tracker.number_of(value) if tracker.has_objects() else None
+        if number is not None and self._space.id_of(value) is None:
+            return Described("tracked", value=number)
+        return self.object(value, self._space.own((self._serial, path), value), brief=brief)
+
+    def object(self, value: Any, identity: ObjectId, *, brief: bool = False) -> Described:
+        """Describe an object that stays on the engine, behind a handle."""
+        mirrored, together = is_mirrored(value), is_read_together(value)
+        wrapped = isinstance(value, DistributedValues)
+        # The content of a distributed value is not asked for: looking at it would wait for the device.
+        compared = not (mirrored or wrapped or is_apart(value))
+        survey = None if wrapped else Surveyor(self._space, value, contents=compared)
+        return Described(
+            "object",
+            survey.digest if survey is not None and compared else None,
+            identity=identity,
+            # This replica's part is not what it is: that is asked for when it is shown.
+            summary=summarise(value, brief=brief or together),
+            mirrored=mirrored,
+            together=together,
+            wrapped=wrapped,
+            reads=tuple(sorted(survey.names)) if survey is not None else (),
+            holds=tuple(survey.holds) if survey is not None else (),
+        )
+
+    def register_fresh(self, value: Any) -> ObjectId:
+        """An object that what is sent refers to, and that stays: the notebook gets a handle."""
+        identity = self._space.own((self._serial, f"*{len(self.fresh)}"), value)
+        self.fresh[identity] = Described("object", identity=identity)  # it may hold itself
+        self.fresh[identity] = self.object(value, identity, brief=True)
+        return identity
+
+    def items(self, values: list[Any]) -> list[Leaf]:
+        """The items of a container, each a leaf whatever it is."""
+        return [Leaf(self.value(item, f"r{index}")) for index, item in enumerate(values)]
+
+    def tree(self, value: Any) -> Any:
+        """A result's structure with a `Leaf` for each of its leaves."""
+        if type(value) in SCALARS:
+            return Leaf(Described("plain", None, value))
+        leaves, shape = structure.flatten(value)
+        if len(leaves) == 1 and leaves[0] is value:
+            return Leaf(self.value(value, "r", brief=True))
+        described = [Leaf(self.value(leaf, f"r{index}", brief=True)) for index, leaf in enumerate(leaves)]
+        try:
+            return structure.unflatten(shape, described)
+        except Exception:  # a container that checks what it is given  # noqa: BLE001
+            return Leaf(self.value(value, "r", brief=True))
+
+
+class Surveyor(Looker):
+    """What is in an engine's object, told by pickling it.
+
+    Args:
+        space: The group of engines.
+        value: The object.
+        contents: Whether its tensors' contents count.
+
+    Attributes:
+        digest: Of the object; None where it cannot be pickled.
+        holds: Names of the notebook's whose objects are within it, and ids of engine objects that are.
+    """
+
+    def __init__(self, space: Space, value: Any, *, contents: bool) -> None:
+        tracker = space.tracker
+        self.digest: bytes | None = None
+        holds: dict[str | ObjectId, None] = {}
+        self.holds = holds
+        self._space = space
+        self._root = value
+        self._contents = contents
+        file, digests = io.BytesIO(), []
+
+        def note(obj: Any) -> None:
+            number = tracker.number_of(obj)
+            if number is not None:
+                holds[tracker.name_of(number)] = None
+            elif type(obj) in (list, dict, set) and obj is not value:
+                identity = space.id_of(obj)
+                if identity is not None:
+                    holds[identity] = None
+
+        def keep(buffer: pickle.PickleBuffer) -> bool:
+            digests.append(xxhash.xxh3_128_digest(buffer.raw()))
+            return False
+
+        if tracker.has_objects() or space.owns_containers:
+            self.persistent_id = note  # asked for every object: only where there is something to be found
+        super().__init__(file, tracker.side, keep)
+        try:
+            self.dump([value])
+        except Exception:  # many objects cannot be pickled: then nothing is known of them  # noqa: BLE001
+            return
+        self.digest = digest_of_stream(file.getbuffer(), digests)
+
+    def reference(self, obj: Any) -> Any:
+        if obj is self._root:
+            return None
+        identity = self._space.id_of(obj)
+        if identity is not None:
+            self.holds[identity] = None
+        return super().reference(obj)
+
+    def array(self, array: Any) -> Any:
+        self._note_memory(array.__array_interface__["data"][0])
+        return super().array(array)
+
+    def _note_memory(self, start: int) -> None:
+        tracker = self._space.tracker
+        number = tracker.number_of_memory(start, 1)
+        if number is not None:
+            self.holds[tracker.name_of(number)] = None
+
+    def tensor(self, tensor: Any) -> Any:
+        if dense_tensor(tensor):
+            self._note_memory(tensor.data_ptr())
+        return super().tensor(tensor) if self._contents else (str, (f"{tensor.dtype}{tuple(tensor.shape)}",))
+
+
+def summarise(value: Any, *, brief: bool = False) -> Summary:
+    """A description short enough to be sent with every effect.
+
+    Args:
+        value: Any object.
+        brief: Nothing that costs time or waits for a device; the notebook asks again when it is shown.
+    """
+    shown = own_part(value)
+    name = _type_name(type(shown))
+    if is_array(shown) or is_tensor(shown) or _is_variable(shown):
+        shape, dtype = str(tuple(shown.shape)), str(shown.dtype).removeprefix("torch.")
+        text = None if brief or shown.nbytes > _SHORT_ELEMENTS * 16 else _short_text(shown)
+        return Summary(name, text, shape, dtype, str(getattr(shown, "device", "cpu")), kind="tensor")
+    if brief:
+        return Summary(name, None, iterates=isinstance(shown, Iterator))
+    return Summary(
+        name,
+        _short_text(shown),
+        attributes=_names(shown),
+        doc=inspect.getdoc(shown) or "",
+        signature=_signature(shown),
+        kind="callable" if callable(shown) else "",
+        iterates=isinstance(shown, Iterator),
+    )
+
+
+def _is_variable(value: Any) -> bool:
+    variables = sys.modules.get("distnb.variables.variable")
+    return variables is not None and isinstance(value, variables.Variable)
+
+
+def own_part(value: Any) -> Any:
+    """A value, or a structure that holds distributed ones, as this replica has it: with its own components.
+
+    A structure that cannot be taken apart or put together again is given as it is: one that holds itself, or a
+    container whose class does as it likes. Nothing is to fail because it is looked at.
+    """
+    try:
+        if not structure.has_distributed(value):
+            return value
+        leaves, shape = structure.flatten(value)
+    except Exception:  # noqa: BLE001  # RecursionError, and whatever a container raises when it is iterated
+        return value
+    own = [leaf.values[0] if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
+    try:
+        return structure.unflatten(shape, own)
+    except Exception:  # noqa: BLE001  # whatever a container raises that checks what it is given
+        return value
+
+
+def _type_name(kind: type) -> str:
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Names for completion: all of them, or only the object's own where the notebook can look at the class itself."""
+    try:
+        names = dir(value)
+        if is_importable(type(value)):
+            names = sorted(set(names) - set(dir(type(value))))
+    except Exception:  # noqa: BLE001
+        return ()
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+class _Brief(reprlib.Repr):
+    """A container's few first members: of a state_dict, the names of tensors and their shapes."""
+
+    def repr1(self, x: Any, level: int) -> str:
+        if isinstance(x, dict) and type(x) is not dict:
+            return f"{type(x).__name__}({self.repr_dict(x, level)})"
+        if (is_tensor(x) or is_array(x)) and x.ndim:
+            return f"<{type(x).__name__} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}>"
+        return super().repr1(x, level)
+
+
+_BRIEF = _Brief()
+_BRIEF.maxother = 80
+
+
+def _short_text(value: Any) -> str:
+    try:
+        if isinstance(value, list | tuple | dict | set | frozenset | str | bytes):
+            return _BRIEF.repr(value)
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001
+        return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
+    return text if len(text) <= _SHORT_CHARACTERS else text[: _SHORT_CHARACTERS - 1] + "…"
+
+
+def _signature(value: Any) -> str:
+    if not callable(value):
+        return ""
+    try:
+        target = value.forward if hasattr(value, "forward") else value
+        return str(inspect.signature(target))
+    except (TypeError, ValueError):
+        return ""
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is a numpy array."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a torch tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)

@@ -1,0 +1,314 @@
+"""The engine's side of the one namespace: snapshots are opened here, and what programs did is described."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from distnb.engine.cell_sources import remember_source
+from distnb.engine.guard import spared
+from distnb.engine.imported_modules import Modules
+from distnb.engine.namespace import object_operations
+from distnb.engine.namespace.descriptions import Describer
+from distnb.engine.namespace.engine_objects import NOT_THERE, Objects, Space
+from distnb.objects.code import is_code
+from distnb.objects.modes import (
+    Environment,
+    Moment,
+    apply_environment,
+    capture_environment,
+    forget_casts,
+    outside_inference,
+)
+from distnb.objects.packing import Packed, open_module
+from distnb.options import StrategySpec
+from distnb.strategies.scope import adopt_restored
+from distnb.wire.exchange import Effects, Keywords, Mark, NamedArgument, Snapshot, SpaceKey, former
+from distnb.wire.messages import Apply
+
+__all__ = ["EngineNamespace"]
+
+# The last ones are what torch.compile puts beside a function that it has compiled.
+_HIDDEN = re.compile(
+    r"_+|_i+|_\d+|_i\d+|_[od]h|In|Out|exit|quit|open|get_ipython|__\w+__|__(compiled_fn|resume_at|import|builtins_dict)_\w+"
+)
+_SHOWN = frozenset({"_", "__all__", "__annotations__"})
+
+
+class EngineNamespace:
+    """Keeps the engine's user namespace what the notebook's is, as far as programs read it.
+
+    Args:
+        user_ns: The engine's one namespace.
+        objects: The engine's objects.
+        engine: This engine's id: its place among a space's engines is its replica.
+        reserved: Names that the engine itself binds before a program runs.
+
+    Attributes:
+        adopt: Called with each object restored from a survivor, and the strategy that made it, to keep it in sync.
+    """
+
+    def __init__(
+        self, user_ns: dict[str, Any], objects: Objects, *, engine: int | None = None, reserved: Iterable[str] = ()
+    ) -> None:
+        self.user_ns = user_ns
+        self.objects = objects
+        objects.user_ns = user_ns
+        self.adopt: Callable[[Any, StrategySpec | None], None] = adopt_restored
+        self._engine = engine
+        self._reserved = frozenset(reserved)
+        self._environment: Environment | None = None
+        self._modules = Modules()
+        self._arguments: Any = None
+        self._call: Mark | None = None
+        self._moment: Moment = "end"
+        # `open` and `begin` are two calls: this is the snapshot of the next program.
+        self._snapshot: Snapshot | None = None
+
+    def replica_in(self, key: SpaceKey) -> int:
+        """Which replica of a group of engines this one is."""
+        return key[0].index(self._engine) if self._engine in key[0] else self.objects.space(key).replica
+
+    # -- before a program ----------------------------------------------------------------------------------------------
+
+    def open(self, snapshot: Snapshot, replica: int) -> None:
+        """Make the namespace what a snapshot says; before `begin`, and in the order in which snapshots were made."""
+        self._call, self._moment = None, "end"
+        space = self.objects.space(snapshot.space)
+        space.replica = replica
+        self.objects.program_begins(snapshot.serial)
+        forget_casts()
+        self._settle(space, snapshot)
+        environment = snapshot.environment
+        if environment is not None:
+            apply_environment(environment, early=True)
+        self._modules.follow(snapshot.modules)
+        for filename, (text, label) in snapshot.sources.items():
+            remember_source(filename, text, label)
+        with outside_inference():
+            self._bind(space, snapshot)
+        if environment is not None:
+            apply_environment(environment, early=False)
+            self._environment = None
+        self._snapshot = snapshot
+
+    def open_call(self, snapshot: Snapshot, replica: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Open the snapshot of a call. Returns its arguments; `close_call` ends what this began."""
+        self.open(snapshot, replica)
+        args, kwargs = self._arguments
+        self._arguments, self._moment = None, "call"
+        self._call = self.begin("")
+        return args, kwargs
+
+    @spared
+    def _settle(self, space: Space, snapshot: Snapshot) -> None:
+        """Hear what the notebook made of earlier programs."""
+        for identity, what in snapshot.adopt.items():
+            if isinstance(what, str):
+                if what in space.tracker:
+                    space.own(identity, space.tracker.root(what))
+            elif space.replica in what:
+                given = what[space.replica]
+                space.own(identity, space.tracker.find(given) if isinstance(given, int) else space.owned[given])
+        for old, new in snapshot.renamed.items():
+            space.tracker.rename(old, new)
+        if snapshot.forget:
+            space.tracker.forget(snapshot.forget)
+        if snapshot.fresh:
+            space.tracker.clear()
+            space.plain.clear()
+        space.release(snapshot.release)
+
+    def _bind(self, space: Space, snapshot: Snapshot) -> None:
+        """Bind names: modules first, then functions and classes, which what comes after them may call when opened."""
+        user_ns, tracker, names = self.user_ns, space.tracker, snapshot.names
+        if names is not None:
+            for name in [name for name in user_ns if not self._is_hidden(name)]:
+                del user_ns[name]
+            for name, module in snapshot.imports.items():
+                user_ns[name] = open_module(module)
+        wanted = frozenset(names or ())
+        pack = snapshot.pack
+        opening = tracker.opening(pack) if pack is not None else None
+        early = pack.names[: snapshot.early] if pack is not None else ()
+        for name in early:
+            assert opening is not None
+            self._bind_one(name, opening.load(name), wanted)
+        if snapshot.plain is not None:
+            space.plain.update(tracker.open_loose(snapshot.plain))
+        if names is not None:
+            for name in names:
+                if name in space.plain:
+                    self._bind_one(name, space.plain[name], wanted)
+                elif name in tracker and (pack is None or name not in pack.names):
+                    self._bind_one(name, tracker.root(name), wanted)
+        if opening is not None and pack is not None:
+            for name in pack.names[snapshot.early :]:
+                self._bind_one(name, opening.load(name), wanted)
+            values = opening.merge()
+            tracker.settle(values)
+            for name, value in values.items():
+                space.plain.pop(name, None)
+                self._bind_one(name, value, wanted)
+        self._arguments = None
+        if snapshot.arguments is not None:
+            given = snapshot.arguments
+            args, kwargs = tracker.open_loose(given) if isinstance(given, Packed) else given
+            named = {name: _with_values(value, tracker.root) for name, value in kwargs.items()}
+            self._arguments = tuple(_with_values(value, tracker.root) for value in args), named
+
+    def _bind_one(self, name: str, value: Any, wanted: frozenset[str]) -> None:
+        if name not in wanted:
+            return
+        if value is NOT_THERE:
+            self.user_ns.pop(name, None)
+        else:
+            self.user_ns[name] = value
+
+    # -- around a program ----------------------------------------------------------------------------------------------
+
+    def begin(self, source: str) -> Mark:
+        """Note where the namespace stands, just before a program runs."""
+        assert self._snapshot is not None
+        snapshot, self._snapshot = self._snapshot, None
+        if self._environment is None:
+            self._environment = capture_environment()
+        return Mark(dict(self.user_ns), snapshot, self._environment)
+
+    def note_names(self) -> Callable[[], None]:
+        """Note what is bound now. What is returned takes back all that was bound since: see `runtime.contexts`."""
+        before = dict(self.user_ns)
+
+        def take_back() -> None:
+            for name in self._assigned(before):
+                if name in before:
+                    self.user_ns[name] = before[name]
+                else:
+                    del self.user_ns[name]
+
+        return take_back
+
+    def finish(self, mark: Mark, result: Callable[[Describer], Any] | None = None) -> Effects:
+        """Describe what a program did, whether it failed or not.
+
+        Args:
+            mark: What `begin` gave.
+            result: For a call, describes its result.
+        """
+        snapshot = mark.snapshot
+        space, serial = self.objects.space(snapshot.space), snapshot.serial
+        describer = Describer(space, serial)
+        assigned = self._assigned(mark.before)
+        values = {name: space.tracker.root(name) for name in snapshot.sections if name in space.tracker}
+        for name in assigned:
+            if name in space.tracker:
+                space.tracker.rename(name, former(name, serial))
+                if name in values:
+                    values[former(name, serial)] = values.pop(name)
+        for name in assigned:
+            describer.register(self.user_ns[name], name)
+            if name in describer.sent:
+                space.plain.pop(name, None)
+        changed, pack = self._pack(space, serial, values, describer)
+        names = {name: describer.value(self.user_ns[name], name) for name in assigned}
+        described = result(describer) if result is not None else None
+        handles = {
+            identity: describer.object(space.owned[identity], identity)
+            for identity in snapshot.handles
+            if identity in space.owned
+        }
+        deleted = tuple(name for name in mark.before if name not in self.user_ns and not self._is_hidden(name))
+        plain = space.tracker.pack_loose(describer.plain) if describer.plain else None
+        after = capture_environment(mark.environment, self._moment)
+        environment = after.since(mark.environment)
+        self._environment = after
+        return Effects(
+            serial,
+            names,
+            deleted,
+            changed,
+            pack,
+            plain,
+            describer.fresh,
+            handles,
+            None if environment.empty else environment,
+            described,
+        )
+
+    def _pack(
+        self, space: Space, serial: int, values: dict[str, Any], describer: Describer
+    ) -> tuple[dict[str, bytes], Any]:
+        """What the program changed in place of the notebook's values, and what it assigned that is sent."""
+        tracker, sent = space.tracker, describer.sent
+        if not values and not sent:
+            return {}, None
+        look = tracker.look(values)
+        values |= look.classes
+        names = tracker.lacking(values, look)
+        if not names and not sent:
+            return {}, None
+        look.digests.update(describer.look.digests)
+        for name, cls in describer.look.classes.items():
+            if name not in values:
+                values[name] = cls
+                if name not in tracker:
+                    names.append(name)
+        space.references.register = describer.register_fresh
+        try:
+            every = {**sent, **values}
+            lacking = sorted(
+                [*names, *sent], key=lambda name: not is_code(every[name])
+            )  # it may be called to open others
+            pack = tracker.pack(serial << 1 | 1, every, look, lacking)
+        finally:
+            space.references.register = None
+        return {name: look.digests[name] for name in names}, pack
+
+    def close_call(self, result: Any) -> Effects:
+        """Describe the result of a call that `open_call` began, and what else it did."""
+        return self.finish_with(lambda describer: describer.tree(result))
+
+    def give_up_call(self) -> Effects | None:
+        """Describe what a call did that raised; None if it raised before `open_call` was through."""
+        mark, self._call = self._call, None
+        return self.finish(mark) if mark is not None else None
+
+    def finish_with(self, result: Callable[[Describer], Any]) -> Effects:
+        """End what `open_call` began, with a result that is described by a function."""
+        mark, self._call = self._call, None
+        assert mark is not None
+        return self.finish(mark, result)
+
+    def pack_error(self, error: BaseException) -> Packed:
+        """An exception as a whole, with what it holds; its class is the same in the notebook."""
+        return self.objects.copies().pack_loose(error)
+
+    def apply(self, message: Apply) -> Any:
+        """Carry out an operation that a handle asked for."""
+        return object_operations.carry_out(self, message)
+
+    def _assigned(self, before: Mapping[str, Any]) -> list[str]:
+        return sorted(
+            name
+            for name, value in self.user_ns.items()
+            if (name not in before or before[name] is not value) and not self._is_hidden(name)
+        )
+
+    def _is_hidden(self, name: str) -> bool:
+        if name in self._reserved or not isinstance(name, str):
+            return True
+        return _HIDDEN.fullmatch(name) is not None and name not in _SHOWN
+
+
+def _with_values(arguments: Any, value_of: Callable[[str], Any]) -> Any:
+    """The arguments of a call, with values in the place of their names."""
+    kind = type(arguments)
+    if kind is NamedArgument:
+        return value_of(arguments.name)
+    if kind is Keywords:
+        return {name: _with_values(value, value_of) for name, value in arguments.values.items()}
+    if kind is tuple:
+        found = tuple(_with_values(value, value_of) for value in arguments)
+        return found if any(new is not old for new, old in zip(found, arguments, strict=True)) else arguments
+    return arguments

@@ -1,0 +1,190 @@
+"""What handles ask of the objects they stand for: attributes, items, calls, whole copies."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from distnb.engine.namespace.descriptions import own_part, summarise
+from distnb.engine.namespace.engine_objects import NOT_THERE, Space
+from distnb.errors import NamespaceError, StaleHandleError
+from distnb.input.dataset import DistributedDataset, DistributedIterator
+from distnb.objects.packing import Packed
+from distnb.strategies.scope import drift_report, is_mirrored, read_together, spec_of
+from distnb.values import DistributedValues
+from distnb.wire.exchange import Described, Leaf, Request, follow
+from distnb.wire.messages import Apply, ObjectId
+
+if TYPE_CHECKING:
+    from distnb.engine.namespace.engine_namespace import EngineNamespace
+
+__all__ = ["QUIET", "carry_out"]
+
+QUIET = frozenset({"export", "fetch", "import", "rename", "summary"})
+"""Operations that run nothing of the user's which could communicate."""
+
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+
+
+def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
+    """Carry out one operation. Its effects on the namespace are described as those of a call are.
+
+    Raises:
+        StaleHandleError: The object is not here.
+        BaseException: What the operation itself raises.
+    """
+    if message.operation == "rename":
+        namespace.objects.rename(*message.payload)
+        return None
+    request: Request = message.payload
+    snapshot = request.snapshot
+    space = namespace.objects.space(snapshot.space)
+    replica = namespace.replica_in(snapshot.space)
+    spectator = request.answers is not None and replica not in request.answers
+    if spectator or message.operation in _TRANSFERS:
+        namespace.open(snapshot, replica)
+        return None if spectator else _TRANSFERS[message.operation](namespace, space, request)
+    args, kwargs = namespace.open_call(snapshot, replica)
+    target = follow(_object(space, message.target), request.path)
+    if message.operation in ("list", "next"):
+        items = list(target) if message.operation == "list" else _next(target)
+        # A batch is a structure of slices, as where the notebook's own cells read a dataset.
+        batch = isinstance(target, DistributedIterator)
+        return namespace.finish_with(lambda describer: describer.tree(items) if batch else describer.items(items))
+    result = _OPERATIONS[message.operation](target, args, kwargs)
+    if isinstance(result, _Answer):
+        return namespace.finish_with(lambda describer: result.value)
+    if message.operation == "get" and isinstance(result, _METHODS) and getattr(result, "__self__", None) is not None:
+        # The handle calls it by its path: nothing is kept here for it.
+        return namespace.finish_with(
+            lambda describer: Leaf(Described("object", summary=summarise(result), value="method"))
+        )
+    return namespace.finish_with(lambda describer: Leaf(describer.value(result, "r")))
+
+
+class _Answer:
+    """A result that goes back as it is."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _object(space: Space, identity: ObjectId) -> Any:
+    found = space.owned.get(identity, NOT_THERE)
+    if found is NOT_THERE:
+        raise StaleHandleError(
+            f"Replica {space.replica} has no object for this handle: the name was never assigned on it, "
+            "or the object was freed."
+        )
+    if isinstance(found, DistributedValues) and len(found.values) == 1:
+        return found.values[0]
+    return found
+
+
+# -- operations on one object --------------------------------------------------------------------------------------
+
+
+def _get(target: Any, args: Any, kwargs: Any) -> Any:
+    return target
+
+
+def _next(target: Any) -> list[Any]:
+    """The next item of an iterator; empty at its end."""
+    try:
+        return [next(target)]
+    except StopIteration:
+        return []
+
+
+def _call(target: Any, args: Any, kwargs: Any) -> Any:
+    return target(*args, **kwargs)
+
+
+def _apply(target: Any, args: Any, kwargs: Any) -> Any:
+    function, *given = args
+    return function(*map(own_part, given), **kwargs)
+
+
+def _check(target: Any, args: Any, kwargs: Any) -> Any:
+    return drift_report(target)
+
+
+def _read(target: Any, args: Any, kwargs: Any) -> Any:
+    return read_together(target)
+
+
+def _read_summary(target: Any, args: Any, kwargs: Any) -> _Answer:
+    return _Answer(replace(summarise(target, brief=True), text=summarise(read_together(target)).text))
+
+
+def _summary(target: Any, args: Any, kwargs: Any) -> _Answer:
+    return _Answer(summarise(target))
+
+
+_OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "apply": _apply,
+    "call": _call,
+    "check": _check,
+    "get": _get,
+    "read": _read,
+    "read_summary": _read_summary,
+    "summary": _summary,
+}
+
+
+# -- whole objects -------------------------------------------------------------------------------------------------
+
+
+def _fetch(namespace: EngineNamespace, space: Space, request: Request) -> Packed:
+    """Copies of several objects, in one pickle: what they share, their copies share."""
+    values = [own_part(_object(space, identity)) for identity in request.targets]
+    try:
+        return space.copies().pack_loose(values)
+    except Exception as error:
+        shown = type(values[0]).__qualname__
+        raise NamespaceError(
+            f"An object of type {shown} cannot be copied to the notebook: {error}. Work with it in a distributed cell."
+        ) from error
+
+
+# These can be packed, and not be opened by a process that is in no process group, or did not make their memory.
+_STAYS = (DistributedDataParallel, DistributedDataset, DistributedIterator)
+
+
+def _export(namespace: EngineNamespace, space: Space, request: Request) -> tuple[Packed, tuple[ObjectId, ...]]:
+    """The mirrored objects, for an engine that takes a lost one's place: those of them that can be copied."""
+    wanted = {identity: space.owned.get(identity, NOT_THERE) for identity in request.targets}
+    wanted.update({identity: obj for identity, obj in space.owned.items() if is_mirrored(obj)})
+    ready = {identity: obj for identity, obj in wanted.items() if obj is not NOT_THERE and _packable(space, obj)}
+    owned = {identity: (obj, spec_of(obj)) for identity, obj in ready.items()}
+    return space.copies().pack_loose(owned), tuple(ready)
+
+
+def _packable(space: Space, obj: Any) -> bool:
+    """Whether a copy of an object can be made, and opened: one that cannot is not to spoil the others."""
+    if isinstance(obj, _STAYS):
+        return False
+    copies = space.copies()
+    try:
+        copies.open_loose(copies.pack_loose(obj))
+    except Exception:  # whatever pickling it, or making it again, raises  # noqa: BLE001
+        return False
+    return True
+
+
+def _import(namespace: EngineNamespace, space: Space, request: Request) -> None:
+    assert request.pack is not None
+    for identity, (obj, spec) in space.tracker.open_loose(request.pack).items():
+        space.own(identity, obj)
+        namespace.adopt(obj, spec)
+
+
+_TRANSFERS: dict[str, Callable[[EngineNamespace, Space, Request], Any]] = {
+    "export": _export,
+    "fetch": _fetch,
+    "import": _import,
+}

@@ -1,0 +1,1 @@
+"""What an engine tells while a program runs: output, errors, telemetry."""

@@ -1,0 +1,119 @@
+"""An exception of a replica, made ready to travel and to be read."""
+
+from __future__ import annotations
+
+import asyncio.base_events
+import pickle
+import re
+from collections.abc import Callable, Sequence
+from traceback import format_exception
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+from IPython.core.ultratb import AutoFormattedTB, SyntaxTB
+
+from distnb.engine.namespace import object_operations
+from distnb.errors import DistnbError
+from distnb.frames import OWN, chain, frames_of, ours, torch_frames, with_frames
+from distnb.objects.packing import Packed
+from distnb.wire import exchange
+from distnb.wire.messages import ErrorReport
+
+__all__ = ["report"]
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_ASKED = (object_operations.__file__, exchange.__file__)
+_NO_GPU = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
+_WITHOUT_GPU = (
+    "This replica computes on the CPU: no GPU is there. Leave out .cuda() and device='cuda': what is made in "
+    "strategy.scope() and strategy.run, and the batches of a distributed dataset, land on the replica's device, "
+    "whatever it is."
+)
+_SHOWN = 12  # frames at either end of a very long traceback
+
+
+def report(error: BaseException, pack: Callable[[BaseException], Packed] | None = None) -> ErrorReport:
+    """Describe an exception: itself where it can be pickled, and its traceback as IPython draws it.
+
+    Args:
+        error: It.
+        pack: Packs it so that its class is the notebook's own; None where no program runs.
+
+    Never raises: the texts of exceptions are the user's code, and the notebook waits for what this gives.
+    """
+    kind = type(error)
+    if _wants_a_gpu(error):
+        error.add_note(_WITHOUT_GPU)
+    try:
+        text, rendered = str(error), _draw(error)
+    except BaseException as failed:  # noqa: BLE001  # whatever its __str__ raises, an order to end that comes late too
+        text = f"(its text and traceback cannot be shown: {type(failed).__name__})"
+        rendered = (f"{kind.__qualname__}: {text}",)
+    return ErrorReport(
+        pickled=_pickle(error, pack),
+        type_name=kind.__qualname__
+        if kind.__module__ in ("builtins", "__main__")
+        else f"{kind.__module__}.{kind.__qualname__}",
+        text=text,
+        traceback=tuple(_COLOURS.sub("", line) for line in rendered),
+        rendered=rendered,
+    )
+
+
+def _wants_a_gpu(error: BaseException) -> bool:
+    """Whether torch was asked for a GPU that is not there, and nobody has told the cure yet."""
+    text = str(error) if isinstance(error, (AssertionError, RuntimeError)) else ""
+    return any(words in text for words in _NO_GPU) and _WITHOUT_GPU not in getattr(error, "__notes__", ())
+
+
+def _pickle(error: BaseException, pack: Callable[[BaseException], Packed] | None) -> bytes | Packed | None:
+    try:
+        if pack is not None:
+            return pack(error)
+        data = cloudpickle.dumps(error)  # without its traceback: pickle leaves that out
+        return data if type(pickle.loads(data)).__name__ == type(error).__name__ else None
+    except Exception:  # noqa: BLE001
+        return None  # an exception may hold anything, and fail in any way; its text and traceback still travel
+
+
+def _users_part(error: BaseException) -> list[TracebackType]:
+    """The traceback without frames of distnb, and of torch where the error is ours.
+
+    An error that is not ours, raised with no frame but ours on the stack, is a defect, whose place must be seen, unless
+    it came from where we do what the notebook asked of the user's object.
+    """
+    frames = frames_of(error.__traceback__)
+    hidden = (OWN, *torch_frames(error))
+    kept = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith(hidden)]
+    if len(kept) > 1 and kept[0].tb_frame.f_code.co_filename == asyncio.base_events.__file__:
+        del kept[0]  # the loop in which a cell awaits
+    last = frames[-1].tb_frame if frames else None
+    asked = last is None or last.f_code.co_filename in _ASKED or not ours(last)
+    return kept if kept or isinstance(error, DistnbError) or asked else frames
+
+
+def _draw(error: BaseException) -> tuple[str, ...]:
+    left_out = 0
+
+    def chosen(each: BaseException) -> Sequence[TracebackType]:
+        nonlocal left_out
+        frames = _users_part(each)
+        if len(frames) > 2 * _SHOWN:  # IPython needs minutes for the thousand frames of an endless recursion
+            left_out += len(frames) - 2 * _SHOWN
+            frames = [*frames[:_SHOWN], *frames[-_SHOWN:]]
+        return frames
+
+    with with_frames(error, chosen):
+        lines = _drawn(error)
+    return (*lines, f"({left_out:,} frames in the middle are left out.)") if left_out else lines
+
+
+def _drawn(error: BaseException) -> tuple[str, ...]:
+    kind, traceback = type(error), error.__traceback__
+    if any(isinstance(each, BaseExceptionGroup) for each in chain(error)):  # IPython knows none
+        return tuple(line.rstrip("\n") for line in format_exception(error))
+    drawer: Any = AutoFormattedTB(mode="Context", theme_name="neutral")
+    if isinstance(error, SyntaxError):
+        drawer = SyntaxTB(theme_name="neutral")
+    return tuple(str(line) for line in drawer.structured_traceback(kind, error, traceback, tb_offset=0))

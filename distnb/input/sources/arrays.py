@@ -1,0 +1,80 @@
+"""Tensors and arrays in memory, cut into global batches in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+import torch
+
+from distnb.input.sources.base import FROM_THE_START, Beginning, Load, Place, Source
+from distnb.input.splitting.layout import count_examples, map_leaves
+from distnb.input.splitting.split import slice_bounds
+
+__all__ = ["ArraySource"]
+
+
+class ArraySource(Source):
+    """A structure of tensors, arrays and lists that all have one entry per example. Nothing is drawn.
+
+    Numeric arrays give batches of tensors, everything else slices of its own kind.
+
+    Args:
+        data: The structure.
+        batch_size: Examples in a global batch; the last one may be smaller.
+        place: The replica that reads.
+
+    Raises:
+        StructureError: Leaves disagree about the number of examples.
+    """
+
+    in_memory = True
+
+    def __init__(self, data: Any, batch_size: int, place: Place) -> None:
+        self._examples = count_examples(data)
+        self._data = map_leaves(data, self._examples, _column)
+        self._batch_size = batch_size
+        self._place = place
+
+    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
+        place, examples = self._place, self._examples
+        for first in range(beginning.skip * self._batch_size, examples, self._batch_size):
+            size = min(self._batch_size, examples - first)
+            start, stop = slice_bounds(size, place.num_replicas, place.replica_id)
+            yield Load(self._data, examples, (first + start, first + stop), size, borrowed=True)
+
+    def length(self) -> int:
+        return -(-self._examples // self._batch_size)
+
+    def peek(self) -> Any:
+        return map_leaves(self._data, self._examples, lambda leaf: leaf[: self._batch_size])
+
+
+class _Column(Sequence[Any]):
+    """A list of one item per example, told from structure once and for all."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, at: int) -> Any: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Any]: ...
+    def __getitem__(self, at: int | slice) -> Any:
+        return self._items[at]
+
+
+def _column(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+        native = leaf.astype(leaf.dtype.newbyteorder("="), copy=False)
+        if not native.flags.writeable or any(stride < 0 for stride in native.strides):
+            native = native.copy()  # torch takes neither
+        try:
+            return torch.from_numpy(native)
+        except TypeError:
+            return leaf  # a number type that torch does not have
+    return _Column(leaf) if isinstance(leaf, (list, tuple)) else leaf

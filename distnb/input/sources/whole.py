@@ -1,0 +1,193 @@
+"""Data that every replica reads whole, because it cannot be asked for a slice: iterable datasets, generators, lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader
+
+from distnb.errors import ProgramError
+from distnb.input.draws import draws_at_start_only, on_host
+from distnb.input.sources.base import FROM_THE_START, Beginning, Load, Place, Shared, Source
+from distnb.input.sources.loaders import changed, generators_of, is_plain, iterator_beyond, own_seeds, peek_at
+from distnb.input.sources.workers import end_workers, free_workers, has_lost_workers, has_workers
+
+__all__ = ["LoaderSource", "PythonSource"]
+
+
+class LoaderSource(Source):
+    """A DataLoader whose batches can only be cut once they are there, or need not be cut (one replica).
+
+    Args:
+        loader: The user's loader.
+        place: The replica that reads.
+        shared: The stream that all replicas share.
+    """
+
+    def __init__(self, loader: DataLoader[Any], place: Place, shared: Shared) -> None:
+        if place.num_replicas > 1 and not getattr(loader, "in_order", True):
+            # Replicas cut the same batch only if it comes at the same place for all.
+            loader = changed(loader, in_order=True)
+        self._given = loader
+        self._loader = loader
+        self._place = place
+        self._shared = shared
+        iterable = loader._dataset_kind == 1
+        ours = is_plain(loader)
+        self.iterable = iterable and not _remembers(loader)
+        self.threadable = ours and loader.num_workers > 0 and (iterable or draws_at_start_only(loader.batch_sampler))
+        self.exclusive = ours and bool(loader.persistent_workers)
+        self._ours = ours
+
+    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
+        skip = beginning.skip
+        if self.exclusive and has_lost_workers(self._loader):
+            self._forget()
+        if beginning.kept not in (None, self.kept()):
+            self._loader = changed(self._given, **(own_seeds() if beginning.kept else {}))
+        if beginning.state is not None:
+            self._loader.load_state_dict(beginning.state)  # type: ignore[attr-defined]
+            skip = 0
+        iterator = iterator_beyond(self._loader, skip) if skip and self._ours else None
+        if iterator is None:
+            iterator = iter(self._loader)
+        else:
+            skip = 0
+        workers = _Workers(self.exclusive, self._forget)
+        return _beyond(_WholeBatches(iterator, None if self.threadable else self._shared, self._place, workers), skip)
+
+    def length(self) -> int:
+        return len(self._loader)
+
+    def peek(self) -> Any:
+        return peek_at(self._given)
+
+    def state(self) -> Any:
+        return _state_of(self._loader)
+
+    def kept(self) -> bool:
+        return self.exclusive and has_workers(self._loader)
+
+    def generators(self) -> list[Any]:
+        return list(generators_of(self._given))
+
+    def _forget(self) -> None:
+        self._loader.__dict__["_iterator"] = None  # persistent workers that were killed
+
+
+class PythonSource(Source):
+    """Any iterable of batches, or a function that returns one.
+
+    Args:
+        batches: The iterable, or a callable without arguments.
+        place: The replica that reads.
+        shared: The stream that all replicas share.
+    """
+
+    def __init__(self, batches: Iterable[Any] | Callable[[], Iterable[Any]], place: Place, shared: Shared) -> None:
+        self._batches = batches
+        self._place = place
+        self._shared = shared
+        self._started = False
+        self.iterable = not _remembers(batches)
+
+    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
+        skip = beginning.skip
+        if beginning.state is not None:
+            self._batches.load_state_dict(beginning.state)  # type: ignore[union-attr]
+            skip = 0
+        return _beyond(_WholeBatches(self._iterator(), self._shared, self._place, None), skip)
+
+    def _iterator(self) -> Iterator[Any]:
+        batches = self._batches
+        if not isinstance(batches, Iterable):
+            return iter(batches())
+        iterator = iter(batches)
+        if iterator is batches:
+            if self._started:
+                raise ProgramError(
+                    f"This dataset was made from a {type(batches).__name__}, which can be read once only, and was "
+                    "read before: a second iteration would find nothing. Distribute something that can be read again: "
+                    "a list, a DataLoader, or the function that makes the generator (distribute_dataset(make_batches) "
+                    "instead of distribute_dataset(make_batches()))."
+                )
+            self._started = True
+        return iterator
+
+    def length(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def peek(self) -> Any:
+        if isinstance(self._batches, Iterator):
+            raise ProgramError(
+                f"This dataset was made from a {type(self._batches).__name__}, which can be read once only: looking at "
+                "its first batch would take it away. Distribute something that can be read again: a list, a "
+                "DataLoader, or the function that makes the generator."
+            )
+        return next(self._iterator())
+
+    def state(self) -> Any:
+        return _state_of(self._batches)
+
+
+class _Workers(NamedTuple):
+    """How a loader's workers end."""
+
+    persistent: bool
+    forget: Callable[[], None]
+
+
+class _WholeBatches(Iterator[Load]):
+    def __init__(self, iterator: Iterator[Any], shared: Shared | None, place: Place, workers: _Workers | None) -> None:
+        self._iterator: Iterator[Any] | None = iterator
+        self._shared = shared
+        self._device = place.device
+        self._workers = workers
+        self.persistent = workers is not None and workers.persistent
+        self._closed = False
+
+    def __next__(self) -> Load:
+        iterator = self._iterator
+        if self._closed or iterator is None:
+            raise StopIteration
+        with on_host(self._device):
+            if self._shared is None:
+                return Load(next(iterator))
+            with self._shared():
+                return Load(next(iterator))
+
+    def close(self) -> None:
+        """End the loader's workers; persistent ones stay, and a generator stays where it is."""
+        self._closed = True
+        if self.persistent:
+            return
+        iterator, self._iterator = self._iterator, None
+        if self._workers is not None:
+            end_workers(iterator)
+
+    def free(self) -> None:
+        """End the workers from another thread, when one is stuck and the reader with it."""
+        if self._workers is not None:
+            self._workers.forget()
+            free_workers(self._iterator)
+
+
+def _beyond(loads: _WholeBatches, skip: int) -> _WholeBatches:
+    """The iterator after some batches, which are read and dropped."""
+    for _ in range(skip):
+        try:
+            next(loads)
+        except StopIteration:
+            break
+    return loads
+
+
+def _remembers(data: Any) -> bool:
+    """Whether data remembers its position, as torchdata's StatefulDataLoader does."""
+    return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+
+
+def _state_of(data: Any) -> Any:
+    """What data that remembers its position says of it; else None."""
+    return data.state_dict() if _remembers(data) else None

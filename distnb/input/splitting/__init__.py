@@ -1,0 +1,1 @@
+"""How batches are cut, and which replica gets which rows."""

@@ -1,0 +1,308 @@
+"""The `%distnb` line magic: start, stop and look at the cluster."""
+
+from __future__ import annotations
+
+import uuid
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distnb import notebook as sessions
+from distnb.cluster import tpu_chips
+from distnb.cluster.devices import available_gpus
+from distnb.cluster.resolvers import (
+    ClusterResolver,
+    KubernetesClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+)
+from distnb.errors import NoClusterError, OptionError, closest
+from distnb.magics.cell_request import Request
+from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
+from distnb.magics.presenting import presented
+from distnb.notebook.checking import drift_reports
+from distnb.notebook.output.html_table import html_table, human_bytes
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from distnb.notebook.session import Session
+    from distnb.widgets.front import Front
+
+__all__ = ["ClusterMagic"]
+
+_RESOLVERS: dict[str, Callable[[], ClusterResolver]] = {
+    "slurm": SlurmClusterResolver,
+    "tfconfig": TFConfigClusterResolver,
+    "kubernetes": KubernetesClusterResolver,
+}
+
+
+class ClusterMagic:
+    """The subcommands of `%distnb`.
+
+    Args:
+        shell: IPython's.
+        front: Shows events; follows the session.
+    """
+
+    def __init__(self, shell: InteractiveShell, front: Front) -> None:
+        self._shell = shell
+        self._front = front
+        self._commands: dict[str, Callable[[Namespace], None]] = {
+            "start": self.start,
+            "stop": self.stop,
+            "restart": self.restart,
+            "status": self.status,
+            "devices": self.devices,
+            "stacks": self.stacks,
+            "interrupt": self.interrupt,
+            "variables": self.variables,
+            "check": self.check,
+            "output": self.output,
+            "live": self.live,
+            "help": self.help,
+        }
+
+    def distnb(self, line: str) -> None:
+        """Run a line of `%distnb COMMAND …`."""
+        command, _, rest = line.strip().partition(" ")
+        if command in ("", "-h", "--help"):
+            command = "help"
+        with presented():
+            if command not in COMMANDS:
+                raise OptionError(
+                    f"%distnb {command}: there is no such command{closest(command, COMMANDS)}. The commands are "
+                    f"{', '.join(COMMANDS)}; %distnb help explains them."
+                )
+            if asks_for_help(rest):
+                print(COMMANDS[command].format_help())
+            else:
+                self._commands[command](COMMANDS[command].read(rest))
+
+    def ensure(self, request: Request | None) -> Session:
+        """The running session; without one a cluster is started that suits the request, and it is said so."""
+        session = sessions.current()
+        if session is None:
+            wanted = request.spec if request is not None else None
+            if wanted is not None and (wanted.num_replicas or wanted.devices or wanted.device_type):
+                devices = wanted.devices or ((wanted.device_type,) if wanted.device_type else ())
+                what = f"on {', '.join(devices)}" if devices else f"with {wanted.num_replicas} engines"
+                print(f"No cluster is running: starting one {what}.", flush=True)
+                session = self._start(
+                    wanted.num_replicas or None, devices or None, request is not None and request.oversubscribe
+                )
+            else:
+                print(
+                    "No cluster is running: starting the default one. %distnb start -n N chooses another size.",
+                    flush=True,
+                )
+                session = self._start(None, None, False)
+        self._front.attach(session)
+        return session
+
+    # -- commands --------------------------------------------------------------------------------------------------
+
+    def start(self, found: Namespace) -> None:
+        """`%distnb start [-n N] [--devices …] [--oversubscribe] [--hosts a,b [--per-host N] …]`."""
+        names = ("hosts", "per_host", "interface", "ssh_args", "launcher", "launcher_args", "secret")
+        where = {name: getattr(found, name) for name in names}
+        if found.resolver is not None:
+            where["cluster_resolver"] = self._resolver(found.resolver)
+        self._start(found.count, found.devices, found.oversubscribe, **where)
+
+    def _start(self, count: int | None, devices: Any, oversubscribe: bool, **where: Any) -> Session:
+        tell = _Progress(self._shell)
+        session = sessions.start(count, devices, oversubscribe=oversubscribe, on_progress=tell.say, **where)
+        self._front.attach(session)
+        rows = session.status()
+        several = len({row.host for row in rows}) > 1
+        places = (f"{row.engine} on {row.device}" + (f" of {row.host}" if several else "") for row in rows)
+        tell.say(f"{_count(len(rows), 'engine')} ready: {', '.join(places)}.")
+        return session
+
+    def stop(self, found: Namespace) -> None:
+        """`%distnb stop`."""
+        if sessions.current() is None:
+            print("No cluster is running.")
+            return
+        sessions.stop()
+        self._front.attach(None)
+        print("The cluster has ended.")
+
+    def restart(self, found: Namespace) -> None:
+        """`%distnb restart [ENGINE …] [--missing]`."""
+        if found.wanted is not None:
+            raise OptionError(
+                f"%distnb restart -n {found.wanted}: the number of engines stays. For another one, %distnb stop and "
+                f"%distnb start -n {found.wanted}; what lives on the engines ends with them, so save it before: "
+                'torch.save(model.state_dict(), "model.pt"). On some of the engines that are there, a cell runs by '
+                "%%distribute mirrored -n 1."
+            )
+        wrong = [word for word in found.engines if not word.isdigit()]
+        if wrong:
+            raise OptionError(
+                f"%distnb restart {wrong[0]}: engines are named by their numbers; %distnb status shows them."
+            )
+        if found.engines and found.missing:
+            raise OptionError("%distnb restart: give the engines' numbers, or --missing, not both.")
+        session = self._session()
+        chosen = tuple(int(word) for word in found.engines) or None
+        tell = _Progress(self._shell)
+        replaced = session.restart(chosen, missing=found.missing, on_progress=tell.say)
+        who = ", ".join(map(str, replaced))
+        tell.say(f"{_count(len(replaced), 'engine')} replaced: {who}." if replaced else "No engine is missing.")
+
+    def status(self, found: Namespace) -> None:
+        """`%distnb status`."""
+        if sessions.current() is None:
+            print("No cluster is running. %distnb start begins one.")
+            return
+        rows = [(row.engine, row.device, row.state, row.pid, row.host) for row in self._session().status()]
+        self._table(("engine", "device", "state", "pid", "host"), rows, numeric=(0, 3))
+
+    def devices(self, found: Namespace) -> None:
+        """`%distnb devices`."""
+        session = sessions.current()
+        by_device: dict[str, list[str]] = {str(device): [] for device in _machine_devices()}
+        for row in session.status() if session is not None else ():
+            by_device.setdefault(row.device, []).append(f"engine {row.engine}")
+        self._table(
+            ("device", "used by"), [(device, ", ".join(users) or "–") for device, users in sorted(by_device.items())]
+        )
+
+    def stacks(self, found: Namespace) -> None:
+        """`%distnb stacks`."""
+        session = self._session()
+        stacks = session.stacks()
+        unheard = "It does not answer: it has ended, or native code holds Python's lock.\n"
+        for row in session.status():
+            print(f"── engine {row.engine} ({row.device}) ──\n{stacks.get(row.engine, unheard) or 'idle'}".rstrip())
+
+    def interrupt(self, found: Namespace) -> None:
+        """`%distnb interrupt`."""
+        session = self._session()
+        if session.interrupt():
+            print("The program is being ended.")
+        elif session.stuck:
+            engines = " ".join(map(str, session.stuck))
+            print(
+                f"Engine {engines}: still busy with a program that was ended, and told again each second. "
+                f"%distnb stacks shows where it is; if it never ends, %distnb restart {engines} starts anew."
+            )
+        else:
+            print("No program is running.")
+
+    def variables(self, found: Namespace) -> None:
+        """`%distnb variables`."""
+        rows = list(self._front.variables(0))
+        if not rows:
+            print("No variable of the notebook lives on the engines.")
+            return
+        header = ("variable", "kind", "type", "shape", "dtype", "lives on", "size")
+        cells = [(v.name, v.kind, v.type_name, v.shape, v.dtype, v.devices, human_bytes(v.nbytes)) for v in rows]
+        self._table(header, cells, numeric=(6,))
+
+    def check(self, found: Namespace) -> None:
+        """`%distnb check [NAME …]`."""
+        self._session()
+        reports = drift_reports(self._shell.user_ns, found.names)
+        print("\n".join(f"{name}: {text}" for name, text in reports.items()) or "Nothing is mirrored.")
+
+    def output(self, found: Namespace) -> None:
+        """`%distnb output [REPLICA] [--save FILE]`."""
+        written = self._front.written()
+        if found.replica is not None:
+            if not found.replica.isdigit() or int(found.replica) not in written:
+                there = ", ".join(map(str, written)) or "none"
+                raise OptionError(
+                    f"%distnb output {found.replica}: no such replica wrote anything in the latest cell where one did; "
+                    f"those that did: {there}."
+                )
+            written = {int(found.replica): written[int(found.replica)]}
+        text = "".join(
+            f"── replica {replica} ──\n{part}{'' if part.endswith(chr(10)) else chr(10)}"
+            for replica, part in written.items()
+        )
+        if found.save:
+            Path(found.save).expanduser().write_text(text)
+            print(f"{text.count(chr(10)):,} lines written to {found.save}.")
+        else:
+            print(text or "No replica has written anything.")
+
+    def live(self, found: Namespace) -> None:
+        """`%distnb live auto|widget|picture|text|off`."""
+        mode = found.mode
+        if mode not in LIVE_MODES:
+            raise OptionError(
+                f"%distnb live {mode}: the ways to draw are {', '.join(LIVE_MODES)}{closest(mode, LIVE_MODES)}."
+            )
+        self._front.mode = mode
+
+    def help(self, found: Namespace) -> None:
+        """`%distnb help`."""
+        name = found.command
+        if name is not None and name not in COMMANDS:
+            raise OptionError(f"%distnb help {name}: there is no such command{closest(name, COMMANDS)}.")
+        print(COMMANDS[name].format_help() if name else distnb_help())
+
+    # -- pieces ----------------------------------------------------------------------------------------------------
+
+    def _resolver(self, word: str) -> ClusterResolver:
+        if word in _RESOLVERS:
+            return _RESOLVERS[word]()
+        found = self._shell.user_ns.get(word)
+        if isinstance(found, ClusterResolver):
+            return found
+        known = ", ".join(_RESOLVERS)
+        what = f"{word} is a {type(found).__name__}" if word in self._shell.user_ns else f"there is no {word}"
+        raise OptionError(
+            f"%distnb start --resolver {word}: {what}{closest(word, _RESOLVERS)}. Name one of {known}, or a variable "
+            "of the notebook that is a ClusterResolver."
+        )
+
+    def _session(self) -> Session:
+        session = sessions.current()
+        if session is None:
+            raise NoClusterError("No cluster is running. %distnb start begins one.")
+        return session
+
+    def _table(self, header: tuple[str, ...], rows: list[tuple[Any, ...]], numeric: tuple[int, ...] = ()) -> None:
+        cells = [tuple(map(str, row)) for row in [header, *rows]]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+        text = "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        )
+        self._shell.display_pub.publish({"text/plain": text, "text/html": html_table(header, rows, numeric=numeric)})
+
+
+class _Progress:
+    """A line that is replaced as a start goes on; in a terminal each stand is a line of its own."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        self._shell = shell
+        self._name = f"distnb-{uuid.uuid4().hex[:12]}"
+        self._said = ""
+        self._notebook = hasattr(shell, "kernel")
+
+    def say(self, text: str) -> None:
+        """Show the line, or replace it."""
+        text = text[:1].upper() + text[1:]
+        if text == self._said:
+            return
+        if self._notebook:
+            publish = self._shell.display_pub.publish
+            publish({"text/plain": text}, transient={"display_id": self._name}, update=bool(self._said))
+        else:
+            print(text, flush=True)
+        self._said = text
+
+
+def _count(number: int, thing: str) -> str:
+    return f"1 {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _machine_devices() -> tuple[str, ...]:
+    gpus = tuple(f"cuda:{index}" for index in range(available_gpus()))
+    return gpus + tuple(f"tpu:{index}" for index in range(tpu_chips.chips())) or ("cpu:0",)

@@ -1,0 +1,126 @@
+"""The `%%distribute` cell magic: reads its line, and hands the cell to the session."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from distnb.errors import OptionError
+from distnb.magics.cell_request import Request, read_request
+from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded
+from distnb.magics.commands import DISTRIBUTE, asks_for_help
+from distnb.magics.local_cell import StrategyName
+from distnb.magics.presenting import presented, without_frames
+from distnb.notebook.output.cell_names import cell_name
+from distnb.options import StrategySpec
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from distnb.notebook.session import Session
+    from distnb.widgets.front import Front
+
+__all__ = ["CellRunner"]
+
+
+class CellRunner:
+    """Runs distributed cells of one shell.
+
+    Args:
+        shell: IPython's.
+        front: Shows what the replicas write and draw.
+        name: Binds `strategy`.
+        ensure: Gives the running session, or starts one that suits the request.
+    """
+
+    def __init__(
+        self,
+        shell: InteractiveShell,
+        front: Front,
+        name: StrategyName,
+        ensure: Callable[[Request | None], Session],
+    ) -> None:
+        self._shell = shell
+        self._front = front
+        self._name = name
+        self._ensure = ensure
+        self._raw_cell = ""
+
+    def cell_begins(self, raw_cell: str) -> None:
+        """IPython begins to run this cell."""
+        self._raw_cell = raw_cell
+
+    def distribute(self, line: str, cell: str) -> None:
+        """Run a `%%distribute` cell."""
+        if asks_for_help(line):
+            print(DISTRIBUTE.format_help())
+            return
+        with presented():
+            request = read_request(line, self._shell.user_ns)
+            source = padded(self._raw_cell, line, cell)
+            check_no_nested_magic(cell, source.count("\n") - cell.count("\n") + 1)
+            if not cell.strip():
+                raise OptionError(f"%%distribute {request.word}: the cell is empty below its first line.")
+        if request.local:
+            self._run_here(request, cell, source)
+        else:
+            filename, text = self._filename(), self._transformed(source)
+            with without_frames(self._shell):
+                check_syntax(text, filename, self._shell.compile.flags)
+            # IPython holds a single magic call as the cell's text. Functions that come back from the replicas have
+            # their lines in this one: for tracebacks, inspect, and replicas that they are sent to later.
+            linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+            with presented():
+                self._ensure(request)
+                self._name.bind(request)
+                self._front.name_cell(request.word)
+                self._run(source, request.spec, filename, in_scope=False)
+
+    def run_in_scope(self, source: str, spec: StrategySpec, filename: str) -> None:
+        """Run the body of a top-level `with strategy.scope():` on the replicas."""
+        self._front.name_cell(spec.kind)
+        self._run(source, spec, filename, in_scope=True)
+
+    def _run(self, source: str, spec: StrategySpec, filename: str, *, in_scope: bool) -> None:
+        session = self._ensure(None)
+        self._front.attach(session)
+        try:
+            session.run_cell(source, spec, filename=filename, label=self._label(filename), in_scope=in_scope)
+        finally:
+            # All that the replicas wrote stands in the cell before its error does.
+            self._front.flush()
+
+    def _transformed(self, source: str) -> str:
+        """Python's syntax for IPython's, line for line; IPython itself would strip empty lines at the top."""
+        return "\n" * (len(source) - len(source.lstrip("\n"))) + str(self._shell.transform_cell(source))
+
+    def _filename(self) -> str:
+        """What the notebook's debugger and tracebacks call the running cell: its frame is below all others'."""
+        found, frame = "", sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if self._shell.compile.format_code_name(frame.f_code.co_filename) is not None:
+                found = frame.f_code.co_filename
+        raw = self._raw_cell
+        return found or str(self._shell.compile.get_code_name(raw, raw, self._shell.execution_count))
+
+    def _label(self, filename: str) -> str:
+        """`Cell In[3]`. IPython's counter may be one further already."""
+        return cell_name(filename, self._shell) or f"Cell In[{self._shell.execution_count}]"
+
+    def _run_here(self, request: Request, cell: str, source: str) -> None:
+        """A local cell that did not come through the input transformer: the magic was called as a function."""
+        self._name.bind(request)
+        self._front.name_cell(request.word)
+        padding = source[: len(source) - len(cell)]
+        text = padding + self._shell.transform_cell(cell)
+        name = self._shell.compile.cache(text, self._shell.execution_count, raw_code=cell)
+        tree = self._shell.transform_ast(ast.parse(text, name))
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(self._shell.compile(tree, name, "exec"), self._shell.user_ns)
+        if isinstance(last, ast.Expr):
+            value = eval(self._shell.compile(ast.Expression(last.value), name, "eval"), self._shell.user_ns)  # type: ignore[arg-type]
+            self._shell.displayhook(value)

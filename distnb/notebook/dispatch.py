@@ -1,0 +1,305 @@
+"""Sending programs to a team of engines and collecting their replies, in order, one program at a time."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from distnb.errors import EngineDied, ReplicaStuck
+from distnb.notebook.interrupts import Interrupts
+from distnb.notebook.supervision import GiveUpOn
+from distnb.notebook.supervisor import Supervisor
+from distnb.wire.messages import CallFunction, Died, Hello, Reply, Unread
+from distnb.wire.program_channels import Programs
+
+__all__ = ["Dispatch", "Outcome"]
+
+_LATE_S = 2.0
+_LOOK_S = 0.02
+
+
+class Outcome:
+    """How a program ended on each engine of its team.
+
+    Attributes:
+        replies: By engine, in the order in which they came.
+        died: Exit status of engines that died before they replied.
+        stuck: Engines that did not follow the order to end.
+        quiet: Whether an engine that ends well tells so by its reply alone.
+        interrupted: Whether the user asked for the end.
+    """
+
+    __slots__ = (
+        "_failed",
+        "_given_up",
+        "_missing",
+        "died",
+        "engines",
+        "interrupted",
+        "program",
+        "quiet",
+        "replies",
+        "stuck",
+    )
+
+    def __init__(self, program: int, engines: tuple[int, ...], *, quiet: bool = True) -> None:
+        self.program = program
+        self.engines = engines
+        self.replies: dict[int, Reply] = {}
+        self.died: dict[int, str] = {}
+        self.stuck: set[int] = set()
+        self.quiet = quiet
+        self.interrupted = self._failed = self._given_up = False
+        self._missing = set(engines)
+
+    def take(self, engine: int, reply: Reply) -> None:
+        """A reply came, be it from an engine that was given up on."""
+        self.replies[engine] = reply
+        self.died.pop(engine, None)
+        self.stuck.discard(engine)
+        self._missing.discard(engine)
+        self._failed = self._failed or reply.status != "ok"
+
+    def lose(self, engine: int, exit_status: str | None) -> None:
+        """An engine's reply will not come: it died so, or did not follow the order to end."""
+        if exit_status is None:
+            self.stuck.add(engine)
+            self._given_up = True
+        else:
+            self.died[engine] = exit_status
+        self._missing.discard(engine)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every engine replied or is known not to."""
+        return not self._missing
+
+    @property
+    def ok(self) -> bool:
+        """Whether every replica ended well."""
+        return not (self._failed or self.died or self.stuck)
+
+    @property
+    def left_group_whole(self) -> bool:
+        """Whether the replicas can go on in the same process group: an order to end the program ends it in any case."""
+        if self.interrupted or self._given_up or any(reply.renew for reply in self.replies.values()):
+            return False
+        return self.ok
+
+
+class Dispatch:
+    """Owns the way of programs. One distributed program at a time: others wait their turn.
+
+    Args:
+        programs: The way to the engines.
+        supervisor: Follows every program.
+
+    Attributes:
+        turn: Hold it while a program is made, sent and waited for.
+        interrupts: The user's. To be entered before a program is packed, if it is to be sent for certain.
+    """
+
+    def __init__(self, programs: Programs, supervisor: Supervisor) -> None:
+        self._programs = programs
+        self._supervisor = supervisor
+        self._numbers = itertools.count(1)
+        self.latest = 0
+        self.turn = threading.RLock()
+        self._pending: dict[int, Outcome] = {}
+        self.interrupts = Interrupts()
+        programs.watch(supervisor.lost_fd)
+        programs.watch(self.interrupts.fd)
+        self._dead: dict[int, str] = {}
+        self._greeted: dict[int, int] = {}  # the process that has said hello as this engine
+
+    def number(self) -> int:
+        """The serial number of the next program."""
+        self.latest = next(self._numbers)
+        return self.latest
+
+    def run(self, program: int, engines: tuple[int, ...], message: Any, *, quiet: bool = True) -> Outcome:
+        """Send a program to its engines and wait for its end on each. An interrupt ends it, and is told in the outcome.
+
+        Raises:
+            EngineDied, ReplicaStuck: An engine cannot take it; nothing was sent to any.
+        """
+        with self.interrupts:  # from before it is sent: nobody would end a program that nobody waits for
+            outcome = self._begin(program, engines, quiet)
+            self._programs.send(engines, message)
+            self._collect(outcome)
+        del self._pending[program]
+        return outcome
+
+    def post(self, program: int, engines: tuple[int, ...], message: CallFunction) -> Outcome:
+        """Send a call that nobody waits for yet.
+
+        Within `interrupts`: a message that some engines got, and others did not, would keep those waiting.
+
+        Raises:
+            EngineDied, ReplicaStuck: An engine cannot take it; it was not sent to any.
+        """
+        outcome = self._begin(program, engines, quiet=True)
+        self._programs.send(engines, message)
+        return outcome
+
+    def _begin(self, program: int, engines: tuple[int, ...], quiet: bool) -> Outcome:
+        self.require_ready(engines)
+        outcome = self._pending[program] = Outcome(program, engines, quiet=quiet)
+        self._supervisor.program_began(program, engines)
+        self._lose()
+        for engine, status in outcome.died.items():  # before it was followed: nobody else ends the others' part
+            self._supervisor.failed(engine, program, status)
+        return outcome
+
+    def wait(self, outcome: Outcome) -> Outcome:
+        """Wait for the end of a call that was posted, as `run` does."""
+        if not outcome.complete:
+            with self.interrupts:
+                self._collect(outcome)
+        self._pending.pop(outcome.program, None)
+        return outcome
+
+    def _collect(self, outcome: Outcome) -> None:
+        while True:
+            if self.interrupts.take():
+                self.interrupt()
+            if outcome.complete:
+                return
+            self._read()
+
+    def interrupt(self) -> bool:
+        """End the programs that are under way, from any thread. False if there are none."""
+        # The latest first: an engine that has ended one is not to begin with the next before it hears of that.
+        pending = [outcome for outcome in reversed(list(self._pending.values())) if not outcome.interrupted]
+        for outcome in pending:
+            outcome.interrupted = True
+            self._supervisor.interrupt(outcome.program)
+        return bool(pending)
+
+    def meet(self, hellos: Collection[Hello], failed: Callable[[], bool]) -> list[int]:
+        """Engines have come up, and said hello for control. Wait until they have for programs, or until `failed()`.
+
+        A program would not reach one whose connection does not stand yet.
+
+        Returns:
+            The engines that have not.
+
+        Raises:
+            StartError: There is no way to one of this host.
+        """
+        self._programs.meet(hellos)
+        while missing := [hello.engine for hello in hellos if self._greeted.get(hello.engine) != hello.pid]:
+            if failed():
+                break
+            self._read(_LOOK_S)
+        return missing
+
+    def engine_replaced(self, engine: int) -> None:
+        """A new process has taken this engine's place."""
+        self._lose()  # the old one's end may not have been read yet, when no program waited for it
+        self._dead.pop(engine, None)
+
+    def close(self) -> None:
+        """Free what is not the switchboard's."""
+        self.interrupts.close()
+
+    def _read(self, timeout_s: float | None = None) -> None:
+        ready = self._programs.wait(timeout_s)
+        if self._supervisor.lost_fd in ready:
+            self._lose()
+        if self.interrupts.fd in ready:
+            self.interrupts.drain()
+        self._take_replies(ready)
+
+    def _take_replies(self, ready: list[int]) -> None:
+        for engine, message in self._programs.receive(ready):
+            well = self._take(engine, message)
+            if well:
+                self._supervisor.replied(engine, (well,))
+
+    def _take(self, engine: int, message: Any) -> int:
+        """Take in a reply. Its program, if that went well, and no event tells of its end; else 0."""
+        reply = message
+        if isinstance(reply, Unread):
+            reply = self._take_unread(engine, reply)
+        if isinstance(reply, Hello):
+            self._greeted[engine] = reply.pid
+        if not isinstance(reply, Reply):
+            return 0
+        outcome = self._pending.get(reply.program)
+        if outcome is None:
+            return 0
+        outcome.take(engine, reply)
+        return reply.program if outcome.quiet and reply.status == "ok" else 0
+
+    def _take_unread(self, engine: int, unread: Unread) -> Reply | None:
+        """The failure that it is of the oldest program that the engine has not replied to."""
+        missing = (one for one in self._pending.values() if engine in one.engines and engine not in one.replies)
+        outcome = next(missing, None)
+        if outcome is None:
+            return None
+        self._supervisor.failed(engine, outcome.program, f"{unread.error.type_name}: {unread.error.text}")
+        return Reply(outcome.program, "error", unread.error)
+
+    def _lose(self) -> None:
+        for loss in self._supervisor.lost():
+            if isinstance(loss, Died):
+                self._dead[loss.engine] = loss.exit_status
+            for outcome in self._pending.values():
+                if loss.engine not in outcome.engines or loss.engine in outcome.replies:
+                    continue
+                if isinstance(loss, Died):
+                    outcome.lose(loss.engine, loss.exit_status)
+                elif isinstance(loss, GiveUpOn) and loss.program == outcome.program:
+                    outcome.lose(loss.engine, None)
+
+    def require_ready(self, engines: Collection[int]) -> None:
+        """Raise if one of these engines cannot take a program.
+
+        Raises:
+            EngineDied, ReplicaStuck: It has ended, or is busy with a program that was.
+        """
+        self._lose()
+        stuck = self._supervisor.stuck
+        if not self._dead and not stuck:
+            return
+        busy = self._busy(engines)
+        dead = sorted(engine for engine in engines if engine in self._dead)
+        if dead:
+            raise EngineDied(
+                f"Engine {dead[0]} has ended ({self._dead[dead[0]]}), and this program needs it. Start a replacement "
+                "with %distnb restart --missing; mirrored variables are restored to it from a survivor."
+            )
+        if busy:
+            numbers, s = " ".join(map(str, busy)), "s" if len(busy) > 1 else ""
+            raise ReplicaStuck(
+                f"Engine{s} {numbers}: still busy with a program that was ended, in code that no signal reaches, or "
+                "that catches what ends it (a bare `except:`). Wait (%distnb status), or start anew with "
+                f"%distnb restart {numbers}."
+            )
+
+    def _busy(self, engines: Collection[int]) -> list[int]:
+        """Those that stay busy with a program that was ended; on a loaded machine one may only be late to say so."""
+        deadline = time.monotonic() + _LATE_S
+        while True:
+            busy = self._look(engines)
+            if not busy or time.monotonic() > deadline:
+                return busy
+            time.sleep(_LOOK_S)
+
+    def await_word(self, engines: Collection[int], limit_s: float) -> None:
+        """Wait until these engines have answered or ended, or have been silent for longer than a limit.
+
+        Who calls it has the turn.
+        """
+        while self._look([each for each in engines if self._supervisor.silent_s(each) < limit_s]):
+            time.sleep(_LOOK_S)
+
+    def _look(self, engines: Collection[int]) -> list[int]:
+        """Read what has come, though nobody waits for it any more. Those engines that are still busy."""
+        self._read(0)
+        stuck = self._supervisor.stuck
+        return sorted(engine for engine in engines if engine in stuck)

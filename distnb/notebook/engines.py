@@ -1,0 +1,245 @@
+"""The engines of a session: brought up together, replaced, ended together; and the ways that lead to them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from distnb.cluster.connection import Connection, Keys, make_keys
+from distnb.cluster.lifecycle import Cluster
+from distnb.cluster.remote.heartbeat import LOST_AFTER_S
+from distnb.cluster.remote.hosts import Plan
+from distnb.cluster.rendezvous_store import RendezvousStore
+from distnb.errors import NoClusterError, OptionError, StartError
+from distnb.notebook.dispatch import Dispatch
+from distnb.notebook.engine_status import EngineStatus, status_of
+from distnb.notebook.events import EventHub
+from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
+from distnb.notebook.supervisor import Supervisor
+from distnb.notebook.teams import Teams
+from distnb.options import StrategySpec
+from distnb.topology import Team
+from distnb.wire.channel import Switchboard
+
+__all__ = ["Engines"]
+
+_START_TIMEOUT_S = 120.0
+_WORD_S = LOST_AFTER_S + 4.0  # after so long without an answer an engine of another machine is busy, and not lost
+_RESTARTED = "was ended by a restart"
+
+
+class Engines:
+    """Owns the processes, both channels to them, and the store where those on other machines find each other.
+
+    Args:
+        plan: How many, on which devices of which machines.
+        events: Where everything that happens on the engines is published.
+        namespace: Told of engines that end, and of those that take their place.
+
+    Attributes:
+        supervisor: Speaks the control channel.
+        dispatch: Sends the programs.
+        teams: Which engines meet in which process group.
+    """
+
+    def __init__(self, plan: Plan, events: EventHub, namespace: NotebookNamespace) -> None:
+        self._plan = plan
+        self._namespace = namespace
+        self._keys: Keys = make_keys()
+        self._switchboard = Switchboard(
+            server_secret=self._keys.server_secret.encode(),
+            server_public=self._keys.server_public.encode(),
+            client_public=self._keys.client_public.encode(),
+            host=plan.address,
+        )
+        self.supervisor = Supervisor(self._switchboard.control, events)
+        self.dispatch = Dispatch(self._switchboard.programs, self.supervisor)
+        self._store = RendezvousStore(host=plan.address) if plan.hosts else None
+        self.teams = Teams(self._store)
+        self._cluster: Cluster | None = None
+        self._closed = False
+
+    # -- coming up -------------------------------------------------------------------------------------------------
+
+    def start(self, on_progress: Callable[[str], None]) -> None:
+        """Start the processes, and wait until every engine is ready.
+
+        Args:
+            on_progress: Told, in words, how far the start is.
+
+        Raises:
+            StartError: One did not come up. `stop` frees what there is.
+        """
+        connection = Connection(
+            program_url=self._switchboard.program_url,
+            control_url=self._switchboard.control_url,
+            server_public=self._keys.server_public,
+            client_public=self._keys.client_public,
+            client_secret=self._keys.client_secret,
+            notebook_pid=os.getpid(),
+            harbour_name=self._switchboard.programs.harbour.name,
+            harbour_token=self._switchboard.programs.harbour.token,
+        )
+        plan, ground = self._plan, self._plan.ground(connection)
+        self._cluster = Cluster(plan.devices, connection, on_exit=self._on_exit, on_progress=on_progress, ground=ground)
+        # torch loads here while it loads in the engines.
+        self._cluster.start(meanwhile=_load_torch if self._store is None else self._store.serve)
+        self._await(tuple(self._cluster.engines))
+
+    def _await(self, engines: Sequence[int]) -> None:
+        """Wait until engines can be reached on both channels."""
+        deadline = time.monotonic() + _START_TIMEOUT_S
+
+        def failed() -> bool:
+            return any(engine in self._ended for engine in engines) or time.monotonic() > deadline
+
+        here = self.supervisor.wait_hello(engines, _START_TIMEOUT_S, failed)
+        missing = [engine for engine in engines if engine not in here] or self.dispatch.meet(here.values(), failed)
+        if missing:
+            engine = missing[0]
+            what = self._ended.get(engine, f"said nothing for {_START_TIMEOUT_S:.0f} s")
+            raise StartError(f"Engine {engine} {what} while it started.\n{self.cluster.log_tail(engine)}")
+
+    # -- being there -----------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Whether they have not been stopped."""
+        return self._cluster is not None
+
+    @property
+    def cluster(self) -> Cluster:
+        """The processes.
+
+        Raises:
+            NoClusterError: They were stopped.
+        """
+        if self._cluster is None:
+            raise NoClusterError("The cluster was stopped. Start one with %distnb start, or distnb.start().")
+        return self._cluster
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Of all engines, those that have ended among them."""
+        return tuple(self.cluster.engines)
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Those whose processes have not ended."""
+        ended = self._ended
+        return tuple(engine for engine in self.ids if engine not in ended)
+
+    @property
+    def _ended(self) -> dict[int, str]:
+        """How those engines ended that have, and were not replaced."""
+        processes = {} if self._cluster is None else self._cluster.engines
+        return {engine: process.ended for engine, process in processes.items() if process.ended}
+
+    def status(self) -> tuple[EngineStatus, ...]:
+        """What each engine is, and does."""
+        return status_of(self.cluster, self.supervisor.hellos, self.supervisor.stuck)
+
+    def hosts(self) -> tuple[str, ...]:
+        """The other machines where engines were started, those that are lost among them; empty for this one."""
+        return tuple(dict.fromkeys(filter(None, map(self.cluster.ground.host, self.ids))))
+
+    def team(self, spec: StrategySpec) -> Team:
+        """The engines that a strategy runs on, as `Teams.of` chooses them. Who calls it has the turn."""
+        self._await_word()
+        return self.teams.of(spec, self.cluster)
+
+    def team_of(self, engines: Sequence[int]) -> Team:
+        """The team of these engines, in this order."""
+        return self.teams.made_of(engines, self.cluster)
+
+    def _await_word(self) -> None:
+        """Wait until it is known whether engines of other machines that do not answer are lost, or only busy.
+
+        A machine that is cut off, or a server that is killed, breaks the replicas' connections before the process that
+        is connected with it here has given it up.
+        """
+        stuck = self.supervisor.stuck
+        if stuck:
+            self.dispatch.await_word([engine for engine in stuck if self.cluster.ground.host(engine)], _WORD_S)
+
+    # -- ending, and being replaced --------------------------------------------------------------------------------
+
+    def _on_exit(self, engine: int, pid: int, status: str) -> None:
+        """An engine's process has ended unasked; in the watcher's thread."""
+        self._namespace.engine_died(engine)
+        self.teams.renew()  # before anyone who waits for the news can ask for a team
+        self.supervisor.engine_died(engine, pid, status)
+
+    def choose(self, engines: Iterable[int] | None, *, missing: bool) -> tuple[int, ...]:
+        """Which engines a restart means. Who calls it has the turn.
+
+        Args:
+            engines: Their ids; None for all of them (or, with `missing`, those that have ended).
+            missing: Only engines whose process has ended.
+
+        Raises:
+            OptionError: There is no such engine.
+        """
+        self._await_word()
+        known = self.ids
+        if missing:
+            self.cluster.notice_ends()
+        chosen = tuple(engines) if engines is not None else tuple(sorted(self._ended)) if missing else known
+        unknown = [engine for engine in chosen if engine not in known]
+        if unknown:
+            raise OptionError(f"There is no engine {unknown[0]}; the engines are {', '.join(map(str, known))}.")
+        return chosen
+
+    def replace(self, chosen: Sequence[int], on_progress: Callable[[str], None], *, awaited: bool) -> None:
+        """Put new processes in the place of some engines. Who calls it has the turn.
+
+        Args:
+            chosen: The engines.
+            on_progress: Told, in words, how far the start is.
+            awaited: Whether they may have calls under way, whose replies will not come.
+
+        Raises:
+            StartError: A new process did not start.
+        """
+        ended = self._ended
+        survivors = tuple(engine for engine in self.ids if engine not in chosen and engine not in ended)
+        self.supervisor.forget(chosen)
+        if awaited:
+            self._lose(chosen)
+        try:
+            self.cluster.restart(chosen, on_progress=on_progress)
+            self._await(chosen)
+        except BaseException:
+            self._lose(self._ended.keys() & set(chosen))
+            raise
+        for engine in chosen:
+            self.dispatch.engine_replaced(engine)
+        self.teams.renew()
+        self._namespace.engines_replaced(chosen, survivors)
+
+    def _lose(self, engines: Iterable[int]) -> None:
+        """Tell of engines that ended, or are about to, by our own doing."""
+        for engine in engines:
+            self._on_exit(engine, self.cluster.engines[engine].pid, _RESTARTED)
+
+    def stop(self) -> None:
+        """End every process, and free what was held. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            cluster.stop()
+        self._namespace.close()
+        self.supervisor.close()
+        self.dispatch.close()
+        self._switchboard.close()
+        if self._store is not None:
+            self._store.close()
+
+
+def _load_torch() -> None:
+    """What engines send back needs it."""
+    importlib.import_module("torch.distributed")

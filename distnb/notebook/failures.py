@@ -1,0 +1,175 @@
+"""Raising in the notebook what ended a program on the engines."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from distnb.errors import CollectiveError, CollectiveMismatchError, EngineDied, ProgramError, RemoteError
+from distnb.notebook.dispatch import Outcome
+from distnb.notebook.output.ranges import ranges
+from distnb.objects.placeholder import Placeholder
+from distnb.topology import Team
+from distnb.wire.messages import ErrorReport, Reply
+
+__all__ = ["before_raising", "callers_lines", "raise_failure"]
+
+before_raising: list[Callable[[], None]] = []
+"""Called before an error of replicas is raised: what they wrote is to stand above its traceback."""
+
+callers_lines: list[Callable[[BaseException], list[str]]] = []
+"""Draw where the notebook's own code called what failed, for an error that is about to be shown."""
+
+_BUSY = "still busy: it did not end in time (%distnb status tells when it has, %distnb stacks where it is{cure})"
+_MISMATCH = f"{CollectiveMismatchError.__module__}.{CollectiveMismatchError.__qualname__}"
+_UNANSWERED = f"{CollectiveError.__module__}.{CollectiveError.__qualname__}"
+
+
+class ReplicaTraceback(Exception):
+    """The replica's own traceback, as the cause of the error raised in the notebook: plain Python shows it first."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def raise_failure(
+    outcome: Outcome, team: Team, *, called: bool = False, opened: Callable[[Any], Any] | None = None
+) -> None:
+    """Raise what ended a program; nothing if it went well.
+
+    Args:
+        outcome: How it ended.
+        team: Who ran it.
+        called: An ordinary cell called it: where it did is shown above the replica's traceback.
+        opened: Opens an exception that was packed.
+
+    Raises:
+        KeyboardInterrupt: The user ended it.
+        EngineDied: A process ended, and no replica has a better reason.
+        BaseException: The failing replica's own exception, of its own type, with its own traceback. The lowest
+            replica's when several raised the same.
+    """
+    opened = opened if opened is not None else pickle.loads
+    if outcome.ok and not outcome.interrupted:
+        return
+    for call in before_raising:
+        call()
+    if outcome.interrupted:
+        raise _Interrupted(_others(outcome, team, None) or "every replica ended its part")
+    failed = [engine for engine, reply in outcome.replies.items() if reply.status == "error"]
+    if outcome.died:  # then a collective that another replica did not come to is a consequence
+        failed = [engine for engine in failed if _report(outcome.replies[engine]).type_name != _UNANSWERED]
+    if failed:
+        # In order of arrival: the first is the cause, later ones may be its consequences. That replicas do not match
+        # any more is mostly a consequence too: of what another one raised.
+        failed.sort(key=lambda engine: _report(outcome.replies[engine]).type_name == _MISMATCH)
+        first = _report(outcome.replies[failed[0]])
+        same = [engine for engine in failed if _report(outcome.replies[engine]).type_name == first.type_name]
+        engine = min(same, key=team.rank_of)
+        _raise(_report(outcome.replies[engine]), team, engine, _others(outcome, team, engine), called, opened)
+    if outcome.died:
+        engine, status = next(iter(outcome.died.items()))
+        raise EngineDied(
+            f"Engine {engine} (replica {team.rank_of(engine)} of {team.size}, {team.devices[team.rank_of(engine)]}) "
+            f"{status} while it ran its part; the other replicas' part was ended, and what lives there is still there. "
+            "The next program runs on the engines that are left; %distnb restart --missing starts a replacement."
+        )
+    raise ProgramError(f"The program was ended: {_others(outcome, team, None)}.")
+
+
+class _Interrupted(KeyboardInterrupt):
+    """The user's interrupt, with a word on what the replicas made of it."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+_Interrupted.__name__ = _Interrupted.__qualname__ = "KeyboardInterrupt"
+_Interrupted.__module__ = "builtins"
+
+
+def _report(reply: Reply) -> ErrorReport:
+    assert reply.error is not None
+    return reply.error
+
+
+def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
+    """What became of the other replicas, in one line."""
+    parts: dict[str, list[int]] = {}
+    stuck = [engine for engine in outcome.engines if engine not in outcome.died and engine not in outcome.replies]
+    cure = f", %distnb restart {' '.join(map(str, sorted(stuck)))} starts anew"
+    for engine in outcome.engines:
+        if engine == failed:
+            continue
+        rank = team.rank_of(engine)
+        reply = outcome.replies.get(engine)
+        if engine in outcome.died:
+            parts.setdefault(f"died ({outcome.died[engine]})", []).append(rank)
+        elif reply is None:
+            parts.setdefault(_BUSY.format(cure=cure), []).append(rank)
+        elif reply.error is not None and failed is not None and _same(reply, outcome.replies[failed]):
+            parts.setdefault("raised the same", []).append(rank)
+        elif reply.error is not None:
+            parts.setdefault(f"raised {reply.error.type_name}: {_shortened(reply.error.text)}", []).append(rank)
+        elif reply.status == "ok":
+            parts.setdefault("finished", []).append(rank)
+        else:
+            parts.setdefault("ended with it" if failed is not None else "ended", []).append(rank)
+    return "; ".join(
+        f"{'replica' if len(ranks) == 1 else 'replicas'} {', '.join(ranges(ranks))} {what}"
+        for what, ranks in parts.items()
+    )
+
+
+def _same(reply: Reply, other: Reply) -> bool:
+    return (_report(reply).type_name, _report(reply).text) == (_report(other).type_name, _report(other).text)
+
+
+def _shortened(text: str, most: int = 120) -> str:
+    line = text.strip().split("\n", 1)[0]
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def _raise(
+    report: ErrorReport, team: Team, engine: int, others: str, called: bool, opened: Callable[[Any], Any]
+) -> None:
+    error, *notes = _revive(report, opened)
+    rank = team.rank_of(engine)
+    who = f"{rank} of {team.size} ({team.devices[rank]})"
+    title = f"Replica {who} raised:"
+    if isinstance(error, SystemExit):  # of which IPython shows no more than this
+        others = f"replica {who} ended by it" + (f"; {others}" if others else "")
+    notes = [f"({note})" for note in (*notes, others) if note]
+    rendered = [title, *report.rendered, *notes]
+
+    def render(self: BaseException) -> list[str]:
+        lines = [line for draw in callers_lines for line in draw(self)]
+        return [*lines, *rendered] if called else rendered
+
+    try:
+        # IPython asks the exception itself how it wants to be shown.
+        error._render_traceback_ = MethodType(render, error)  # type: ignore[attr-defined]
+    except AttributeError:
+        pass  # a class with slots; the cause below tells the same
+    for note in notes:
+        error.add_note(note)
+    raise error from ReplicaTraceback("\n" + "\n".join([title, *report.traceback]))
+
+
+def _revive(report: ErrorReport, opened: Callable[[Any], Any]) -> tuple[BaseException, str]:
+    """The exception itself, or a stand-in and the reason for it."""
+    reason = ""
+    if report.pickled is not None:
+        try:
+            error: Any = pickle.loads(report.pickled) if isinstance(report.pickled, bytes) else opened(report.pickled)
+            if isinstance(error, Placeholder):
+                error.refuse()
+        except Exception as failed:  # noqa: BLE001  # this runs what its class says, which may do anything
+            # On the replica it could be read again: something is there that is not here.
+            reason = f"It could not be made in the notebook, and is told here: {type(failed).__name__}: {failed}."
+        else:
+            if isinstance(error, BaseException):
+                return error, ""
+    return RemoteError(f"{report.type_name}: {report.text}"), reason

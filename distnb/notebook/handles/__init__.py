@@ -1,0 +1,1 @@
+"""What the notebook holds of objects that live on the engines."""

@@ -1,0 +1,371 @@
+"""Handles: what the notebook holds of objects that live on the engines.
+
+A handle shows what lives where, forwards attributes and calls, and fetches only when it is asked for a value. It
+stands for each replica's own component where it is passed to a program, or captured by one.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, cast
+
+from distnb.errors import DistributedValueError, StructureError
+from distnb.notebook.handles.computing import FORWARDED, compute
+from distnb.notebook.handles.signatures import parse_signature
+from distnb.notebook.handles.state import RemoteState, state_of_handle
+from distnb.notebook.handles.summaries import as_html, as_text
+from distnb.values import DistributedValues, Mirrored, PerReplica, structure
+from distnb.wire.exchange import Described, follow
+
+__all__ = [
+    "HANDLES",
+    "RemoteMethod",
+    "RemoteMirrored",
+    "RemotePerReplica",
+    "RemoteState",
+    "change_kind",
+    "make_handle",
+    "state_of_handle",
+]
+
+_OWN = frozenset({"_components", "_num_replicas", "_global_batch_size", "_kinds"})
+_PROTOCOLS = ("_repr_", "_ipython_")
+
+
+class _Remote(DistributedValues):
+    """What both kinds of handles do. It adds no slots, so that a handle can change its kind in place."""
+
+    __slots__ = ()
+
+    # -- looking at it ---------------------------------------------------------------------------------------------
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        state = state_of_handle(self)
+        return tuple(state.operations.fetch_components(self, range(self._num_replicas)).values())
+
+    @property
+    def replica_ids(self) -> tuple[int, ...]:
+        state = state_of_handle(self)
+        return tuple(sorted({*state.facts, *state.local}))
+
+    def component(self, replica_id: int) -> Any:
+        state = state_of_handle(self)
+        if not isinstance(replica_id, int) or not 0 <= replica_id < self._num_replicas:
+            raise DistributedValueError(
+                f"A {type(self).__name__} of {self._num_replicas} replica(s) has no component "
+                f"{replica_id}: they are numbered from 0."
+            )
+        return state.operations.fetch_components(self, (replica_id,))[replica_id]
+
+    def __repr__(self) -> str:
+        state = state_of_handle(self)
+        fresh = state.operations.refresh(self)
+        return as_text(state, self._num_replicas, mirrored=isinstance(self, Mirrored), fresh=fresh)
+
+    def _repr_html_(self) -> str:
+        state = state_of_handle(self)
+        fresh = state.operations.refresh(self)
+        return as_html(state, self._num_replicas, mirrored=isinstance(self, Mirrored), fresh=fresh)
+
+    def _ipython_key_completions_(self) -> list[Any]:
+        return []
+
+    def __dir__(self) -> list[str]:
+        state = state_of_handle(self)
+        names = {"values", "component", "num_replicas", "replica_ids", "numpy", "item"}
+        for fact in state.facts.values():
+            if fact.summary is not None:
+                names.update(fact.summary.attributes)
+                names.update(name for name in dir(_class_named(fact.summary.type)) if not name.startswith("__"))
+        return sorted(names)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        fact = next(iter(state_of_handle(self).facts.values()), None)
+        if fact is None or fact.summary is None or not fact.summary.signature:
+            raise AttributeError("__signature__")
+        return parse_signature(fact.summary.signature)
+
+    # -- forwarding ------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name.startswith(_PROTOCOLS):
+            raise AttributeError(name)
+        state = state_of_handle(self)
+        return state.operations.attribute(self, (("a", name),))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+            return
+        _apply(self, setattr, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        _apply(self, delattr, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return state_of_handle(self).operations.run(self, "call", args, kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return _apply(self, operator.getitem, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _apply(self, operator.setitem, key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        _apply(self, operator.delitem, key)
+
+    def __eq__(self, other: object) -> Any:
+        return state_of_handle(self).operations.compare(self, "eq", other)
+
+    def __ne__(self, other: object) -> Any:
+        return state_of_handle(self).operations.compare(self, "ne", other)
+
+    __hash__ = object.__hash__  # of the handle: a key that stays what it is while the object changes
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise DistributedValueError(
+            f"A handle of a {state_of_handle(self).type_name} cannot be pickled: the object lives on the engines. "
+            "Fetch it first: strategy.local_results(value)."
+        )
+
+    def __copy__(self) -> Any:
+        return _apply(self, copy.copy)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _apply(self, copy.deepcopy)
+
+    def __iter__(self) -> Iterator[Any]:
+        if _is_iterator(self):
+            return self
+        if isinstance(self, Mirrored):
+            _check_not_scalar(self, "iterated over")
+            return iter(state_of_handle(self).operations.listed(self))
+        if _is_dataset(self):
+            return cast("Iterator[Any]", _apply(self, iter))
+        self._refuse("cannot be iterated")
+
+    def __next__(self) -> Any:
+        if not _is_iterator(self):
+            raise TypeError(f"A handle of a {state_of_handle(self).type_name} is not an iterator: iter() makes one.")
+        try:
+            items = state_of_handle(self).operations.run(self, "next")
+        except StructureError:
+            raise StructureError(
+                f"This {state_of_handle(self).type_name} has ended on some replicas and goes on on the others. Iterate "
+                "over it in a distributed cell, or in a function that strategy.run calls: each replica to its own end."
+            ) from None
+        if not items:
+            raise StopIteration
+        return items[0]
+
+
+class RemotePerReplica(_Remote, PerReplica):
+    """A handle of objects that differ, or may differ, from replica to replica."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        return int(_apply(self, len)) if _is_dataset(self) else self._refuse("has no length")
+
+    def numpy(self) -> PerReplica:
+        """Each replica's array, fetched."""
+        return PerReplica([_as_array(value) for value in self.values])
+
+    def item(self) -> PerReplica:
+        """Each replica's number, fetched."""
+        return PerReplica([value.item() for value in self.values])
+
+
+class RemoteMirrored(_Remote, Mirrored):
+    """A handle of objects that are the same on every replica."""
+
+    __slots__ = ()
+
+    def numpy(self) -> Any:
+        """The array, fetched from the first replica."""
+        return _as_array(self._read())
+
+    to_numpy = numpy  # by which Matplotlib and its like ask, instead of iterating over thousands of handles
+
+    def _read(self) -> Any:
+        return state_of_handle(self).operations.read(self)
+
+    def item(self) -> Any:
+        """The number, fetched from the first replica."""
+        return self._read().item()
+
+    def __float__(self) -> float:
+        return float(self._read())
+
+    def __int__(self) -> int:
+        return int(self._read())
+
+    def __index__(self) -> int:
+        return int(self._read().__index__())
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __len__(self) -> int:
+        _check_not_scalar(self, "measured by len()")
+        return int(_apply(self, len))
+
+    def __contains__(self, value: Any) -> bool:
+        return bool(_apply(self, operator.contains, value))
+
+    def __format__(self, spec: str) -> str:
+        return format(self._read(), spec) if spec else repr(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As what it stands for, fetched: what is written to a file is read where there are no engines."""
+        value = self._read()
+        if type(value) is dict:
+            # A type of its own cannot pass for another's; torch.load(weights_only=True) takes this one from everybody.
+            return OrderedDict, (), None, None, iter(value.items())
+        if type(value) is list:
+            return type(value), (), None, iter(value)
+        reduced = value.__reduce_ex__(protocol)
+        # pickle knows this function, and compares its class with the handle's; the one of protocol 1 does the same.
+        return value.__reduce_ex__(1) if getattr(reduced[0], "__name__", "") == "__newobj__" else reduced
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, _ = structure.flatten((args, kwargs))
+        operations = next(state_of_handle(leaf).operations for leaf in leaves if isinstance(leaf, HANDLES))
+        return compute(operations, function, args, kwargs)
+
+    def __lt__(self, other: Any) -> Any:
+        return state_of_handle(self).operations.compare(self, "lt", other)
+
+    def __le__(self, other: Any) -> Any:
+        return state_of_handle(self).operations.compare(self, "le", other)
+
+    def __gt__(self, other: Any) -> Any:
+        return state_of_handle(self).operations.compare(self, "gt", other)
+
+    def __ge__(self, other: Any) -> Any:
+        return state_of_handle(self).operations.compare(self, "ge", other)
+
+
+for _name, _method in FORWARDED.items():
+    setattr(RemoteMirrored, _name, _method)
+
+
+class RemoteMapping(RemoteMirrored):
+    """A handle of mappings that are the same on every replica: for functions that take any mapping, as it is one."""
+
+    __slots__ = ()
+
+
+Mapping.register(RemoteMapping)
+
+HANDLES: tuple[type[DistributedValues], ...] = (RemotePerReplica, RemoteMirrored, RemoteMapping)
+
+
+class _Documentation:
+    """The documentation of a class of handles; that of one handle tells of its object, too."""
+
+    def __init__(self, text: str | None) -> None:
+        self._text = text or ""
+
+    def __get__(self, handle: DistributedValues | None, owner: type) -> str:
+        if handle is None:
+            return self._text
+        state = state_of_handle(handle)
+        where = "the same on every replica" if issubclass(owner, Mirrored) else "one component on each replica"
+        head = f"A handle of a {state.type_name} on the engines: {where}."
+        documented = [
+            fact.summary.doc for fact in state.facts.values() if fact.summary is not None and fact.summary.doc
+        ]
+        return f"{head}\n\n{documented[0]}" if documented else head
+
+
+for _kind in HANDLES:
+    _kind.__doc__ = _Documentation(_kind.__doc__)  # type: ignore[assignment]
+
+
+def _apply(handle: DistributedValues, function: Callable[..., Any], *others: Any) -> Any:
+    """Call a function with the object on every replica."""
+    return state_of_handle(handle).operations.run(handle, "apply", (function, handle, *others))
+
+
+def _is_dataset(handle: DistributedValues) -> bool:
+    """Whether it is a distributed dataset that a cell made: each replica's own, and read by all together."""
+    return state_of_handle(handle).type_name == "distnb.input.dataset.DistributedDataset"
+
+
+def _check_not_scalar(handle: DistributedValues, wish: str) -> None:
+    """Tell it at once of a number: `torch.tensor([handle, …])` takes it for a sequence, as all it does not know."""
+    if any(fact.summary is not None and fact.summary.shape == "()" for fact in state_of_handle(handle).facts.values()):
+        raise DistributedValueError(
+            f"A 0-d tensor cannot be {wish}, and this is a handle of one. Its number is handle.item(), or "
+            "float(handle); torch.stack(handles) makes one tensor of several."
+        )
+
+
+def _is_iterator(handle: DistributedValues) -> bool:
+    return any(fact.summary is not None and fact.summary.iterates for fact in state_of_handle(handle).facts.values())
+
+
+def make_handle(state: RemoteState, *, mirrored: bool, size: int) -> DistributedValues:
+    """A handle of an object on `size` replicas."""
+    kind = _kind_of(state, mirrored=mirrored)
+    handle = kind.__new__(kind)
+    object.__setattr__(handle, "_components", state)
+    object.__setattr__(handle, "_num_replicas", size)
+    object.__setattr__(handle, "_global_batch_size", None)
+    object.__setattr__(handle, "_kinds", None)
+    return handle
+
+
+def change_kind(handle: DistributedValues, *, mirrored: bool) -> None:
+    """Turn a handle into one of the other kind, for everyone who holds it."""
+    object.__setattr__(handle, "__class__", _kind_of(state_of_handle(handle), mirrored=mirrored))
+
+
+def _kind_of(state: RemoteState, *, mirrored: bool) -> type[DistributedValues]:
+    if not mirrored:
+        return RemotePerReplica
+    return RemoteMapping if issubclass(_class_named(state.type_name), Mapping) else RemoteMirrored
+
+
+class RemoteMethod:
+    """A method of the object behind a handle; calling it calls the method on every replica."""
+
+    def __init__(self, handle: Any, path: tuple[tuple[str, Any], ...], described: Described) -> None:
+        self._handle = handle
+        self._path = path
+        summary = described.summary
+        self.__doc__ = summary.doc if summary is not None else ""
+        self.__name__ = str(path[-1][1])
+        if summary is not None and summary.signature:
+            self.__signature__ = parse_signature(summary.signature)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return state_of_handle(self._handle).operations.run(self._handle, "call", args, kwargs, self._path)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return follow, (self._handle, self._path)  # there it is the method itself
+
+    def __repr__(self) -> str:
+        return f"<method {self.__name__!r} of a {state_of_handle(self._handle).type_name} on the engines>"
+
+
+def _as_array(value: Any) -> Any:
+    import numpy
+
+    return value.detach().cpu().numpy() if hasattr(value, "detach") else numpy.asarray(value)
+
+
+def _class_named(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    found = sys.modules.get(module or "builtins")
+    return getattr(found, attribute, object)

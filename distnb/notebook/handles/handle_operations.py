@@ -1,0 +1,266 @@
+"""How handles talk to the objects they stand for."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from distnb.errors import DistributedValueError, ReplicaStuck
+from distnb.notebook.handles.handle import HANDLES, RemoteMethod, RemoteState, state_of_handle
+from distnb.notebook.namespace.notebook_objects import NotebookSpace
+from distnb.notebook.pending import resolve
+from distnb.objects.packing import Packed
+from distnb.values import DistributedValues, structure
+from distnb.wire.exchange import Effects, Leaf, Request, SpaceKey, Summary
+from distnb.wire.messages import ObjectId
+
+if TYPE_CHECKING:
+    from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
+
+__all__ = ["Operations", "Perform"]
+
+Path = tuple[tuple[str, Any], ...]
+
+
+_LOOKING = ("summary", "read_summary", "get", "list", "read", "check")
+
+
+class Perform(Protocol):
+    """Applies an operation to an object on some engines, and gives the answer of each."""
+
+    def __call__(
+        self, engines: Sequence[int], operation: str, target: ObjectId, payload: Any = None
+    ) -> dict[int, Any]: ...
+
+
+class Operations:
+    """What handles can ask for.
+
+    Args:
+        namespace: The notebook's, which makes deliveries and takes in effects.
+        perform: Sends an operation to engines and waits.
+
+    Attributes:
+        changes: How many programs there were that may have changed what handles stand for: cells, calls, operations.
+    """
+
+    def __init__(self, namespace: NotebookNamespace, perform: Perform) -> None:
+        self._namespace = namespace
+        self._perform = perform
+        self.changes = 0
+
+    # -- forwarding ------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        handle: DistributedValues,
+        operation: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        path: Path = (),
+    ) -> Any:
+        """Apply an operation on every replica that has the object, and take in what it did.
+
+        Returns:
+            What the replicas returned: a plain value where they agree on it, else a handle.
+        """
+        effects = self._effects(handle, operation, args, kwargs or {}, path)
+        return _derived(handle, self._namespace.take_in_call(state_of_handle(handle).space, effects))
+
+    def attribute(self, handle: DistributedValues, path: Path) -> Any:
+        """An attribute of the object: a plain value, a handle, or a method that is called by its path.
+
+        Raises:
+            AttributeError: It has none of that name.
+        """
+        state = state_of_handle(handle)
+        if not state.facts and state.local:
+            raise AttributeError(_no_object(state))
+        effects = self._effects(handle, "get", (), {}, path)
+        first = next(iter(effects.values()))
+        if isinstance(first.result, Leaf) and first.result.described.value == "method":
+            self._namespace.take_in_call(
+                state.space, {replica: replace(one, result=None) for replica, one in effects.items()}, with_result=False
+            )
+            return RemoteMethod(handle, path, first.result.described)
+        return _derived(handle, self._namespace.take_in_call(state.space, effects))
+
+    def listed(self, handle: DistributedValues) -> list[Any]:
+        """The items of a mirrored container, each a plain value or a handle."""
+        items: list[Any] = self.run(handle, "list")
+        return items
+
+    def compare(self, handle: DistributedValues, comparison: str, other: Any) -> Any:
+        """Compare the object with another, or with a plain value, on every replica.
+
+        Args:
+            comparison: A name in `operator`: "eq", "lt", …
+
+        Returns:
+            A plain bool where all replicas agree on one, else a handle or a PerReplica of what each answers: of
+            tensors, for each element.
+
+        Raises:
+            UnassignedError: A replica never assigned it.
+            BaseException: What the comparison itself raises there.
+        """
+        state, other = state_of_handle(handle), resolve(other)
+        state.check()
+        for replica in range(handle.num_replicas):
+            state.check_assigned(replica)
+        if not state.local:
+            return self.run(handle, "apply", (getattr(operator, comparison), handle, other))
+        others = other.component if isinstance(other, DistributedValues) else lambda replica: other
+        compared = getattr(operator, comparison)
+        mine = self.fetch_components(handle, range(handle.num_replicas))
+        return structure.regroup([compared(value, others(replica)) for replica, value in mine.items()])
+
+    def _effects(
+        self, handle: DistributedValues, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path
+    ) -> dict[int, Effects]:
+        state = state_of_handle(handle)
+        if operation != "summary":  # that one is asked of those who still have the object
+            state.check()
+        if not state.facts and state.local:
+            raise DistributedValueError(_no_object(state))
+        asked = tuple(sorted(state.facts.keys() - state.lost))
+        space = state.space
+        snapshot = self._namespace.call_snapshot(space, (tuple(args), dict(kwargs)), touched=(handle,))
+        answers = self._ask(space, operation, state.identity, Request(snapshot, path, asked))
+        state.give(name for name in snapshot.sections if name.startswith("@"))
+        self.changes += operation not in _LOOKING
+        state.as_of = -1
+        return answers
+
+    def _ask(self, space: NotebookSpace, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
+        # Every engine hears of every snapshot, also those that have nothing to answer.
+        try:
+            answers = self._perform(space.key[0], operation, target, request)
+        except BaseException:
+            self._namespace.failed(request.snapshot)
+            raise
+        return {space.key[0].index(engine): answer for engine, answer in answers.items() if answer is not None}
+
+    def rename(self, engines: tuple[int, ...], old: SpaceKey, new: SpaceKey) -> None:
+        """Tell engines that a space of theirs has another key: the group is smaller or larger than it was."""
+        self._perform(engines, "rename", (0, ""), (old, new))
+
+    def name_of(self, state: RemoteState) -> str:
+        """A name of the notebook that is bound to a handle of this state; "" if there is none."""
+        bound = self._namespace.user_ns.items()
+        return next(
+            (
+                name
+                for name, value in bound
+                if isinstance(value, HANDLES) and state_of_handle(value) is state and not name.startswith("_")
+            ),
+            "",
+        )
+
+    # -- looking at it ---------------------------------------------------------------------------------------------
+
+    def refresh(self, handle: DistributedValues) -> bool:
+        """Bring the summaries up to date, if a program may have changed the object or they were never made.
+
+        Returns:
+            Whether they are; not while an engine is stuck.
+        """
+        state = state_of_handle(handle)
+        missing = any(
+            fact.summary is None or (fact.summary.text is None and not fact.summary.shape)
+            for fact in state.facts.values()
+        )
+        unseen = any(fact.summary is not None and fact.summary.text is None for fact in state.facts.values())
+        if not (state.dated or missing or unseen) or state.space.ended or not state.facts.keys() - state.lost:
+            return True
+        operation = "read_summary" if state.together and not state.lost else "summary"
+        try:
+            effects = self._effects(handle, operation, (), {}, ())
+        except ReplicaStuck:
+            return False
+        for replica, one in effects.items():
+            summary: Summary = one.result
+            state.facts[replica] = replace(state.facts[replica], summary=replace(summary, text=summary.text or ""))
+        self._namespace.take_in_call(
+            state.space, {replica: replace(one, result=None) for replica, one in effects.items()}, with_result=False
+        )
+        state.as_of = self.changes
+        return True
+
+    def read(self, handle: DistributedValues) -> Any:
+        """A copy of what a mirrored object is: replica 0's, or what all replicas read together."""
+        if not state_of_handle(handle).together:
+            return self.fetch_components(handle, (0,))[0]
+        whole = self.run(handle, "read")
+        return self.fetch_components(whole, (0,))[0] if isinstance(whole, HANDLES) else whole
+
+    def fetch_components(self, handle: DistributedValues, replicas: Iterable[int]) -> dict[int, Any]:
+        """Copies of the components of some replicas."""
+        state = state_of_handle(handle)
+        wanted = list(replicas)
+        state.check(wanted)
+        for replica in wanted:
+            state.check_assigned(replica)
+        found = {replica: state.local[replica] for replica in wanted if replica in state.local}
+        remote = [replica for replica in wanted if replica not in found]
+        packs = self.fetch(state.space, remote, (state.identity,))
+        found.update({replica: state.space.tracker.open_loose(pack)[0] for replica, pack in packs.items()})
+        return {replica: found[replica] for replica in wanted}
+
+    def fetch(self, space: NotebookSpace, replicas: Sequence[int], targets: tuple[ObjectId, ...]) -> dict[int, Packed]:
+        """Packed copies of several objects, as some replicas hold them."""
+        if not replicas:
+            return {}
+        touched = [handle for target in targets if (handle := space.handle(target)) is not None]
+        snapshot = self._namespace.call_snapshot(space, None, touched=touched)
+        return self._transfer(space, "fetch", targets[0], Request(snapshot, (), tuple(replicas), targets))
+
+    def _transfer(self, space: NotebookSpace, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
+        """An operation that has no effects."""
+        answers = self._ask(space, operation, target, request)
+        space.outstanding.pop(request.snapshot.serial, None)
+        return answers
+
+    def copies(self, states: Sequence[RemoteState], replica: int = 0) -> list[Any]:
+        """Copies of several objects of one space, which share what the objects share."""
+        space = states[0].space
+        packs = self.fetch(space, (replica,), tuple(state.identity for state in states))
+        copies: list[Any] = space.tracker.open_loose(packs[replica])
+        return copies
+
+    # -- a lost engine -----------------------------------------------------------------------------------------------
+
+    def restore(
+        self, space: NotebookSpace, survivor: int, lost: Sequence[int], mirrored: tuple[ObjectId, ...]
+    ) -> set[ObjectId]:
+        """Give replacements of lost engines what a survivor has: the notebook's objects and the mirrored ones.
+
+        Returns:
+            The ids of what they now have.
+        """
+        snapshot = self._namespace.call_snapshot(space, None)
+        pack, restored = self._transfer(
+            space, "export", (0, ""), Request(snapshot, answers=(survivor,), targets=mirrored)
+        )[survivor]
+        snapshot = self._namespace.call_snapshot(space, None)
+        self._transfer(space, "import", (0, ""), Request(snapshot, answers=tuple(lost), pack=pack))
+        return set(restored)
+
+
+def _no_object(state: RemoteState) -> str:
+    kinds = ", ".join(sorted({type(value).__name__ for value in state.local.values()}))
+    return (
+        f"This PerReplica holds one plain value ({kinds}) of each replica, in the notebook, and no object of the "
+        "engines that could be asked. strategy.local_results(value) gives the values one by one."
+    )
+
+
+def _derived(handle: DistributedValues, result: Any) -> Any:
+    """The result of an operation on a handle; handles in it remember whose parts they are."""
+    for part in result if type(result) in (list, tuple) else (result,):
+        if type(part) in HANDLES and part is not handle and state_of_handle(part).parent is None:
+            state_of_handle(part).parent = weakref.ref(handle)
+    return result

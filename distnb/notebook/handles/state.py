@@ -1,0 +1,148 @@
+"""What the notebook knows of an object on the engines without asking: the state of a handle."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from distnb.errors import StaleHandleError, UnassignedError
+from distnb.values import DistributedValues
+from distnb.wire.exchange import Described
+from distnb.wire.messages import ObjectId
+
+if TYPE_CHECKING:
+    from distnb.notebook.handles.handle_operations import Operations
+    from distnb.notebook.namespace.notebook_objects import NotebookSpace
+
+__all__ = ["RemoteState", "state_of_handle"]
+
+
+@dataclass
+class RemoteState:
+    """What a handle knows without asking.
+
+    Attributes:
+        identity: The object's id on every replica.
+        facts: How it was described, by replica; a replica that never assigned the name has none.
+        local: Components that only the notebook holds, by replica: the name's value where it was not assigned.
+        name: The name that a cell made it under; "" for what calls returned.
+        gone: Engines that held a component and have ended since.
+        apart: Components that only the notebook holds, by engine, of engines that have ended and not been replaced.
+        as_of: What `Operations.changes` was when its summaries were made; -1: they are to be asked for in any case.
+        parent: The handle that it was asked of: what this one is given, that one holds, too.
+    """
+
+    space: NotebookSpace
+    operations: Operations
+    identity: ObjectId
+    facts: dict[int, Described]
+    local: dict[int, Any] = field(default_factory=dict)
+    name: str = ""
+    gone: set[int] = field(default_factory=set)
+    apart: dict[int, Any] = field(default_factory=dict)
+    as_of: int = -1
+    parent: weakref.ref[Any] | None = None
+
+    @property
+    def label(self) -> str:
+        """How messages call it: by a name that the notebook has for it."""
+        name = self.operations.name_of(self) or self.name
+        return f"`{name}`" if name else "this handle"
+
+    @property
+    def dated(self) -> bool:
+        """Whether the text in the summaries may be out of date: it is asked for again when it is shown."""
+        return self.as_of != self.operations.changes
+
+    def give(self, names: Iterable[str]) -> None:
+        """The object may hold from now on what the notebook has under these names."""
+        given = tuple(names)
+        for replica, fact in self.facts.items():
+            more = tuple(name for name in given if name not in fact.holds)
+            if more:
+                self.facts[replica] = replace(fact, holds=fact.holds + more)
+        parent = self.parent() if self.parent is not None else None
+        if parent is not None:
+            state_of_handle(parent).give(given)
+
+    @property
+    def type_name(self) -> str:
+        """The class of the object, on the first replica that has one."""
+        return next((fact.summary.type for fact in self.facts.values() if fact.summary), "object")
+
+    @property
+    def together(self) -> bool:
+        """Whether the replicas hold parts, of which they make one value together."""
+        return any(fact.together for fact in self.facts.values())
+
+    @property
+    def lost(self) -> set[int]:
+        """Replicas whose component has ended with its engine."""
+        return {replica for replica, engine in enumerate(self.space.key[0]) if engine in self.gone}
+
+    def check(self, replicas: Iterable[int] | None = None) -> None:
+        """Raise if components are gone.
+
+        Args:
+            replicas: Those that are asked for; None for all that there ever were.
+
+        Raises:
+            StaleHandleError: Their engines were restarted or stopped.
+        """
+        lost = self.lost if self.gone else set()
+        left = sorted({*self.facts, *self.local} - lost)
+        missing = lost if replicas is None or not left else lost.intersection(replicas)
+        if not (self.space.ended or missing):
+            return
+        what = self.label
+        cure = "Run the cell that makes it again."
+        if left and not self.space.ended:
+            name = what.strip("`")
+            each = f"{name if name.isidentifier() else 'value'}.component({left[0]})"
+            raise StaleHandleError(
+                f"{what} ({self.type_name}) has lost its component of replica {', '.join(map(str, sorted(missing)))}: "
+                f"the engine that it lived on has ended. Replica {', '.join(map(str, left))} still has its own, which "
+                f"can be fetched: {each}. {cure}"
+            )
+        where = "the engines were" if self.space.ended else f"the engine of replica {min(lost)} was"
+        raise StaleHandleError(
+            f"{what} ({self.type_name}) is gone: {where} restarted or stopped since it was made, and it lived there. "
+            f"{cure}"
+        )
+
+    def move(self, before: Sequence[int], now: Sequence[int]) -> None:
+        """The replicas are on other engines: components are renumbered, those of engines that have ended are lost."""
+        places = {old: now.index(engine) for old, engine in enumerate(before) if engine in now}
+        self.gone.update(before[replica] for replica in self.facts if replica not in places)
+        self.facts = {places[replica]: fact for replica, fact in self.facts.items() if replica in places}
+        values = self.apart | {before[replica]: value for replica, value in self.local.items()}
+        self.local = {now.index(engine): value for engine, value in values.items() if engine in now}
+        self.apart = {engine: value for engine, value in values.items() if engine not in now}
+        if not (self.facts or values):
+            self.gone.update(now)
+
+    def restored(self, replicas: Iterable[int], survivor: int) -> None:
+        """New engines have got the component that another replica has."""
+        if survivor in self.facts:
+            self.facts.update({replica: self.facts[survivor] for replica in replicas if replica not in self.local})
+        self.gone.difference_update(self.space.key[0][replica] for replica in replicas)
+
+    def check_assigned(self, replica: int) -> None:
+        """Raise if a replica never assigned it.
+
+        Raises:
+            UnassignedError: It did not.
+        """
+        if replica not in self.facts and replica not in self.local:
+            raise UnassignedError(
+                f"name {self.name!r} is not defined on replica {replica}: only replicas "
+                f"{sorted(self.facts)} assigned it."
+            )
+
+
+def state_of_handle(handle: DistributedValues) -> RemoteState:
+    """The state of a handle."""
+    state: RemoteState = object.__getattribute__(handle, "_components")
+    return state

@@ -1,0 +1,1 @@
+"""The notebook's side of the one namespace."""

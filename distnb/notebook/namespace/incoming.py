@@ -1,0 +1,429 @@
+"""Taking in what a program did: names are bound, the notebook's objects brought up to date, handles made."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from distnb.notebook.handles.handle import HANDLES, RemoteState, change_kind, make_handle, state_of_handle
+from distnb.notebook.namespace.differences import differing
+from distnb.notebook.namespace.notebook_objects import MISSING, NotebookSpace
+from distnb.objects.code import is_code
+from distnb.objects.modes import apply_environment
+from distnb.objects.plain import same
+from distnb.values import Mirrored
+from distnb.wire.exchange import Described, Effects, Leaf, former
+from distnb.wire.messages import ObjectId
+
+if TYPE_CHECKING:
+    from distnb.notebook.handles.handle_operations import Operations
+
+__all__ = ["Incoming"]
+
+
+class Incoming:
+    """The effects of one program, as the replicas of a space tell them.
+
+    Args:
+        space: Theirs.
+        user_ns: The notebook's namespace.
+        operations: What handles talk through.
+        effects: By replica; those that died or were cut off have none.
+        announce: Told when an object of the notebook became a handle.
+    """
+
+    def __init__(
+        self,
+        space: NotebookSpace,
+        user_ns: dict[str, Any],
+        operations: Operations,
+        effects: Mapping[int, Effects],
+        announce: Callable[[str], None],
+    ) -> None:
+        self._space = space
+        self._user_ns = user_ns
+        self._operations = operations
+        self._effects = dict(sorted(effects.items()))
+        self._announce = announce
+        self._first = next(iter(self._effects.values()))
+        self._serial = self._first.serial
+        self._sent: dict[str, Any] = {}
+        self._different: dict[int, Any] = {}
+        self._plain: dict[int, dict[str, Any]] = {}
+        self._made: list[ObjectId] = []
+        self._failed: dict[str, Exception] = {}
+
+    def take_in(self) -> None:
+        """Bind and update everything."""
+        space = self._space
+        space.make_handle = self._fresh_handle
+        self._rename_former()
+        if self._first.environment is not None:
+            apply_environment(self._first.environment, early=True)  # paths, before anything is imported
+        every = list(self._effects.values())
+        names = sorted({name for effects in every for name in effects.names})
+        # What is opened may be opened by code that uses these.
+        early = [name for name in names if all(_is_early(effects.names.get(name)) for effects in every)]
+        for name in early:
+            self._bind(name)
+        self._open_packs()
+        for name in names:
+            if name not in early:
+                self._bind(name)
+        for name in self._first.deleted:
+            if all(name in effects.deleted for effects in self._effects.values()):
+                self._user_ns.pop(name, None)
+        self._describe_handles()
+        self._take_environment()
+        self._release_unkept()
+        if any(effects.names or effects.deleted for effects in self._effects.values()):
+            space.bound = None  # the program bound names itself
+
+    def result(self) -> Any:
+        """The result of a call, regrouped: a plain value where all replicas agree on it, else a handle.
+
+        Raises:
+            StructureError: The replicas returned different structures.
+        """
+        from distnb.values import structure
+
+        trees = {replica: effects.result for replica, effects in self._effects.items()}
+        first = next(iter(trees.values()))
+        if isinstance(first, Leaf) and all(isinstance(tree, Leaf) for tree in trees.values()):
+            return self._combine("", {replica: tree.described for replica, tree in trees.items()}, "r")
+        specs = {replica: structure.structure_of(tree) for replica, tree in trees.items()}
+        if len(set(specs.values())) > 1:
+            raise structure.unlike_structures(specs)
+        leaves = {replica: structure.flatten(tree)[0] for replica, tree in trees.items()}
+        shape = structure.flatten(first)[1]
+        rows = enumerate(zip(*leaves.values(), strict=True))
+        combined = [
+            self._combine("", dict(zip(leaves, (leaf.described for leaf in row), strict=True)), f"r{index}")
+            for index, row in rows
+        ]
+        return structure.unflatten(shape, combined)
+
+    # -- values that were sent -----------------------------------------------------------------------------------------
+
+    def _open_packs(self) -> None:
+        """Take over what the replicas sent; what they changed differently becomes handles."""
+        every, space = list(self._effects.values()), self._space
+        tracker, pack = space.tracker, self._first.pack
+        names = {name for effects in every for name in effects.changed}
+        alike = all(effects.changed == self._first.changed for effects in every)
+        sent = self._agreed_sent()
+        substitutes = self._different
+        if not alike:
+            packs = {replica: effects.pack for replica, effects in self._effects.items() if effects.pack is not None}
+            complete = len(packs) == len(every)
+            if complete:
+                substitutes |= self._handles_for(differing(tracker, packs))
+            if not substitutes:
+                names -= set(self._handles_by_name(name for name in names if not self._is_alike(name)))
+        if pack is not None:
+            agreed = [name for name in pack.names if name in sent or name in names]
+            opening = tracker.opening(pack, agreed, in_place=alike)
+            for name in pack.names:
+                value = opening.load(name)
+                if name in sent and is_code(value):
+                    self._user_ns[name] = value
+            values = opening.merge(substitutes)
+            self._sent = {name: values[name] for name in sent if name not in opening.failed}
+            self._failed = opening.failed
+            for name, error in opening.failed.items():
+                if name not in self._first.names and not name.startswith("%"):
+                    self._announce(
+                        f"distnb: a part of `{name.partition('#')[0]}` could not be opened in the notebook "
+                        f"({type(error).__name__}: {error}). A placeholder stands there."
+                    )
+            self._put_in_place({name: values[name] for name in agreed if name in names})
+            same_packs = all(effects.pack is not None and effects.pack.names == pack.names for effects in every)
+            whole = len(agreed) == len(pack.names) and not opening.failed
+            if alike and same_packs and whole and len(every) == space.size:
+                tracker.settle(values)
+            else:  # the numbers of the replicas' objects are not the same any more
+                self._forget(pack.names)
+        for effects in every:
+            if effects.pack is not None and effects is not self._first:
+                self._forget(name for name in effects.pack.names if pack is None or name not in pack.names)
+
+    def _is_alike(self, name: str) -> bool:
+        return len({effects.changed.get(name) for effects in self._effects.values()}) == 1
+
+    def _handles_for(self, differing: Mapping[int, Mapping[int, int]]) -> dict[int, Any]:
+        """Handles for objects that the replicas changed differently, by their numbers; names get them, too."""
+        found = {}
+        for number, given in differing.items():
+            identity = (self._serial, f"#{number}")
+            self._space.adopt[identity] = dict(given)
+            found[number] = self._handle_of_different(identity, self._space.tracker.find(number))
+        return found
+
+    def _handles_by_name(self, names: Iterable[str]) -> list[str]:
+        """Handles for whole values, where their differences cannot be told."""
+        found = list(names)
+        for name in found:
+            identity = (self._serial, f"#{name}")
+            self._space.adopt[identity] = name
+            if name in self._space.tracker:
+                self._handle_of_different(identity, self._space.tracker.root(name))
+            self._forget((name,))
+        return found
+
+    def _handle_of_different(self, identity: ObjectId, old: Any) -> Any:
+        names = [name for name, value in self._user_ns.items() if value is old and not name.startswith("_")]
+        facts = {replica: Described("object", identity=identity) for replica in self._effects}
+        handle = self._handle(identity, facts, name=names[0] if names else "", mirrored=False)
+        state_of_handle(handle).as_of = -1
+        for name in names:
+            self._user_ns[name] = handle
+        what = f"`{names[0]}`" if names else f"A {type(old).__qualname__} in the notebook"
+        self._announce(
+            f"distnb: {what} was changed differently by the replicas. It is now a PerReplica handle of what each of "
+            "them has; strategy.local_results gives the components."
+        )
+        return handle
+
+    def _rename_former(self) -> None:
+        """What was sent under names that the program assigned is known by other names from now on."""
+        tracker = self._space.tracker
+        for name in {name for effects in self._effects.values() for name in effects.names if name in tracker}:
+            new = former(name, self._serial)
+            tracker.rename(name, new)
+            if not all(name in effects.names for effects in self._effects.values()):
+                self._forget((name, new))
+
+    def _agreed_sent(self) -> set[str]:
+        """Names of what all replicas sent alike."""
+        agreed = set()
+        for name, described in self._first.names.items():
+            told = [effects.names.get(name) for effects in self._effects.values()]
+            digests = [one.digest for one in told if one is not None and one.kind == "sent"]
+            if described.kind == "sent" and len(digests) == len(told) and len(set(digests)) == 1:
+                agreed.add(name)
+        return agreed
+
+    def _put_in_place(self, values: Mapping[str, Any]) -> None:
+        """What could not be brought up to date where it stood is another object now: names get that."""
+        for name, value in values.items():
+            if name in self._space.tracker:
+                old = self._space.tracker.root(name)
+                name = name.partition("#")[0]
+                if old is not value and self._user_ns.get(name, MISSING) is old:
+                    self._user_ns[name] = value
+
+    def _forget(self, names: Iterable[str]) -> None:
+        gone = list(names)
+        self._space.tracker.forget(gone)
+        self._space.forget.update(gone)
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    def _bind(self, name: str) -> None:
+        described = {
+            replica: effects.names[name] for replica, effects in self._effects.items() if name in effects.names
+        }
+        value = self._combine(name, described, name)
+        shell = self._user_ns.get("get_ipython") if name == "_" else None
+        if callable(shell) and shell() is not None:
+            shell().displayhook.update_user_ns(value)  # `__`, `_3` and `Out` as well
+        else:
+            self._user_ns[name] = value
+
+    def _combine(self, name: str, described: dict[int, Described], path: str) -> Any:
+        """The one thing that a name, or a result, is in the notebook. The engines keep it under `path`, too."""
+        complete = len(described) == len(self._effects)
+        first = next(iter(described.values()))
+        kinds = {one.kind for one in described.values()}
+        if complete and len(kinds) == 1:
+            if first.kind == "plain":
+                values = [self._plain_value(replica, path, one) for replica, one in described.items()]
+                if all(same(values[0], other) for other in values[1:]):
+                    return values[0]
+            elif first.kind == "module" and len({one.value for one in described.values()}) == 1:
+                try:
+                    return importlib.import_module(first.value)
+                except Exception as error:  # whatever its code raises  # noqa: BLE001
+                    return self._stand_in(name or first.value, path, described, error)
+            elif first.kind == "sent" and name in self._sent:
+                return self._sent[name]
+            elif first.kind == "sent" and first.value in self._different:
+                return self._different[first.value]
+            elif first.kind == "sent" and len({one.digest for one in described.values()}) == 1:
+                return self._stand_in(name, path, described, self._failed.get(name))
+            elif first.kind == "tracked" and len({one.value for one in described.values()}) == 1:
+                with contextlib.suppress(KeyError):  # what it was sent with has been forgotten just now
+                    return self._space.tracker.find(first.value)
+            elif (
+                first.kind == "object"
+                and first.identity is not None
+                and len({one.identity for one in described.values()}) == 1
+            ):
+                return self._same_object(name, first.identity, described)
+        return self._mixed(name, described, path)
+
+    def _plain_value(self, replica: int, path: str, described: Described) -> Any:
+        pack = self._effects[replica].plain
+        if pack is None or described.value is not None:
+            return described.value
+        if replica not in self._plain:
+            self._plain[replica] = self._space.tracker.open_loose(pack)
+        return self._plain[replica].get(path)
+
+    def _same_object(self, name: str, identity: ObjectId, described: dict[int, Described]) -> Any:
+        found = self._space.handle(identity)
+        if found is None:
+            return self._handle(identity, described, name=name)
+        return found
+
+    def _mixed(self, name: str, described: dict[int, Described], path: str) -> Any:
+        """Replicas differ in what they assigned, or in whether they did."""
+        local = {
+            replica: self._plain_value(replica, path, one) for replica, one in described.items() if one.kind == "plain"
+        }
+        facts = {replica: one for replica, one in described.items() if one.kind != "plain"}
+        before = self._user_ns.get(name, MISSING) if name else MISSING
+        identity, others = (self._serial, path), [replica for replica in self._effects if replica not in described]
+        if isinstance(before, HANDLES):
+            self._keep_components(state_of_handle(before), identity, others, facts, local)
+        elif before is not MISSING:
+            local.update(dict.fromkeys(others, before))
+        return self._handle(identity, facts, name=name, local=local, mirrored=False)
+
+    def _keep_components(
+        self,
+        before: RemoteState,
+        identity: ObjectId,
+        replicas: list[int],
+        facts: dict[int, Described],
+        local: dict[int, Any],
+    ) -> None:
+        """Replicas that did not assign a name have what it was."""
+        if before.space is not self._space:
+            return
+        local.update({replica: before.local[replica] for replica in replicas if replica in before.local})
+        kept = [replica for replica in replicas if replica in before.facts]
+        facts.update({replica: replace(before.facts[replica], identity=identity) for replica in kept})
+        if kept:
+            self._space.adopt[identity] = dict.fromkeys(kept, before.identity)
+
+    def _stand_in(self, name: str, path: str, described: dict[int, Described], error: Exception | None) -> Any:
+        """A handle of what is the same on all replicas, and cannot be here."""
+        identities = {one.identity for one in described.values()}
+        identity = identities.pop() if len(identities) == 1 else None
+        if identity is None:
+            identity = (self._serial, path)
+        found = self._space.handle(identity)
+        if found is None:
+            digest = next(iter(described.values())).digest or b"a module"
+            facts = dict.fromkeys(described, Described("object", digest, identity=identity))
+            found = self._handle(identity, facts, name=name)
+            state_of_handle(found).as_of = -1
+        if error is not None:
+            self._announce(
+                f"distnb: `{name}` could not be opened in the notebook ({type(error).__name__}: {error}). It is a "
+                "handle of what the replicas have."
+            )
+        return found
+
+    # -- handles -------------------------------------------------------------------------------------------------------
+
+    def _handle(
+        self,
+        identity: ObjectId,
+        facts: dict[int, Described],
+        *,
+        name: str = "",
+        local: dict[int, Any] | None = None,
+        mirrored: bool | None = None,
+    ) -> Any:
+        if mirrored is None:
+            mirrored = are_equal(facts) and len(facts) == len(self._effects)
+        state = RemoteState(self._space, self._operations, identity, dict(facts), local or {}, name)
+        state.as_of = self._operations.changes
+        state.gone = {engine for place, engine in enumerate(self._space.key[0]) if place not in self._effects}
+        handle = make_handle(state, mirrored=mirrored, size=self._space.size)
+        self._space.add_handle(identity, handle)
+        return handle
+
+    def _fresh_handle(self, identity: ObjectId) -> Any:
+        """A handle for an engine object that something which arrived refers to."""
+        facts = {
+            replica: effects.fresh.get(identity, Described("object", identity=identity))
+            for replica, effects in self._effects.items()
+        }
+        return self._handle(identity, facts)
+
+    def _release_unkept(self) -> None:
+        """Objects that the program made, and that the notebook has no handle of, are the engines' to free."""
+        leaves = [leaf.described for effects in self._effects.values() for leaf in leaves_of(effects.result)]
+        named = [one for effects in self._effects.values() for one in effects.names.values()]
+        made = {one.identity for one in (*named, *leaves) if one.identity is not None}
+        made |= {identity for effects in self._effects.values() for identity in effects.fresh}
+        self._made = [identity for identity in made if identity[0] == self._serial]
+        if self._first.result is None:
+            self.release()
+
+    def release(self) -> None:
+        """Let the engines free what the program made and nobody holds here; after `result`, where there is one."""
+        space = self._space
+        space.released.extend(
+            identity for identity in self._made if space.handle(identity) is None and identity not in space.released
+        )
+
+    def _describe_handles(self) -> None:
+        for identity in self._first.handles:
+            handle = self._space.handle(identity)
+            if handle is None:
+                continue
+            state = state_of_handle(handle)
+            facts = {
+                replica: effects.handles[identity]
+                for replica, effects in self._effects.items()
+                if identity in effects.handles
+            }
+            state.facts.update(facts)
+            state.as_of = self._operations.changes
+            # Of components that differed, what is left when an engine has ended is not what all have.
+            known = len(state.facts) == self._space.size and (isinstance(handle, Mirrored) or not state.gone)
+            if known and not any(fact.wrapped for fact in facts.values()):
+                change_kind(handle, mirrored=are_equal(state.facts))
+
+    def _take_environment(self) -> None:
+        environment = self._first.environment
+        known = self._space.environment
+        if environment is not None:
+            apply_environment(environment)
+        if known is None:
+            return
+        alike = all(effects.environment == environment for effects in self._effects.values())
+        if alike and len(self._effects) == self._space.size:
+            self._space.environment = known.with_changes(environment)
+        else:
+            self._space.environment = None  # they differ: the next snapshot brings all of it
+
+
+def _is_early(described: Described | None) -> bool:
+    return described is not None and described.kind in ("plain", "module")
+
+
+def leaves_of(tree: Any) -> list[Leaf]:
+    """The leaves of a result's structure."""
+    from distnb.values import structure
+
+    if tree is None or isinstance(tree, Leaf):
+        return [] if tree is None else [tree]
+    return [leaf for leaf in structure.flatten(tree)[0] if isinstance(leaf, Leaf)]
+
+
+def are_equal(facts: Mapping[int, Described]) -> bool:
+    """Whether what was described is the same on every replica."""
+    described = list(facts.values())
+    if any(one.wrapped for one in described):
+        return False
+    if all(one.mirrored for one in described):
+        return True
+    return described[0].digest is not None and len({one.digest for one in described}) == 1

@@ -1,0 +1,385 @@
+"""The notebook's side of the one namespace: snapshots go out, what programs did comes in."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from distnb.errors import NamespaceError
+from distnb.notebook.handles.handle import HANDLES, state_of_handle
+from distnb.notebook.handles.handle_operations import Operations, Perform
+from distnb.notebook.namespace.incoming import Incoming
+from distnb.notebook.namespace.local_copies import LocalCopies
+from distnb.notebook.namespace.module_watch import ModuleWatch
+from distnb.notebook.namespace.needs import Needs
+from distnb.notebook.namespace.notebook_objects import MISSING, Argument, NotebookSpace
+from distnb.notebook.namespace.objects_of_engines import Spaces
+from distnb.notebook.namespace.user_names import user_names
+from distnb.notebook.output.cell_names import cell_name
+from distnb.notebook.pending import resolve
+from distnb.objects.code import Classes, is_simple
+from distnb.objects.modes import capture_environment
+from distnb.objects.packing import Packed
+from distnb.objects.plain import is_plain, same
+from distnb.objects.reads import names_read
+from distnb.topology import Team
+from distnb.values import DistributedValues
+from distnb.wire.exchange import Effects, Keywords, NamedArgument, Snapshot, is_bare
+
+__all__ = ["NotebookNamespace"]
+
+_LARGE_NBYTES = 50 << 20
+
+
+class NotebookNamespace:
+    """Keeps the notebook's namespace and the engines' one and the same, as far as programs can tell.
+
+    Args:
+        user_ns: The notebook's variables.
+        perform: Applies an operation to an engine object, on several engines: the session's.
+        announce: Where notices go; they are printed unless told otherwise.
+    """
+
+    def __init__(self, user_ns: dict[str, Any], perform: Perform, announce: Callable[[str], None] = print) -> None:
+        self.user_ns = user_ns
+        self.operations = Operations(self, perform)
+        self._announce = announce
+        self._classes = Classes()
+        self._spaces = Spaces(self.operations, lambda key: NotebookSpace(key, user_ns, self._classes))
+        self._serials = itertools.count(1)
+        self._modules = ModuleWatch()
+
+    # -- cells ---------------------------------------------------------------------------------------------------------
+
+    def outgoing(self, source: str, team: Team, *, extra_names: Iterable[str] = ()) -> Snapshot:
+        """What a cell needs. Call it right before the cell is sent, and send what it gives.
+
+        Args:
+            source: The cell's text.
+            team: Who runs it.
+            extra_names: Names to send though the cell does not read them.
+        """
+        space = self._space_for(team)
+        reads = names_read(source)
+        needs = self._needs(space)
+        needs.look.attributes |= reads.attributes
+        needs.take_names([*sorted(reads.names), *extra_names])
+        if reads.dynamic:
+            needs.take_names(sorted(user_names(self.user_ns)))
+        return self._snapshot(space, needs.collect(), None, cell=True)
+
+    def incoming(self, source: str, team: Team, replies: Mapping[int, Effects]) -> None:
+        """Take in what a cell did, whether it failed or not.
+
+        Args:
+            source: The cell's text.
+            team: Who ran it.
+            replies: What `EngineNamespace.finish` gave, by replica; none for those that gave nothing.
+        """
+        space = self._spaces.of(team.engines)
+        if replies:
+            self.take_in_call(space, replies, with_result=False)
+        else:
+            for snapshot in list(space.outstanding.values()):
+                space.reject(snapshot)
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def outgoing_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], team: Team) -> Snapshot:
+        """What a call of a strategy's method needs.
+
+        Args:
+            args, kwargs: The method's arguments, functions among them.
+            team: Who runs it.
+        """
+        return self.call_snapshot(self._space_for(team), (tuple(args), dict(kwargs)))
+
+    def call_snapshot(
+        self, space: NotebookSpace, arguments: Any, *, touched: Sequence[DistributedValues] = ()
+    ) -> Snapshot:
+        """The snapshot of a call, or of an operation on `touched` handles, with its arguments.
+
+        Args:
+            arguments: `(args, kwargs)`, or None.
+        """
+        self._spaces.leave_the_dead(space)
+        self._check(space)
+        needs = self._needs(space)
+        for handle in touched:
+            needs.take_handle(handle)
+        if arguments is not None:
+            arguments = _Arguments(needs, self.user_ns, asked=bool(touched)).replaced(arguments)
+        return self._snapshot(space, needs.collect(), arguments, cell=False)
+
+    def may_be_changed(self, team: Team) -> bool:
+        """Whether a call under way may change an object of the notebook's in place."""
+        space = self._spaces.of(team.engines)
+        return not space.changing.isdisjoint(space.outstanding)
+
+    def result(self, team: Team, replies: Mapping[int, Effects]) -> Any:
+        """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
+        return self.take_in_call(self._spaces.of(team.engines), replies)
+
+    def failed(self, snapshot: Snapshot, replies: Mapping[int, Effects] | None = None) -> None:
+        """A call failed, or could not be sent. What it did until then is taken in, as that of a cell is.
+
+        Args:
+            snapshot: What `outgoing_call` gave for it.
+            replies: What `EngineNamespace.give_up_call` gave, by replica.
+        """
+        for space in self._spaces:
+            if space.key == snapshot.space:
+                if replies:
+                    self.take_in_call(space, replies, with_result=False)
+                else:
+                    space.reject(snapshot)
+
+    def doubt(self, snapshot: Snapshot) -> None:
+        """Engines that were given up on may have been ended before they opened a snapshot, whatever the others did."""
+        for space in self._spaces:
+            if space.key == snapshot.space:
+                space.reject(snapshot)
+
+    def take_in_call(self, space: NotebookSpace, effects: Mapping[int, Effects], *, with_result: bool = True) -> Any:
+        """Take in what a program did, and give its result."""
+        snapshot = space.outstanding.get(next(iter(effects.values())).serial)
+        if snapshot is None:  # since it was sent, both sides have forgotten the numbers of objects
+            effects = {replica: replace(one, changed={}, pack=None) for replica, one in effects.items()}
+        incoming = Incoming(space, self.user_ns, self.operations, effects, self._announce)
+        try:
+            incoming.take_in()
+            result = incoming.result() if with_result else None
+            incoming.release()
+        except BaseException:
+            if snapshot is not None:
+                space.reject(snapshot)
+            else:
+                space.doubt()
+            raise
+        if snapshot is not None:
+            space.outstanding.pop(snapshot.serial, None)
+        if len(effects) < space.size:
+            space.doubt()
+        return result
+
+    def open_error(self, pack: Packed) -> Any:
+        """An exception that an engine packed: its class is the notebook's own."""
+        return NotebookSpace(((), 0), self.user_ns, self._classes).tracker.open_loose(pack)
+
+    # -- engines that come and go --------------------------------------------------------------------------------------
+
+    def engine_died(self, engine: int) -> None:
+        """An engine's process has ended; from any thread. Programs on those that are left use what lives there."""
+        self._spaces.engine_died(engine)
+
+    def engines_replaced(self, engines: Iterable[int], survivors: Iterable[int]) -> None:
+        """New processes have taken the place of some engines. Mirrored objects are restored to them from a survivor.
+
+        Args:
+            engines: The replaced ones, up and ready.
+            survivors: Engines of the cluster that kept their process.
+        """
+        self._spaces.engines_replaced(engines, survivors)
+
+    def close(self) -> None:
+        """The cluster is gone: every handle is stale."""
+        self._spaces.close()
+
+    # -- the default strategy ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def localise(self, source: str) -> Iterator[tuple[str, ...]]:
+        """Let a cell that runs in the notebook work on copies of the mirrored objects that it reads.
+
+        Within the context, names bound to handles (also in the notebook's containers and functions that the cell
+        reads) hold copies of replica 0's objects, made together; afterwards the names are the handles again, unless
+        the cell assigned them.
+
+        Args:
+            source: The cell's text.
+
+        Returns:
+            The names that hold copies.
+
+        Raises:
+            StaleHandleError, NamespaceError: An object is gone, or cannot be copied.
+        """
+        copies = LocalCopies(self.user_ns, self.operations, self._announce)
+        names = copies.bind(names_read(source))
+        try:
+            yield names
+        finally:
+            copies.unbind()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _space_for(self, team: Team) -> NotebookSpace:
+        space = self._spaces.of(team.engines)
+        self._check(space)
+        return space
+
+    def _check(self, space: NotebookSpace) -> None:
+        if space.ended:
+            raise NamespaceError(
+                "The engines of this strategy were restarted or stopped while it was in use. Run the cell again."
+            )
+
+    def _snapshot(self, space: NotebookSpace, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
+        try:
+            return self._make_snapshot(space, needs, arguments, cell=cell)
+        except BaseException:  # the user's interrupt, or what the user's own code raises as it is pickled
+            space.doubt()
+            raise
+
+    def _make_snapshot(self, space: NotebookSpace, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
+        serial = next(self._serials)
+        tracker = space.tracker
+        sections = needs.ordered()
+        space.forget_arguments(frozenset(sections))
+        for name in sections:
+            space.plain.pop(name, None)
+        rebound = [name for name in sections if name in tracker and tracker.root(name) is not sections[name]]
+        space.let_go(rebound, serial)
+        lacking = tracker.lacking(sections, needs.look)
+        pack = None
+        if lacking:
+            pack = tracker.pack(serial << 1, sections, needs.look, lacking)
+            if pack.nbytes > _LARGE_NBYTES:
+                self._tell_of_large(space, pack)
+        plain = {name: value for name, value in needs.plain.items() if not _is_sent(space.plain, name, value)}
+        space.plain.update(plain)
+        names = tuple(needs.names)
+        bind = bool(lacking or plain) or not self._are_bound(space.bound, names, cell=cell)
+        if bind:
+            space.bound = names
+        environment = capture_environment(space.environment, "beginning" if cell else "call")
+        changed = None
+        if environment is not space.environment:
+            changed = environment.since(space.environment)
+            space.environment = environment
+        read = {state_of_handle(value).identity for value in needs.plain.values() if type(value) in HANDLES}
+        snapshot = Snapshot(
+            space.key,
+            serial,
+            names if bind else None,
+            needs.imports,
+            tuple(sections),
+            pack,
+            sum(1 for name in lacking if needs.is_early(sections[name])),
+            tracker.pack_loose(plain) if plain else None,
+            arguments if is_bare(arguments) else tracker.pack_loose(arguments),
+            space.fresh,
+            dict(space.renamed),
+            tuple(space.forget),
+            dict(space.adopt),
+            space.take_released() if space.released else (),
+            (*read, *(set(space.references.met) - read)) if cell else (),
+            None if changed is None or changed.empty else changed,
+            self._sources(space, needs),
+            self._reloads(space, needs) if cell or bind else {},
+        )
+        space.forget.clear()
+        space.adopt.clear()
+        space.renamed.clear()
+        space.fresh = False
+        space.changing = {each for each in space.changing if each in space.outstanding}
+        if not all(isinstance(value, type) or is_simple(value) for value in sections.values()):
+            space.changing.add(serial)
+        space.outstanding[serial] = snapshot
+        return snapshot
+
+    def _needs(self, space: NotebookSpace) -> Needs:
+        """Begin to collect what a program needs, once the engines' names are the notebook's."""
+        tracker, user_ns = space.tracker, self.user_ns
+        rebound = [
+            name
+            for name in tracker.names
+            if name[0] not in "@%" and "#" not in name and user_ns.get(name, MISSING) is not tracker.root(name)
+        ]
+        space.let_go(rebound, next(self._serials))
+        return Needs(space, user_ns)
+
+    def _are_bound(self, bound: tuple[str, ...] | None, names: tuple[str, ...], *, cell: bool) -> bool:
+        """Whether the engines' namespace is what a program needs: that of a cell has no other names."""
+        if bound is None or cell:
+            return names == bound
+        return set(names) <= set(bound) and all(name in self.user_ns for name in bound)
+
+    def _sources(self, space: NotebookSpace, needs: Needs) -> dict[str, tuple[str, str]]:
+        found = needs.look.sources
+        sources = {name: (text, cell_name(name)) for name, text in found.items() if name not in space.sources}
+        space.sources.update(sources)
+        return sources
+
+    def _reloads(self, space: NotebookSpace, needs: Needs) -> dict[str, Any]:
+        imported = [value for name in needs.imports if isinstance(value := self.user_ns.get(name), types.ModuleType)]
+        wanted = self._modules.wanted(imported, needs.look.attributes)
+        modules = {name: reloads for name, reloads in wanted.items() if space.modules.get(name) != reloads}
+        space.modules.update(modules)
+        return modules
+
+    def _tell_of_large(self, space: NotebookSpace, pack: Any) -> None:
+        what = ", ".join(f"`{name}`" for name in pack.names if not name.startswith("@"))
+        self._announce(
+            f"distnb: sending {pack.nbytes / 1e6:,.0f} MB to {space.size} replica(s): {what or 'arguments of a call'}"
+        )
+
+
+def _is_sent(sent: Mapping[str, Any], name: str, value: Any) -> bool:
+    """Whether the engines have an immutable value, or a handle, under a name."""
+    known = sent.get(name, MISSING)
+    if known is value:
+        return True
+    if known is MISSING or type(value) in HANDLES or type(known) in HANDLES:
+        return False
+    return same(known, value)
+
+
+class _Arguments:
+    """Puts names in the place of values that are looked at by themselves.
+
+    Args:
+        needs: Takes these values.
+        user_ns: The notebook's namespace: what it has a name for is sent under that.
+        asked: They are the arguments of an operation on a handle; else of a strategy's method.
+    """
+
+    def __init__(self, needs: Needs, user_ns: Mapping[str, Any], *, asked: bool) -> None:
+        self._needs = needs
+        self._user_ns = user_ns
+        self._asked = asked
+
+    def replaced(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """`(args, kwargs)` as they are sent."""
+        args, kwargs = arguments
+        # Of `run`'s arguments the second and third are a tuple and a dict that were made for the call.
+        made = not self._asked and len(args) == 3 and type(args[1]) is tuple and type(args[2]) is dict
+        if made:
+            inner = {name: self._one(value) for name, value in args[2].items()}
+            return (self._one(args[0]), tuple(map(self._one, args[1])), Keywords(inner)), {
+                name: self._one(value) for name, value in kwargs.items()
+            }
+        return tuple(map(self._one, args)), {name: self._one(value) for name, value in kwargs.items()}
+
+    def _one(self, value: Any) -> Any:
+        value = resolve(value)
+        kind = type(value)
+        if isinstance(value, DistributedValues):
+            if kind in HANDLES:
+                self._needs.take_handle(value)
+            return value if self._asked else Argument(value)
+        if is_plain(value):
+            return value
+        if kind is tuple:
+            return tuple(map(self._one, value))
+        name = getattr(value, "__name__", "") if kind is types.FunctionType else ""
+        if name and self._user_ns.get(name) is value:
+            self._needs.take_names((name,))
+        else:
+            name = f"@{id(value):x}"
+            self._needs.take_value(name, value)
+        return NamedArgument(name)

@@ -1,0 +1,276 @@
+"""What the notebook knows of one group of engines: what they have of its objects, and what it holds by handles."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from distnb.errors import CannotTravelError, DistnbError
+from distnb.notebook.handles.handle import HANDLES, state_of_handle
+from distnb.objects.code import Classes
+from distnb.objects.modes import Environment
+from distnb.objects.packing import Side
+from distnb.objects.tracking import Tracker
+from distnb.values import DistributedValues, Mirrored, PerReplica
+from distnb.wire.exchange import Reloads, Snapshot, SpaceKey, former
+from distnb.wire.messages import ObjectId
+
+__all__ = ["MISSING", "Argument", "NotebookSpace"]
+
+MISSING: Any = object()
+
+_MOST_CLASSES = 64
+
+
+class Argument:
+    """A handle as an argument of a call: there it stays a distributed value."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: DistributedValues) -> None:
+        self.handle = handle
+
+
+class NotebookReferences:
+    """How handles and distributed values stand in what is sent to one group of engines.
+
+    Attributes:
+        met: Handles that were looked at or sent, by id; whoever asks clears it.
+    """
+
+    def __init__(self, space: NotebookSpace) -> None:
+        self._space = space
+        self.met: dict[ObjectId, DistributedValues] = {}
+
+    def meet(self, identity: ObjectId) -> None:
+        """An engine object is within another that is read."""
+        handle = self._space.handle(identity)
+        if handle is not None:
+            self.met[identity] = handle
+
+    def look(self, obj: Any) -> Any:
+        """What stands for a handle in a digest."""
+        handle = obj.handle if type(obj) is Argument else obj
+        if type(handle) not in HANDLES:
+            return None
+        state = state_of_handle(handle)
+        self.met[state.identity] = handle
+        return _reference, (state.identity, type(obj) is Argument)
+
+    def token(self, obj: Any) -> Any:
+        """What stands for a handle, or for a distributed value that the notebook made."""
+        word, handle = ("argument", obj.handle) if type(obj) is Argument else ("own", obj)
+        kind = type(handle)
+        if kind in HANDLES:
+            return self._token_of_handle(handle, word)
+        if kind in (PerReplica, Mirrored):
+            space = self._space
+            if handle.num_replicas != space.size:
+                text = (
+                    f"A {kind.__name__} of {handle.num_replicas} replica(s) cannot be sent to a program that runs on "
+                    f"{space.size}. The cure: make it for as many replicas, or pass on strategy.local_results(value)."
+                )
+                return "refused", text, CannotTravelError.__name__
+            return "components", kind.__name__, dict(zip(handle.replica_ids, handle.values, strict=True))
+        return None
+
+    def _token_of_handle(self, handle: DistributedValues, word: str) -> Any:
+        state = state_of_handle(handle)
+        self.met[state.identity] = handle
+        try:
+            self._space.check(handle)
+        except DistnbError as error:
+            return "refused", str(error), type(error).__name__
+        return word, state.identity, state.local, "Mirrored" if isinstance(handle, Mirrored) else "PerReplica"
+
+    def resolve(self, token: Any) -> Any:
+        """The handle of an engine object that something which arrived refers to."""
+        return self._space.handle_of(token)
+
+
+def _reference(*parts: Any) -> None:
+    """Named in digests; never called."""
+
+
+class NotebookSpace:
+    """The notebook's side of one group of engines.
+
+    Args:
+        key: Their ids, and how often the group was made anew.
+        user_ns: The notebook's namespace.
+        classes: The classes that it has sent or received.
+
+    Attributes:
+        tracker: What of its objects the engines have.
+        plain: The immutable values and the handles that names are bound to on the engines.
+        bound: The names that are in the engines' namespace; None if that is not known.
+        environment: What the engines' environment is; None if that is not known.
+        ended: The engines were restarted or stopped.
+        sources: File names whose text the engines have.
+        modules: What they know of the notebook's modules.
+        forget, adopt, renamed, released: To be told with the next snapshot.
+        fresh: What was sent is not certain to have arrived: everything is sent again.
+    """
+
+    def __init__(self, key: SpaceKey, user_ns: dict[str, Any], classes: Classes) -> None:
+        self.key = key
+        self.whole = key[0]  # the engines that it was made with, those that died since among them
+        self.references = NotebookReferences(self)
+        self.tracker = Tracker(Side(user_ns, self.references, classes))
+        self.plain: dict[str, Any] = {}
+        self.bound: tuple[str, ...] | None = None
+        self.environment: Environment | None = None
+        self.ended = False
+        self.sources: set[str] = set()
+        self.modules: dict[str, Reloads] = {}
+        self.forget: set[str] = set()
+        self.adopt: dict[ObjectId, str | Mapping[int, int | ObjectId]] = {}
+        self.renamed: dict[str, str] = {}
+        self.released: list[ObjectId] = []
+        self.fresh = False
+        self.outstanding: dict[int, Snapshot] = {}
+        self.changing: set[int] = set()  # those, by serial, that may change an object of the notebook's in place
+        self._handles: dict[ObjectId, weakref.ref[Any]] = {}
+        self.make_handle: Any = None  # set by who takes in effects: makes a handle for an id that has none
+
+    @property
+    def size(self) -> int:
+        """How many replicas it has."""
+        return len(self.key[0])
+
+    # -- handles -------------------------------------------------------------------------------------------------------
+
+    def add_handle(self, identity: ObjectId, handle: DistributedValues) -> None:
+        """The notebook holds an engine object; the engines are told when the handle is gone."""
+
+        def gone(reference: weakref.ref[Any]) -> None:
+            if self._handles.get(identity) is reference:
+                del self._handles[identity]
+                self.released.append(identity)
+
+        self._handles[identity] = weakref.ref(handle, gone)
+        if identity in self.released:
+            self.released.remove(identity)
+
+    def handle(self, identity: ObjectId) -> Any:
+        """The handle of an engine object; None if the notebook holds none."""
+        reference = self._handles.get(identity)
+        return reference() if reference is not None else None
+
+    def handle_of(self, identity: ObjectId) -> Any:
+        """The handle of an engine object, made now if there is none."""
+        found = self.handle(identity)
+        return found if found is not None else self.make_handle(identity)
+
+    def handles(self) -> list[DistributedValues]:
+        """Every handle of this space that the notebook holds."""
+        return [handle for reference in list(self._handles.values()) if (handle := reference()) is not None]
+
+    def check(self, handle: DistributedValues, *, in_part: bool = False) -> None:
+        """Raise if a handle's object is gone, or is not these engines'.
+
+        Args:
+            in_part: It is enough if some replica has it.
+
+        Raises:
+            StaleHandleError: Its object is gone.
+            CannotTravelError: It belongs to another group of engines.
+        """
+        state = state_of_handle(handle)
+        state.check(() if in_part else None)
+        if state.space is not self:
+            raise CannotTravelError(
+                f"{state.label} ({state.type_name}) cannot be sent to this program: it belongs to a strategy of "
+                f"{state.space.size} replica(s) on engines {list(state.space.key[0])}, and the program runs on "
+                f"{list(self.key[0])}. The cure: fetch it with strategy.local_results(value), and pass on what you "
+                "need."
+            )
+
+    # -- what the engines are to hear of -------------------------------------------------------------------------------
+
+    def held_names(self) -> set[str]:
+        """Names of values that engine objects hold."""
+        return {
+            name
+            for handle in self.handles()
+            for fact in state_of_handle(handle).facts.values()
+            for name in fact.holds
+            if isinstance(name, str)
+        }
+
+    def let_go(self, rebound: Iterable[str], serial: int) -> None:
+        """Names are bound to other objects in the notebook. What engine objects hold of the former is kept."""
+        names = list(rebound)
+        formers = [name for name in self.tracker.names if "#" in name]
+        if not names and not formers:
+            return
+        held = self.held_names()
+        unheld = [name for name in formers if name not in held]
+        self.forget_names(unheld)
+        renamed = {name: former(name, serial) for name in names if name in held}
+        gone = [name for name in names if name not in held]
+        self.forget_names(gone)
+        for old, new in renamed.items():
+            self.tracker.rename(old, new)
+            for handle in self.handles():
+                for replica, fact in state_of_handle(handle).facts.items():
+                    if old in fact.holds:
+                        holds = tuple(new if name == old else name for name in fact.holds)
+                        state_of_handle(handle).facts[replica] = replace(fact, holds=holds)
+        self.renamed |= renamed
+
+    def forget_arguments(self, used: Iterable[str]) -> None:
+        """Of calls' arguments without names only the latest call's are kept, of classes a few, and what others hold."""
+        unused = dict.fromkeys(name for name in self.tracker.names if name[0] in "@%" and name not in used)
+        arguments = [name for name in unused if name[0] == "@"]
+        classes = [name for name in unused if name[0] == "%"]
+        if arguments or len(classes) > _MOST_CLASSES:
+            held = self.held_names()
+            old = [name for name in (*arguments, *classes[:-_MOST_CLASSES]) if name not in held]
+            self.forget_names(old)
+
+    def forget_names(self, names: Iterable[str]) -> None:
+        """What was sent under these names is not needed any more; the engines are told with the next snapshot."""
+        gone = set(names)
+        self.tracker.forget(gone)
+        self.tracker.send_again_beside(gone)
+        self.forget |= gone
+
+    def take_released(self) -> tuple[ObjectId, ...]:
+        """Ids of handles that are gone since it was last asked."""
+        found = tuple(self.released)
+        del self.released[: len(found)]
+        return found
+
+    def doubt(self) -> None:
+        """Maybe an engine has not got what was sent: all that a program needs is sent anew, with the next one."""
+        self.tracker.clear()
+        self.outstanding.clear()
+        self.plain.clear()
+        self.bound = None
+        self.environment = None
+        self.sources.clear()
+        self.modules.clear()
+        self.fresh = True
+
+    def reject(self, snapshot: Snapshot) -> None:
+        """The effects of a program will not come: maybe not even its snapshot was opened."""
+        self.outstanding.pop(snapshot.serial, None)
+        self.released.extend(snapshot.release)
+        self.adopt.update(snapshot.adopt)
+        self.doubt()
+
+    def move(self, key: SpaceKey) -> None:
+        """Go on with other engines: components are renumbered, those of engines that are gone are lost."""
+        before, self.key = self.key[0], key
+        for handle in self.handles():
+            state_of_handle(handle).move(before, key[0])
+            object.__setattr__(handle, "_num_replicas", len(key[0]))
+        # A handle of components that differ stands otherwise for fewer replicas.
+        self.plain = {name: value for name, value in self.plain.items() if type(value) not in HANDLES}
+
+    def end(self) -> None:
+        """Its engines are gone: every handle of it is stale."""
+        self.ended = True

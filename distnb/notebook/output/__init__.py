@@ -1,0 +1,1 @@
+"""What a cell shows of its replicas, as data."""

@@ -1,0 +1,358 @@
+"""What the live view shows, as data: curves, replicas, status. Events in, plain values out; it draws nothing."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from distnb.runtime import step_count
+from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
+
+__all__ = ["HERE", "MOST_POINTS", "Curve", "Line", "LiveModel", "Point", "ReplicaRow", "State", "VariableRow"]
+
+MOST_POINTS = 600
+"""A line keeps at most this many points: then neighbours are joined, with their least and greatest value."""
+
+HERE = -1
+"""Stands for the notebook where engines are named by their numbers."""
+
+Point = tuple[float, float, float, float]
+"""Step, value, and the least and greatest value of the steps that the point stands for."""
+
+State = Literal["starting", "running", "ended", "stopped", "interrupted", "failed", "died"]
+"""A replica is "stopped" when another one failed, and "interrupted" when the user ended the program."""
+
+_ENDS: dict[str, State] = {"ok": "ended", "error": "failed", "aborted": "stopped", "interrupted": "interrupted"}
+
+_RATE_WINDOW_S = 2.0
+
+
+class Line:
+    """One replica's values of one name, bounded: old points are joined as it grows, extremes are kept.
+
+    Args:
+        most: Points that it keeps at most.
+    """
+
+    def __init__(self, most: int = MOST_POINTS) -> None:
+        self._most = most
+        self._width = 1  # steps that one point stands for
+        self._count = 0  # of those, in the last point
+        self.points: list[Point] = []
+
+    def add(self, step: float, value: float) -> None:
+        """Add a value; steps grow."""
+        if self._count and self._count < self._width:
+            self.points[-1] = join_points([self.points[-1], (step, value, value, value)])
+            self._count += 1
+            return
+        if len(self.points) >= self._most:
+            self._halve()
+        self.points.append((step, value, value, value))
+        self._count = 1
+
+    def _halve(self) -> None:
+        pairs = [self.points[i : i + 2] for i in range(0, len(self.points), 2)]
+        self.points = [join_points(pair) for pair in pairs]
+        self._width *= 2
+
+    @property
+    def width(self) -> int:
+        """Steps that one point stands for."""
+        return self._width
+
+    @property
+    def last(self) -> float | None:
+        """The latest value."""
+        return self.points[-1][1] if self.points else None
+
+
+def join_points(points: Sequence[Point]) -> Point:
+    """One point for several neighbours: the last one's step and value, and the extremes of all.
+
+    A value that is nan or infinite is not hidden by those around it: it is the joined point's.
+    """
+    step, value, low, high = points[-1]
+    for _, earlier, least, greatest in reversed(points[:-1]):
+        value = value if math.isfinite(earlier) else earlier
+        low, high = _least(low, least), _greatest(high, greatest)
+    return step, value, low, high
+
+
+def _least(one: float, other: float) -> float:
+    return other if math.isnan(one) or other < one else one
+
+
+def _greatest(one: float, other: float) -> float:
+    return other if math.isnan(one) or other > one else one
+
+
+@dataclass
+class Curve:
+    """All that is known of one name.
+
+    Attributes:
+        lines: By replica.
+        differs: Whether two replicas gave different values in the same place. While they never did, the values are
+            taken to be reduced ones, and one thick line stands for all.
+    """
+
+    name: str
+    lines: dict[int, Line] = field(default_factory=dict)
+    differs: bool = False
+    _open: dict[tuple[float, int], float] = field(default_factory=dict)  # places that not every replica has told yet
+    _told: dict[tuple[float, int], int] = field(default_factory=dict)
+    _latest: dict[int, tuple[float, int]] = field(default_factory=dict)  # by replica: a step, and which value in it
+
+    def add(self, replica: int, step: float, value: float, total: int) -> None:
+        """Add a value of a replica."""
+        self.lines.setdefault(replica, Line()).add(step, value)
+        if self.differs or total < 2:
+            return
+        before, count = self._latest.get(replica, (step, 0))
+        place = self._latest[replica] = (step, count + 1 if before == step else 1)
+        known = self._open.setdefault(place, value)
+        if known != value and not (math.isnan(known) and math.isnan(value)):
+            self.differs = True
+            self._open.clear()
+            self._told.clear()
+            return
+        self._told[place] = self._told.get(place, 0) + 1
+        if self._told[place] == total or len(self._open) > 5_000:
+            oldest = place if self._told[place] == total else next(iter(self._open))
+            del self._open[oldest], self._told[oldest]
+
+    def shown(self, total: int) -> dict[tuple[int, ...], Line]:
+        """The lines to draw, each with the replicas that it stands for."""
+        if self.differs or len(self.lines) < 2:
+            return {(replica,): line for replica, line in sorted(self.lines.items())}
+        furthest = max(self.lines.values(), key=lambda line: line.points[-1][0])
+        return {tuple(sorted(self.lines)): furthest}
+
+
+@dataclass
+class ReplicaRow:
+    """What is known of one replica."""
+
+    replica: int
+    engine: int | None = None
+    device: str = ""
+    state: State = "running"
+    steps: int = 0
+    examples: int = 0
+    seconds: float = 0.0
+    rss_nbytes: int | None = None
+    device_nbytes: int | None = None
+    where: str = ""
+    values: dict[str, float] = field(default_factory=dict)
+    _history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=64))
+    _first: tuple[float, int, int] | None = None
+
+    def measured(self, sample: TelemetrySample, steps_before: int, examples_before: int) -> None:
+        """Take a sample; what had been counted before the cell is taken off."""
+        self.steps, self.examples = sample.steps - steps_before, sample.examples - examples_before
+        self.seconds, self.where = sample.seconds, sample.where or self.where
+        self.rss_nbytes, self.device_nbytes = sample.rss_nbytes, sample.device_nbytes
+        if self._history and sample.seconds < self._history[-1][0]:
+            self._history.clear()
+        latest = (sample.seconds, self.steps, self.examples)
+        self._history.append(latest)
+        if self._first is None or self.steps == 0:
+            self._first = latest
+        while len(self._history) > 2 and self._history[1][0] < sample.seconds - _RATE_WINDOW_S:
+            self._history.popleft()
+
+    def per_second(self) -> tuple[float | None, float | None]:
+        """Steps and examples a second: over the last two seconds; once ended, over all. None: nothing counted."""
+        if len(self._history) < 2 or self._first is None:
+            return None, None
+        then, steps, examples = self._history[0] if self.state == "running" else self._first
+        now, steps_now, examples_now = self._history[-1]
+        if now <= then:
+            return None, None
+        return (
+            (steps_now - steps) / (now - then) if steps_now else None,
+            (examples_now - examples) / (now - then) if examples_now else None,
+        )
+
+
+@dataclass(frozen=True)
+class VariableRow:
+    """Where one variable lives."""
+
+    name: str
+    kind: str
+    type_name: str
+    shape: str
+    dtype: str
+    devices: str
+    nbytes: int | None
+
+
+class LiveModel:
+    """Everything that one cell's view shows.
+
+    Args:
+        title: The strategy's word, for the status line.
+        counted_before: (steps, examples) that each engine, and the notebook as `HERE`, had counted when the cell began.
+        devices: Of each engine.
+
+    Attributes:
+        curves: By name, in the order in which they came.
+        rows: By replica.
+        state, text: How the cell stands.
+        variables: Filled when the cell has ended.
+        fresh: Points that were added since `take_fresh` was called: {name: {replica: [(step, value), …]}}.
+    """
+
+    def __init__(
+        self,
+        title: str = "",
+        counted_before: Mapping[int, tuple[int, int]] | None = None,
+        devices: Mapping[int, str] | None = None,
+    ) -> None:
+        self.title = title
+        self.curves: dict[str, Curve] = {}
+        self.rows: dict[int, ReplicaRow] = {}
+        self.state: State = "starting"
+        self.text = ""
+        self.began: float | None = None
+        self.ended_at: float | None = None
+        self.variables: list[VariableRow] = []
+        self.fresh: dict[str, dict[int, list[tuple[float, float]]]] = {}
+        self._axes: defaultdict[int, step_count.Axis] = defaultdict(step_count.Axis)  # by replica, and HERE
+        self._counted_before = dict(counted_before or {})
+        self._devices = dict(devices or {})
+
+    def feed(self, event: Any, now: float) -> None:
+        """Take an event of `wire.messages`; those that concern no view are passed over."""
+        if self.began is None:
+            self.began = now
+        if isinstance(event, Live):
+            self._row(event.replica, event.engine)
+            for step, call, values in event.points:
+                self._add(event, step, call, values)
+        elif isinstance(event, TelemetrySample):
+            row = self._row(event.replica, event.engine)
+            row.measured(event, *self._before(event.engine, event.steps, event.examples))
+        elif isinstance(event, Status):
+            self._status(event)
+        elif isinstance(event, ProgramEnded | Died):
+            self._replica_ended(event)
+
+    def feed_here(self, point: Mapping[str, Any], place: step_count.Place, now: float) -> None:
+        """Take a call of `distnb.live` in the notebook's own process: {name: number or {replica: number}}.
+
+        The notebook does not follow the steps of replicas that it calls: a name that is told again begins the next.
+        """
+        if self.began is None:
+            self.began = now
+        if self.state == "starting":
+            self.state = "running"
+        step, call = place
+        at = self._axes[HERE].put((max(step - self._before(HERE, step)[0], 1), call), point)
+        for name, value in point.items():
+            own = value if isinstance(value, Mapping) else {0: value}
+            for replica, component in own.items():
+                self._add_one(replica, name, at, float(component))
+            for replica, row in self.rows.items():
+                # One number is all replicas': a reduced one.
+                component = own.get(replica) if isinstance(value, Mapping) else value
+                if component is not None:
+                    row.values[name] = float(component)
+
+    def _before(self, engine: int, steps: int, examples: int | None = None) -> tuple[int, int]:
+        before = self._counted_before.get(engine, (0, 0))
+        if steps < before[0] or (examples is not None and examples < before[1]):
+            # Another process has taken the engine's place, and counts from the beginning.
+            before = self._counted_before[engine] = (0, 0)
+        return before
+
+    def _status(self, event: Status) -> None:
+        if event.state == "started":
+            self.state = "running"
+            for replica, engine in enumerate(event.team.engines):
+                row = self._row(replica, engine)
+                row.state, row.device = "running", str(event.team.devices[replica])
+        else:
+            self.state = self._failure() if event.text else "ended"
+            self.text = event.text
+
+    def _failure(self) -> State:
+        return "interrupted" if any(row.state == "interrupted" for row in self.rows.values()) else "failed"
+
+    def _replica_ended(self, event: ProgramEnded | Died) -> None:
+        for row in self.rows.values():
+            if row.engine == event.engine:
+                if isinstance(event, Died):
+                    row.state, row.where = "died", event.exit_status
+                else:
+                    row.state, row.where = _ENDS[event.status], event.where or row.where
+        if isinstance(event, ProgramEnded) and event.status == "error" and not self.text:
+            self.text = event.summary
+
+    def _row(self, replica: int, engine: int) -> ReplicaRow:
+        if self.state == "starting":
+            self.state = "running"
+        row = self.rows.get(replica)
+        if row is None:
+            row = self.rows[replica] = ReplicaRow(replica, engine, self._devices.get(engine, ""))
+        row.engine = engine
+        return row
+
+    def _add(self, event: Live, step: int, call: int, values: Mapping[str, float]) -> None:
+        at = self._axes[event.replica].put((step - self._before(event.engine, step)[0], call), values)
+        for name, value in values.items():
+            self._add_one(event.replica, name, at, value)
+        self.rows[event.replica].values.update(values)
+
+    def _add_one(self, replica: int, name: str, step: float, value: float) -> None:
+        curve = self.curves.setdefault(name, Curve(name))
+        curve.add(replica, step, value, max(1, len(self.rows)))
+        self.fresh.setdefault(name, {}).setdefault(replica, []).append((step, value))
+
+    def take_fresh(self, most: int = 60) -> dict[str, dict[int, list[Point]]]:
+        """The points added since the last call, joined so that no line has more than `most` of them."""
+        fresh, self.fresh = self.fresh, {}
+        return {
+            name: {replica: _thinned(points, most) for replica, points in lines.items()}
+            for name, lines in fresh.items()
+        }
+
+    def seconds(self, now: float) -> float:
+        """How long the cell has run."""
+        if self.began is None:
+            return 0.0
+        return (now if self.ended_at is None else self.ended_at) - self.began
+
+    def end(self, now: float, *, failed: bool) -> None:
+        """The cell ended."""
+        self.ended_at = now
+        for row in self.rows.values():
+            if row.state == "running":  # calls from an ordinary cell tell of their ends by their replies alone
+                row.state = "ended"
+        if failed:
+            self.state = self._failure()
+        elif self.state in ("starting", "running"):
+            self.state = "ended"
+
+    def rates(self) -> tuple[float | None, float | None]:
+        """Steps a second (of the slowest replica), and examples a second (of all together)."""
+        pairs = [row.per_second() for row in self.rows.values()]
+        steps = [pair[0] for pair in pairs if pair[0] is not None]
+        examples = [pair[1] for pair in pairs if pair[1] is not None]
+        return (min(steps) if steps else None), (sum(examples) if examples else None)
+
+    @property
+    def steps(self) -> int:
+        """Steps that every replica has done."""
+        return min((row.steps for row in self.rows.values()), default=0)
+
+
+def _thinned(points: list[tuple[float, float]], most: int) -> list[Point]:
+    single = [(step, value, value, value) for step, value in points]
+    size = -(-len(single) // most)
+    return single if size <= 1 else [join_points(single[i : i + size]) for i in range(0, len(single), size)]

@@ -1,0 +1,141 @@
+"""The result of a call that nobody waits for yet: `RunOptions(wait=False)`."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from distnb.notebook.handles.operators import special_methods
+from distnb.values.structure import map_structure
+
+__all__ = ["Pending", "Unsettled", "resolve", "was_told"]
+
+# Calls under way; more would only fill queues. Many are waited for at once: that sends what waits to leave together.
+_MOST_UNSETTLED, _FEW_UNSETTLED = 1000, 900
+
+
+class Pending:
+    """Stands for a result that is still on its way; using it in any way waits for it, and raises what went wrong."""
+
+    __slots__ = ("_error", "_finish", "_value")
+
+    def __init__(self, finish: Callable[[Callable[[Any], None]], Any]) -> None:
+        """
+        Args:
+            finish: Waits for the result, gives it to its argument to be kept, and returns it.
+        """
+        object.__setattr__(self, "_finish", finish)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(resolve(self), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(resolve(self), name, value)
+
+    def __repr__(self) -> str:
+        return repr(resolve(self))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*map_structure(resolve, args), **map_structure(resolve, kwargs or {}))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return resolve(self)(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _itself, (resolve(self),)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _call(pending: Pending, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*map(resolve, args))
+
+
+def _forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: _call(self, function, (self, *args))
+
+
+# What Python looks for in the class: a name of `operator`, or of a builtin function, is its special method's.
+for _name, _method in special_methods(_call).items():
+    setattr(Pending, _name, _method)
+for _name in ["getitem", "setitem", "contains", "eq", "ne", "lt", "le", "gt", "ge", "index"]:
+    setattr(Pending, f"__{_name}__", _forwarded(getattr(operator, _name)))
+for _builtin in (iter, len, float, int, complex, hash, format):
+    setattr(Pending, f"__{_builtin.__name__}__", _forwarded(_builtin))
+
+
+def resolve(value: Any) -> Any:
+    """The value itself, once it is there; anything that is not pending is returned as it is.
+
+    Raises:
+        BaseException: What the call raised on the replicas.
+    """
+    if type(value) is not Pending:
+        return value
+    get = object.__getattribute__
+    try:
+        return get(value, "_value")
+    except AttributeError:
+        if was_told(value):
+            raise get(value, "_error") from None
+    try:
+        return get(value, "_finish")(partial(object.__setattr__, value, "_value"))
+    except Exception as error:
+        object.__setattr__(value, "_error", error)
+        raise
+
+
+def was_told(value: Pending) -> bool:
+    """Whether a use of the result has raised already what went wrong: once is enough."""
+    try:
+        object.__getattribute__(value, "_error")
+    except AttributeError:
+        return False
+    return True
+
+
+class Unsettled:
+    """The calls that nobody has waited for yet, in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self._calls: list[Pending] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def add(self, call: Pending) -> None:
+        """A call was sent."""
+        self._calls.append(call)
+
+    def keep_few(self) -> None:
+        """Wait for the oldest of them, where they have become too many.
+
+        Raises:
+            BaseException: What one of them raised.
+        """
+        if len(self._calls) > _MOST_UNSETTLED:
+            while len(self._calls) > _FEW_UNSETTLED:
+                resolve(self._calls.pop(0))
+
+    def wait(self) -> None:
+        """Wait for all of them; what they raise is told where their results are used, or when they are settled."""
+        for call in self._calls:
+            with contextlib.suppress(Exception):
+                resolve(call)
+
+    def settle(self) -> None:
+        """Wait for all of them.
+
+        Raises:
+            BaseException: What the first that failed raised, unless a use of its result has raised it before.
+        """
+        calls, self._calls = self._calls, []
+        for call in calls:
+            if not was_told(call):
+                resolve(call)

@@ -1,0 +1,343 @@
+"""The notebook's session: the programs that are run on a cluster's engines, one at a time."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from distnb.cluster.remote.hosts import HostOptions, Plan, make_plan
+from distnb.notebook.asking import ask_stacks, await_flush
+from distnb.notebook.dispatch import Outcome
+from distnb.notebook.drift_warning import warn_of_drift
+from distnb.notebook.engine_status import EngineStatus
+from distnb.notebook.engines import Engines
+from distnb.notebook.events import EventHub
+from distnb.notebook.failures import raise_failure
+from distnb.notebook.handles.looking import is_looking
+from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
+from distnb.notebook.pending import Pending, Unsettled
+from distnb.options import StrategySpec
+from distnb.topology import Device, Team
+from distnb.wire.exchange import Snapshot
+from distnb.wire.messages import Apply, CallFunction, ObjectId, RunCell, Status
+
+__all__ = ["EngineStatus", "Session"]
+
+_OUTPUT_PATIENCE_S = 1.0
+
+
+class Session:
+    """A running cluster as the notebook sees it. `start` makes one.
+
+    Attributes:
+        events: Everything that happens on the engines; widgets and output listen here.
+        namespace: The notebook's side of the one namespace.
+        unshown: Programs that nobody asked for by running a cell (see `looking`): their output is not shown.
+        latest_strategy: The word for the one that the latest call was made of.
+        user_ns: The notebook's variables.
+
+    Args:
+        plan: Which engines run where.
+    """
+
+    def __init__(self, user_ns: dict[str, Any], plan: Plan) -> None:
+        self.user_ns = user_ns
+        self.events = EventHub()
+        self.namespace = NotebookNamespace(user_ns, self.perform)
+        self._engines = Engines(plan, self.events, self.namespace)
+        self._supervisor = self._engines.supervisor
+        self._dispatch = self._engines.dispatch
+        self._unsettled = Unsettled()
+        self.unshown: set[int] = set()
+        self._owner = os.getpid()
+        self.latest_strategy = ""
+
+    # -- the cluster -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def start(
+        cls,
+        n: int | None = None,
+        devices: str | Sequence[str | Device] | None = None,
+        *,
+        oversubscribe: bool = False,
+        options: HostOptions | None = None,
+        user_ns: dict[str, Any],
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> Session:
+        """Start a cluster and wait until every engine is ready.
+
+        Args:
+            n: Number of engines; None for one per GPU, else two on the CPU.
+            devices: Their devices, as `plan_devices` reads them.
+            options: The machines where they run; None for this one.
+            oversubscribe: Let several engines share one device, and more start than the machine can take.
+            user_ns: The notebook's variables.
+            on_progress: Told, in words, how far the start is.
+
+        Raises:
+            OptionError, StartError: Nothing was left behind.
+        """
+        plan = make_plan(n, devices, options, on_progress, oversubscribe=oversubscribe)
+        for notice in plan.notices:
+            print(f"distnb: {notice}", file=sys.stderr)
+        session = cls(user_ns, plan)
+        try:
+            session._engines.start(on_progress)
+        except BaseException:
+            session.stop()
+            raise
+        return session
+
+    def stop(self) -> None:
+        """End every process of the cluster and free what it held. Calling it again does nothing."""
+        if os.getpid() == self._owner:  # a forked child must not end its parent's engines
+            self._engines.stop()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the cluster has not been stopped."""
+        return self._engines.alive
+
+    def restart(
+        self,
+        engines: Iterable[int] | None = None,
+        *,
+        missing: bool = False,
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> tuple[int, ...]:
+        """Replace engines by new processes of the same ids, on the same devices.
+
+        Args:
+            engines: Which; None for all of them (or, with `missing`, those that have ended).
+            missing: Only engines whose process has ended; mirrored objects are restored to them from a survivor.
+
+        Returns:
+            The engines that were replaced.
+
+        Raises:
+            OptionError: There is no such engine.
+            StartError: A new process did not start.
+        """
+        with self._dispatch.turn:
+            chosen = self._engines.choose(engines, missing=missing)
+            if chosen:
+                self._engines.replace(chosen, on_progress, awaited=bool(self._unsettled))
+        return chosen
+
+    def status(self) -> tuple[EngineStatus, ...]:
+        """What each engine is, and does."""
+        return self._engines.status()
+
+    @property
+    def stuck(self) -> tuple[int, ...]:
+        """Engines that are busy with a program that was ended."""
+        return tuple(sorted(self._supervisor.stuck))
+
+    def machines(self) -> tuple[str, ...]:
+        """The other machines where engines were started, those that are lost among them; empty for this one."""
+        return self._engines.hosts()
+
+    def flush_events(self, timeout_s: float = _OUTPUT_PATIENCE_S) -> bool:
+        """Wait until all that the engines have told so far has been published, output before all.
+
+        Calls from ordinary cells end without waiting for it. False when an engine was too busy to answer in time.
+        """
+        return await_flush(self._supervisor, self.events, self._engines.left, timeout_s)
+
+    def stacks(self, timeout_s: float = 0.5) -> dict[int, str]:
+        """Where each engine is in the program that it runs, as lines of a traceback; "" for an idle one.
+
+        Native code that holds Python's lock lets nothing be asked: engines that did not answer in time are missing.
+        """
+        return ask_stacks(self._supervisor, self.events, self._engines.left, timeout_s)
+
+    # -- programs --------------------------------------------------------------------------------------------------
+
+    def team(self, spec: StrategySpec) -> Team:
+        """The engines that a strategy runs on: all that are there, or as many, or those devices, as it names.
+
+        Raises:
+            OptionError: The strategy asks for what the cluster does not have.
+            ClusterError: No engine is left.
+        """
+        return self._engines.team(spec)
+
+    @property
+    def latest_program(self) -> int:
+        """The number of the latest program; 0 before the first."""
+        return self._dispatch.latest
+
+    def run_cell(
+        self, source: str, spec: StrategySpec, *, filename: str, label: str = "", in_scope: bool = False
+    ) -> None:
+        """Run a cell on every replica of a strategy, and bind what it assigned.
+
+        Args:
+            source: Its text, padded with empty lines so that line numbers are the notebook cell's.
+            spec: The strategy.
+            filename: What code objects of the cell carry.
+            label: How tracebacks call the cell, "Cell In[3]".
+            in_scope: Run it within `strategy.scope()`.
+
+        Raises:
+            BaseException: The failing replica's own exception; KeyboardInterrupt when the user ended it.
+        """
+        with self._dispatch.turn:
+            self.settle()  # what earlier calls did belongs to the namespace that the cell gets
+            team = self.team(spec)
+            self._dispatch.require_ready(team.engines)
+            program = self._dispatch.number()
+            with self._dispatch.interrupts as interrupts:
+                interrupts.briefly()
+                snapshot = self.namespace.outgoing(source, team)
+                self.namespace.operations.changes += 1
+                interrupts.patiently()
+                message = RunCell(program, team, spec, source, filename, label, in_scope, snapshot)
+                outcome = self._run_announced(program, team, message)
+                interrupts.briefly()
+                self.namespace.incoming(source, team, _what_they_did(outcome, team))
+                if outcome.stuck:
+                    self.namespace.doubt(snapshot)
+        warn_of_drift(outcome)
+        raise_failure(outcome, team, opened=self.namespace.open_error)
+
+    def _run_announced(self, program: int, team: Team, message: RunCell) -> Outcome:
+        """Send a cell to its team, wait for its end and its output, and tell those who listen of both."""
+        devices = tuple(map(str, team.devices))
+        self._supervisor.publish(Status(program, "started", team, devices))
+        outcome = self._dispatch.run(program, team.engines, message, quiet=False)
+        self._leave_broken_group(outcome, team)
+        self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
+        self._supervisor.publish(Status(program, "ended", team, devices, "" if outcome.ok else "failed"))
+        return outcome
+
+    def _leave_broken_group(self, outcome: Outcome, team: Team) -> None:
+        """The next programs form a new process group, unless this one left the team's whole."""
+        if not outcome.left_group_whole:
+            self._engines.teams.renew(after=team)
+
+    def call(
+        self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, wait: bool = True
+    ) -> Any:
+        """Call a method of a strategy on every replica: how `strategy.run` works from the notebook.
+
+        Args:
+            spec: The strategy.
+            method: The method's name; "" for the function that is its first argument, which gets the others.
+            args, kwargs: The method's arguments.
+            wait: False sends the call and returns a result that is waited for when it is used.
+
+        Returns:
+            What the replicas returned, regrouped; tensors and other objects stay where they are, behind handles.
+
+        Raises:
+            BaseException: The failing replica's own exception; KeyboardInterrupt when the user ended it.
+        """
+        with self._dispatch.turn:
+            team = self.team(spec)
+            self.latest_strategy = spec.kind
+            program = self._dispatch.number()
+            with self._dispatch.interrupts as interrupts:
+                interrupts.briefly()
+                if self._unsettled and self.namespace.may_be_changed(team):
+                    self._unsettled.wait()  # by a call under way: what this one sends depends on that
+                snapshot = self.namespace.outgoing_call(args, kwargs, team)
+                self.namespace.operations.changes += 1
+                interrupts.patiently()
+                message = CallFunction(program, team, spec, method, snapshot)
+                try:
+                    outcome = (self._dispatch.run if wait else self._dispatch.post)(program, team.engines, message)
+                except BaseException:
+                    self.namespace.failed(snapshot)
+                    raise
+                if wait:
+                    return self._finish_call(outcome, team, snapshot)
+                pending = Pending(lambda keep: self._finish_call(outcome, team, snapshot, outcome.interrupted, keep))
+                self._unsettled.add(pending)
+            self._unsettled.keep_few()
+            return pending
+
+    def _finish_call(
+        self,
+        outcome: Outcome,
+        team: Team,
+        snapshot: Snapshot,
+        known: bool = False,
+        keep: Callable[[Any], object] = lambda result: None,
+    ) -> Any:
+        """Wait for a call and take in what it did.
+
+        Args:
+            outcome, team, snapshot: Of the call.
+            known: Whether the user has heard of it that it was interrupted.
+            keep: Given the result before SIGINT can raise again.
+        """
+        with self._dispatch.turn, self._dispatch.interrupts as interrupts:
+            self._dispatch.wait(outcome)
+            self._leave_broken_group(outcome, team)
+            interrupts.briefly()
+            result, well = None, outcome.ok and outcome.interrupted is known
+            if outcome.ok:  # perhaps before it heard of an interrupt
+                values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
+                result = self.namespace.result(team, values)
+            else:
+                self.namespace.failed(snapshot, _what_they_did(outcome, team))
+            if outcome.stuck:
+                self.namespace.doubt(snapshot)
+            if well:
+                keep(result)
+        if not well:
+            raise_failure(outcome, team, called=True, opened=self.namespace.open_error)
+        return result
+
+    def settle(self) -> None:
+        """Wait for every call that was sent with `wait=False`; to be called at a cell's end.
+
+        Raises:
+            BaseException: What the first of them that failed raised, unless a use of its result has raised it before.
+        """
+        self._unsettled.settle()
+
+    def perform(self, engines: Sequence[int], operation: str, target: ObjectId, payload: Any = None) -> dict[int, Any]:
+        """Apply an operation to an object on some engines: how handles read and change what they stand for.
+
+        Args:
+            engines: Those that hear of it, in replica order.
+            operation: Its name, as the engine's `Operations` knows it.
+            target: The object.
+            payload: What the operation needs besides.
+
+        Returns:
+            The operation's value by engine.
+
+        Raises:
+            BaseException: What the operation raised there; KeyboardInterrupt when the user ended it.
+        """
+        with self._dispatch.turn:
+            program = self._dispatch.number()
+            if is_looking():
+                self.unshown.add(program)
+            team = self._engines.team_of(engines)
+            with self._dispatch.interrupts:
+                outcome = self._dispatch.run(program, team.engines, Apply(program, operation, target, team, payload))
+                self._leave_broken_group(outcome, team)
+        raise_failure(
+            outcome, team, called=True, opened=self.namespace.open_error
+        )  # nothing if it went well and nobody interrupted
+        return {engine: reply.value for engine, reply in outcome.replies.items()}
+
+    def interrupt(self) -> bool:
+        """End the program that runs, as the notebook's stop button does; from any thread. False if none runs."""
+        return self._dispatch.interrupt()
+
+
+def _what_they_did(outcome: Outcome, team: Team) -> dict[int, Any]:
+    """What a program did, by replica.
+
+    Nothing where one of them was ended before it had opened the snapshot: all of it is sent again.
+    """
+    told = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items() if reply.value is not None}
+    return told if len(told) == len(outcome.replies) else {}

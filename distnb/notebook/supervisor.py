@@ -1,0 +1,227 @@
+"""The notebook's second thread: hears every engine, whatever the main thread does, and ends what must end.
+
+It never waits for a user's code, and never for a heartbeat: it learns of a failure from the replica that failed
+(control channel) or from the kernel of the operating system (a process's pidfd, watched by `cluster`).
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import zmq
+
+from distnb.notebook.events import EventHub
+from distnb.notebook.supervision import EndProgram, GiveUpOn, Order, Supervision
+from distnb.wire.messages import Abort, Died, Hello, ProgramEnded
+from distnb.wire.zmq_sockets import receive_from, send_to
+
+__all__ = ["Supervisor"]
+
+
+class Supervisor:
+    """Reads the control channel and carries out what `Supervision` orders.
+
+    Args:
+        control: The control socket of the switchboard; used by this thread only.
+        events: Where everything that happens is published.
+    """
+
+    def __init__(self, control: zmq.Socket[bytes], events: EventHub) -> None:
+        self._control = control
+        self._events = events
+        self._state = Supervision()
+        self._lock = threading.Lock()  # of _state and _watchers
+        self._watchers: list[tuple[int, threading.Event]] = []
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lost_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lost: queue.SimpleQueue[GiveUpOn | Died] = queue.SimpleQueue()
+        self._hellos: dict[int, Hello] = {}
+        self._given_up: dict[int, float] = {}
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._serve, name="distnb-supervisor", daemon=True)
+        self._thread.start()
+
+    # -- called from any thread ------------------------------------------------------------------------------------
+
+    @property
+    def lost_fd(self) -> int:
+        """Readable when `lost()` has something to tell."""
+        return self._lost_fd
+
+    def lost(self) -> list[GiveUpOn | Died]:
+        """Replies that will not come: engines that died, or that are given up on."""
+        try:
+            os.eventfd_read(self._lost_fd)
+        except BlockingIOError:
+            pass
+        found = []
+        while not self._lost.empty():
+            found.append(self._lost.get())
+        return found
+
+    @property
+    def stuck(self) -> dict[int, int]:
+        """Engines that are still busy with a program that was ended, and its number."""
+        return dict(self._state.stuck)
+
+    def silent_s(self, engine: int) -> float:
+        """How long ago an engine was given up on that is stuck."""
+        return time.monotonic() - self._given_up.get(engine, 0.0)
+
+    @property
+    def hellos(self) -> dict[int, Hello]:
+        """What each engine said of itself when it came up."""
+        with self._changed:
+            return dict(self._hellos)
+
+    def program_began(self, program: int, engines: Iterable[int]) -> None:
+        """Follow a program. To be called before it is sent."""
+        with self._lock:
+            self._state.began(program, engines)
+
+    def replied(self, engine: int, programs: Iterable[int]) -> None:
+        """Replies that say these programs went well have been read; no events of their own may follow soon."""
+        with self._lock:
+            for program in programs:
+                self._state.ended(engine, program, True, "", 0.0)
+
+    def failed(self, engine: int, program: int, summary: str) -> None:
+        """An engine could not even begin with a program: the others' part is to be ended."""
+        self._do(lambda: self._advance(lambda now: self._state.ended(engine, program, False, summary, now)))
+
+    def interrupt(self, program: int) -> None:
+        """The user asks for a program's end."""
+        self._do(lambda: self._advance(lambda now: self._state.interrupted(program, now)))
+
+    def engine_died(self, engine: int, pid: int, exit_status: str) -> None:
+        """The cluster's watcher saw a process end."""
+        self._do(lambda: self._bury(Died(engine, pid, exit_status)))
+
+    def publish(self, event: Any) -> None:
+        """Publish an event of the notebook's own, in order with those of the engines."""
+        self._do(lambda: self._events.publish(event))
+
+    def tell(self, engine: int, order: Any) -> None:
+        """Send an order on the control channel."""
+        self._do(lambda: self._send(engine, order))
+
+    def wait_hello(self, engines: Iterable[int], timeout_s: float, failed: Callable[[], bool]) -> dict[int, Hello]:
+        """Wait until these engines have said hello, or `failed()`. Returns those that have."""
+        wanted = set(engines)
+        with self._changed:
+            self._changed.wait_for(lambda: wanted <= self._hellos.keys() or failed(), timeout_s)
+            return {engine: hello for engine, hello in self._hellos.items() if engine in wanted}
+
+    def forget(self, engines: Iterable[int]) -> None:
+        """These engines are about to be replaced: their hello does not count any more, nor what they are stuck in."""
+        with self._changed:
+            for engine in engines:
+                self._hellos.pop(engine, None)
+        with self._lock:
+            for engine in engines:
+                self._state.stuck.pop(engine, None)
+
+    def wait_ended(self, program: int, timeout_s: float) -> bool:
+        """Wait until all that a program wrote has been published. False if that took too long."""
+        ended = threading.Event()
+        with self._lock:
+            self._watchers.append((program, ended))
+        self._do(self._notify)
+        return ended.wait(timeout_s)
+
+    def wake_waiters(self) -> None:
+        """Make `wait_hello` look at its `failed()` again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._tasks.put(None)
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join(5)
+        os.close(self._wake_fd)
+        os.close(self._lost_fd)
+
+    def _do(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+        os.eventfd_write(self._wake_fd, 1)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._control, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        while True:
+            with self._lock:  # another thread may begin a program
+                deadline = self._state.next_deadline()
+            poller.poll(None if deadline is None else int(max(0.0, deadline - time.monotonic()) * 1000) + 1)
+            try:
+                os.eventfd_read(self._wake_fd)
+            except BlockingIOError:
+                pass
+            while not self._tasks.empty():
+                task = self._tasks.get()
+                if task is None:
+                    return
+                task()
+            for engine, batch in receive_from(self._control):
+                for event in batch:
+                    self._hear(engine, event)
+            self._advance(self._state.tick)
+
+    def _hear(self, engine: int, event: Any) -> None:
+        if isinstance(event, Hello):
+            with self._changed:
+                self._hellos[engine] = event
+                self._changed.notify_all()
+            return
+        self._events.publish(event)
+        if isinstance(event, ProgramEnded):
+            ended = event
+            self._advance(
+                lambda now: self._state.ended(engine, ended.program, ended.status == "ok", ended.summary, now)
+            )
+
+    def _bury(self, death: Died) -> None:
+        self._lose(death)
+        self._events.publish(death)
+        self._advance(lambda now: self._state.died(death.engine, now))
+        self.wake_waiters()
+
+    def _lose(self, loss: GiveUpOn | Died) -> None:
+        if isinstance(loss, GiveUpOn):
+            self._given_up[loss.engine] = time.monotonic()
+        self._lost.put(loss)
+        os.eventfd_write(self._lost_fd, 1)
+
+    def _advance(self, step: Callable[[float], list[Order]]) -> None:
+        """Let the state machine take a step, and carry out what it orders."""
+        with self._lock:
+            orders = step(time.monotonic())
+        for order in orders:
+            if isinstance(order, EndProgram):
+                self._send(order.engine, Abort(order.program, order.reason, order.interrupted))
+            else:
+                self._lose(order)
+        self._notify()
+
+    def _notify(self) -> None:
+        with self._lock:
+            ended = [each for each in self._watchers if not self._state.waiting_for(each[0])]
+            self._watchers = [each for each in self._watchers if each not in ended]
+        for _, event in ended:
+            event.set()
+
+    def _send(self, engine: int, message: Any) -> None:
+        try:
+            send_to(self._control, (engine,), message)  # an engine that is gone is no news here: its pidfd tells
+        except zmq.ZMQError as error:
+            if error.errno != zmq.ENOTSOCK:
+                raise

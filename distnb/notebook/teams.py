@@ -1,0 +1,131 @@
+"""Which engines of the cluster a strategy runs on, and in which process group they meet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+
+from distnb.cluster.lifecycle import Cluster
+from distnb.cluster.rendezvous_store import RendezvousStore, free_port
+from distnb.errors import ClusterError, OptionError
+from distnb.options import StrategySpec
+from distnb.topology import Device, Team
+
+__all__ = ["Teams", "choose_engines", "note_of_missing"]
+
+
+class Teams:
+    """The teams of a session's programs. Each generation of them forms process groups of its own.
+
+    Args:
+        store: Where the engines of a team find each other; None for files in the cluster's private directory.
+    """
+
+    def __init__(self, store: RendezvousStore | None) -> None:
+        self._store = store
+        # Nobody listens there: it is what programs that make a store of their own look for in MASTER_PORT.
+        self._address = (store.host, store.port) if store is not None else ("127.0.0.1", free_port())
+        self._teams: dict[StrategySpec, Team] = {}
+        self._missed: set[int] = set()  # those whose end a program's user has been told of
+        self._generation = 1
+        self._lock = threading.Lock()  # the watcher's thread makes new generations, too
+
+    def of(self, spec: StrategySpec, cluster: Cluster) -> Team:
+        """The engines that a strategy runs on: all that are there, or as many, or those devices, as it names.
+
+        Raises:
+            OptionError: The strategy asks for what the cluster does not have.
+            ClusterError: No engine is left.
+        """
+        known = self._teams.get(spec)
+        if known is not None and known.generation == self._generation:
+            return known  # every engine that comes or goes makes a new generation
+        generation = self._generation  # before it is looked who is there: who ends meanwhile makes this one old
+        engines = sorted(cluster.engines.items())
+        ended = {engine for engine, process in engines if process.ended}
+        alive = {engine: process.device for engine, process in engines if engine not in ended}
+        chosen = choose_engines(spec, alive)
+        if note := note_of_missing(spec, alive, ended - self._missed):
+            print(note)
+        self._missed = ended
+        team = self._teams[spec] = self.made_of(chosen, cluster, generation)
+        return team
+
+    def made_of(self, engines: Sequence[int], cluster: Cluster, generation: int | None = None) -> Team:
+        """The team of these engines, in this order, of the newest generation or a given one."""
+        if generation is None:
+            generation = self._generation
+        devices = tuple(cluster.engines[engine].device for engine in engines)
+        hosts = tuple(cluster.ground.host(engine) for engine in engines)
+        directory = "" if self._store is not None else str(cluster.directory)
+        return Team(tuple(engines), devices, generation, *self._address, hosts, directory)
+
+    def renew(self, after: Team | None = None) -> None:
+        """Let the next programs' teams form new process groups: an engine came or went.
+
+        Args:
+            after: Only if no newer generation than this team's has begun: what was under way on its group is lost.
+        """
+        with self._lock:
+            if after is None or self._generation <= after.generation:
+                self._generation += 1
+
+
+def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]:
+    """All that are there, or as many, or those devices, as a strategy names; in replica order.
+
+    Args:
+        spec: The strategy.
+        alive: The device of each engine that is there, in the order of their ids.
+
+    Raises:
+        OptionError: The strategy asks for what the cluster does not have.
+        ClusterError: No engine is left.
+    """
+    if not alive:
+        raise ClusterError("Every engine of the cluster has ended. %distnb restart starts them anew.")
+    there = ", ".join(map(str, alive.values()))
+    if spec.device_type:
+        alive = {engine: device for engine, device in alive.items() if device.type == spec.device_type}
+        if not alive:
+            raise OptionError(
+                f"The strategy {spec.kind} needs engines on {spec.device_type} devices, and the cluster's engines have "
+                f"{there}. Start one that has them: %distnb stop, then %distnb start --devices {spec.device_type}."
+            )
+    if not spec.devices:
+        wanted = spec.num_replicas or len(alive)
+        if wanted > len(alive):
+            raise OptionError(
+                f"The strategy asks for {wanted} replicas and the cluster has {len(alive)} engine(s) ({there}). "
+                f"Start a larger one: %distnb stop, then %distnb start -n {wanted}."
+            )
+        return list(alive)[:wanted]
+    free = dict(alive)
+    chosen = []
+    for device in spec.devices:
+        match = next((engine for engine, own in free.items() if str(own) == device), None)
+        if match is None:
+            raise OptionError(
+                f"No engine of the cluster has {device}; its engines have {there}. "
+                "Name those, or start a cluster on other devices."
+            )
+        del free[match]
+        chosen.append(match)
+    return chosen
+
+
+def note_of_missing(spec: StrategySpec, alive: Mapping[int, Device], ended: Collection[int]) -> str:
+    """What a program's user must know if it runs on fewer replicas than there were: its numbers may be others.
+
+    Args:
+        spec: The strategy; one that names its replicas has them all.
+        alive: The device of each engine that is there.
+        ended: Engines that have ended since the user was last told.
+    """
+    if not ended or spec.devices or spec.num_replicas:
+        return ""
+    gone = ", ".join(map(str, sorted(ended)))
+    return (
+        f"distnb: engine{'s' * (len(ended) > 1)} {gone} ended; this runs on {len(alive)} "
+        f"replica{'s' * (len(alive) > 1)}. %distnb restart --missing starts a replacement."
+    )

@@ -1,0 +1,80 @@
+"""Where each variable of the notebook lives: read from its handles, without asking the engines."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from distnb.notebook.handles.handle import HANDLES, RemoteState, state_of_handle
+from distnb.notebook.output.live_model import VariableRow
+from distnb.values import Mirrored
+
+__all__ = ["variables"]
+
+
+def variables(user_ns: Mapping[str, Any], devices: Mapping[int, str], since_program: int = 0) -> list[VariableRow]:
+    """The variables that live on engines.
+
+    Args:
+        user_ns: The notebook's.
+        devices: The device of each engine.
+        since_program: Only objects that this program, or a later one, made.
+    """
+    rows = []
+    for name, value in list(user_ns.items()):
+        # A handle's attributes are on the engines: its class alone says that it is one.
+        if name.startswith("_") or type(value) not in HANDLES:
+            continue
+        state = state_of_handle(value)
+        if not state.space.ended and state.identity[0] >= since_program:
+            rows.append(_row(name, state, devices, mirrored=isinstance(value, Mirrored)))
+    return rows
+
+
+def _row(name: str, state: RemoteState, devices: Mapping[int, str], *, mirrored: bool) -> VariableRow:
+    engines = state.space.key[0]
+    replicas = [replica for replica in sorted(state.facts) if replica not in state.lost]
+    summaries = [state.facts[replica].summary for replica in replicas]
+    known = [summary for summary in summaries if summary is not None]
+    shapes = list(dict.fromkeys(summary.shape for summary in known if summary.shape))
+    dtypes = list(dict.fromkeys(summary.dtype for summary in known if summary.dtype))
+    sizes = [_nbytes(summary.shape, summary.dtype) for summary in known]
+    where = [
+        summary.device if summary is not None and ":" in summary.device else devices.get(engines[replica], "")
+        for replica, summary in zip(replicas, summaries, strict=True)
+    ]
+    return VariableRow(
+        name=name,
+        kind="mirrored" if mirrored else "per replica",
+        type_name=_type_name(state),
+        shape=" | ".join(shapes),
+        dtype=" | ".join(dtypes),
+        devices=_grouped(where) or "notebook",
+        nbytes=sum(size for size in sizes if size is not None) if sizes and None not in sizes else None,
+    )
+
+
+def _type_name(state: RemoteState) -> str:
+    """The class of the object; components that are plain values are told from the values."""
+    values = [*(fact.value for fact in state.facts.values() if fact.summary is None), *state.local.values()]
+    return type(values[0]).__name__ if values and state.type_name == "object" else state.type_name.rsplit(".", 1)[-1]
+
+
+def _nbytes(shape: str, dtype: str) -> int | None:
+    """Of a tensor or array, from what is shown of it: shape `[2, 3]`, dtype `float32`."""
+    bits = re.search(r"(\d+)", dtype)
+    width = 1 if dtype.endswith("bool") else int(bits[1]) // 8 if bits else 0
+    try:
+        sizes = ast.literal_eval(shape) if shape else None
+    except (SyntaxError, ValueError):
+        return None
+    return math.prod(sizes) * width if width and isinstance(sizes, list | tuple) else None
+
+
+def _grouped(devices: list[str]) -> str:
+    """`cpu:0 ×2`, `cuda:0, cuda:1`."""
+    counts = {device: devices.count(device) for device in devices}
+    return ", ".join(device if count == 1 else f"{device} ×{count}" for device, count in counts.items())

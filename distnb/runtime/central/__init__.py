@@ -1,0 +1,1 @@
+"""Variables that live once, in memory that the replicas share."""

@@ -1,0 +1,1 @@
+"""Whether the replicas hold and do the same."""

@@ -1,0 +1,218 @@
+"""What `run` returned on the other replicas, as far as it must be known: with no message in the usual case.
+
+Tensors become PerReplica wherever they are, so nothing has to be said about them once the replicas have seen, at a
+function's first call in a program, that they return the same structure. Plain Python values are compared at each call,
+since the same value on all replicas is to be that value.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import types
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distnb.accelerators import torch_device
+from distnb.errors import CollectiveError, CollectiveMismatchError
+from distnb.objects.plain import SCALARS
+from distnb.runtime import loader_batches
+from distnb.values.distributed import DistributedValues, PerReplica
+from distnb.values.structure import Spec, flatten, is_immutable, unflatten, unlike_structures
+from distnb.variables.variable import Variable
+
+if TYPE_CHECKING:
+    from distnb.collectives.group.groups import Group
+
+__all__ = ["Agreement", "distributed"]
+
+
+class Agreement:
+    """The structures that the functions of one program have been seen to return, on every replica.
+
+    Attributes:
+        is_left_to_caller: See `left_to_caller`.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, set[Any]] = {}
+        self._told_of_batch = False
+        self.is_left_to_caller = False
+
+    def left_to_caller(self) -> AbstractContextManager[None]:
+        """Compare nothing meanwhile: whoever calls gets every replica's result, and compares them itself."""
+        return _LeftToCaller(self)
+
+    def forget(self) -> None:
+        """A new program begins. What an earlier one agreed on may have been interrupted half-way."""
+        self._seen.clear()
+        self._told_of_batch = False
+
+    def regroup(self, group: Group, fn: Callable[..., Any], result: Any, args: Any = ()) -> Any:
+        """One replica's result as a structure of PerReplica and plain values.
+
+        Args:
+            group: The replicas.
+            fn: The function.
+            result: What it returned here.
+            args: What `run` was given for it.
+
+        Raises:
+            StructureError: Replicas returned different structures.
+            DistributedValueError: The function returned a distributed value.
+        """
+        if self.is_left_to_caller and type(result) in SCALARS:
+            return result
+        # What is in here all replicas had in common: whether they communicate must not depend on one of them alone.
+        seen = self._seen.setdefault(_code_of(fn), set())
+        if type(result) is torch.Tensor and "tensor" in seen:
+            return PerReplica.own(group.rank, result, group.size)
+        if result is None and "none" in seen:
+            return None
+        leaves, shape = flatten(result)
+        kinds = tuple([_kind(leaf) for leaf in leaves])
+        spec: Spec = shape.spec
+        if self.is_left_to_caller:
+            return self._wrap(group, shape, leaves, [kind != "tensor" for kind in kinds])
+        signature: Any = (spec, kinds)
+        plain = [place for place, kind in enumerate(kinds) if kind == "plain"]
+        if signature in seen and not plain:
+            return self._wrap(group, shape, leaves, [kind != "tensor" for kind in kinds])
+        try:
+            batch = 0 if self._told_of_batch else loader_batches.digest_of_batch(args)
+            equal, unlike, alike, same_batch = _compare(group, spec, kinds, leaves, batch)
+        except CollectiveMismatchError as error:
+            error.add_note(
+                f"strategy.run compared what {getattr(fn, '__name__', 'the function')} returned, since this replica's "
+                "result is of another kind than in earlier calls (None instead of a tensor, say), and other replicas' "
+                "were not. Return the same kind on every replica in one call."
+            )
+            raise
+        except CollectiveError:
+            if not group.process_group.half_met:
+                raise
+            # Another replica's function raised: there is nothing to compare with.
+            return self._wrap(group, shape, leaves, [kind not in ("tensor", "plain") for kind in kinds])
+        if same_batch:
+            self._told_of_batch = True
+            loader_batches.tell(group.size)
+        if alike:
+            seen.add(signature)
+            if spec.kind == "leaf":
+                seen.add(kinds[0])
+        return self._wrap(group, shape, leaves, equal, unlike)
+
+    def _wrap(
+        self,
+        group: Group,
+        shape: Any,
+        leaves: Sequence[Any],
+        equal: Sequence[bool],
+        unlike: Sequence[tuple[str, ...] | None] | None = None,
+    ) -> Any:
+        rank, size = group.rank, group.size
+        three = zip(leaves, equal, unlike or [None] * len(leaves), strict=True)
+        return unflatten(
+            shape, [leaf if same else PerReplica.own(rank, leaf, size, None, kinds) for leaf, same, kinds in three]
+        )
+
+
+class _LeftToCaller(AbstractContextManager[None]):
+    # A class, since it is around every call from the notebook: a generator would cost three times as much.
+
+    __slots__ = ("_agreement", "_before")
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+
+    def __enter__(self) -> None:
+        self._before, self._agreement.is_left_to_caller = self._agreement.is_left_to_caller, True
+
+    def __exit__(self, *error: object) -> None:
+        self._agreement.is_left_to_caller = self._before
+
+
+def _code_of(fn: Any) -> Any:
+    """What is the same for one function at every call, and on every replica at the same call."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if isinstance(fn, types.MethodType):
+        fn = fn.__func__
+    return getattr(fn, "__code__", type(fn))
+
+
+def _kind(leaf: Any) -> str:
+    if leaf is None:
+        return "none"
+    if isinstance(leaf, DistributedValues):
+        leaf._refuse("was returned by a function that strategy.run called, and cannot be a replica's result")
+    if is_immutable(leaf):
+        return "plain"
+    # One variable is the same thing on every replica, whatever its components are.
+    return f"variable {leaf.number}" if isinstance(leaf, Variable) and leaf.number else "tensor"
+
+
+def _describe(kind: str, leaf: Any) -> str:
+    return f"{type(leaf).__module__}.{type(leaf).__qualname__} {leaf!r}" if kind == "plain" else kind
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def _compare(
+    group: Group, spec: Spec, kinds: Sequence[str], leaves: Sequence[Any], batch: int
+) -> tuple[list[bool], list[tuple[str, ...] | None] | None, bool, bool]:
+    """What the replicas' results have in common. All replicas call it together.
+
+    Returns:
+        Whether each leaf is the same plain value on all replicas; what the replicas hold in its place, if these are
+        unlike things; whether all results are of the same kinds; and whether all were given one batch of a loader.
+    """
+    descriptions = [_describe(kind, leaf) for kind, leaf in zip(kinds, leaves, strict=True)]
+    mine = [_digest(repr(spec)), _digest("\n".join(descriptions))]
+    message = torch.tensor([*mine, batch], dtype=torch.int64, device=torch_device(group.device))
+    others = [other.tolist() for other in group.all_gather(message)]
+    same_batch = batch != 0 and all(other[-1] == batch for other in others)
+    if all(other[:-1] == mine for other in others):
+        return [kind != "tensor" for kind in kinds], None, True, same_batch
+    told = group.all_gather_object((spec, tuple(kinds), descriptions, [held(leaf) for leaf in leaves]))
+    _require_same_structure([each[0] for each in told])
+    columns = zip(*(each[2] for each in told), strict=True)
+    equal = [kind != "tensor" and len(set(column)) == 1 for kind, column in zip(kinds, columns, strict=True)]
+    alike = all(each[1] == told[0][1] for each in told)
+    return equal, unlike_kinds([each[3] for each in told]), alike, same_batch
+
+
+def _require_same_structure(specs: Sequence[Spec]) -> None:
+    for replica, other in enumerate(specs):
+        if other != specs[0]:
+            raise unlike_structures({0: specs[0], replica: other})
+
+
+def held(leaf: Any) -> str:
+    """What a replica holds, in a word or two."""
+    if leaf is None:
+        return "None"
+    return "a tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+
+
+def unlike_kinds(replicas: Sequence[Sequence[str]]) -> list[tuple[str, ...] | None]:
+    """For each leaf what the replicas hold, if these are unlike things, else None."""
+    return [column if len(set(column)) > 1 else None for column in zip(*replicas, strict=True)]
+
+
+def distributed(group: Group, tree: Any) -> Any:
+    """What one replica made as its component of a distributed value. All replicas call it together.
+
+    Raises:
+        StructureError: The replicas made different structures.
+    """
+    leaves, shape = flatten(tree)
+    told = group.all_gather_object((shape.spec, [held(leaf) for leaf in leaves]))
+    _require_same_structure([spec for spec, _ in told])
+    kinds = zip(leaves, unlike_kinds([each for _, each in told]), strict=True)
+    return unflatten(shape, [PerReplica.own(group.rank, leaf, group.size, None, unlike) for leaf, unlike in kinds])

@@ -1,0 +1,94 @@
+"""Giving every replica the values that replica 0 holds."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from distnb.accelerators import torch_device
+from distnb.errors import StructureError
+
+if TYPE_CHECKING:
+    from distnb.collectives.group.groups import Group
+
+__all__ = ["make_equal"]
+
+_MESSAGE_NBYTES = 256 * 2**20
+
+
+def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]], strategy: str = "") -> None:
+    """Give every replica the values that replica 0 holds, in one flat message (several, for very large models).
+
+    Args:
+        group: The replicas.
+        named: The same tensors on each; the names are for errors.
+        strategy: Whose variables they are, as every replica must have it.
+
+    Raises:
+        StructureError: The replicas made different variables, or different strategies.
+    """
+    if not named:
+        return
+    descriptions = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
+    head = torch.tensor(
+        [len(named), zlib.crc32(repr((strategy, descriptions)).encode())],
+        dtype=torch.int64,
+        device=torch_device(group.device),
+    )
+    if any(not torch.equal(other, head) for other in group.all_gather(head)):
+        _refuse_other_strategies(group.all_gather_object(strategy))
+        _refuse_unlike(group.all_gather_object(descriptions))
+    pack: list[torch.Tensor] = []
+    nbytes = 0
+    with torch.no_grad():
+        for _, tensor in named:
+            if pack and nbytes + tensor.nbytes > _MESSAGE_NBYTES:
+                _broadcast_pack(group, pack)
+                pack, nbytes = [], 0
+            pack.append(tensor)
+            nbytes += tensor.nbytes
+        _broadcast_pack(group, pack)
+
+
+def _broadcast_pack(group: Group, pack: Sequence[torch.Tensor]) -> None:
+    device = torch_device(group.device)
+    flat = torch.cat([tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for tensor in pack])
+    if not flat.numel():
+        return
+    group.broadcast(flat, 0)
+    if group.rank == 0:
+        return
+    begin = 0
+    for tensor in pack:
+        piece = flat[begin : begin + tensor.nbytes]
+        begin += tensor.nbytes
+        # Cloned, since a view as another dtype needs an aligned beginning.
+        tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _refuse_other_strategies(strategies: Sequence[str]) -> None:
+    if len(set(strategies)) > 1:
+        shown = "\n".join(f"  replica {replica}: {strategy}" for replica, strategy in enumerate(strategies))
+        raise StructureError(
+            f"The replicas are in the scopes of different strategies:\n{shown}\nMake the strategy with the same "
+            "arguments on every replica and on every machine."
+        )
+
+
+def _refuse_unlike(descriptions: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:
+    longest = max(len(one) for one in descriptions)
+    for place in range(longest):
+        entries = [one[place] if place < len(one) else None for one in descriptions]
+        if any(entry != entries[0] for entry in entries):
+            shown = "\n".join(
+                f"  replica {replica}: "
+                + (f"{entry[0]}, {entry[2].removeprefix('torch.')}{list(entry[1])}" if entry else "nothing")
+                for replica, entry in enumerate(entries)
+            )
+            raise StructureError(
+                f"The replicas made different variables in the scope. Variable {place} of it is\n{shown}\n"
+                "What decides shapes and options must not depend on the replica: make the same model on all of them."
+            )

@@ -1,0 +1,168 @@
+"""Whether the replicas hold the same bits, and if not, which and where."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distnb.errors import OutOfSyncError
+from distnb.runtime.scopes.scope_buffers import is_scope_buffer
+from distnb.values.structure import flatten, paths
+from distnb.variables.sync_on_read import SyncOnReadVariable
+
+if TYPE_CHECKING:
+    from distnb.collectives.group.groups import Group
+
+__all__ = ["assert_in_sync", "drift_report"]
+
+_SHOWN = 5
+_CURE = (
+    "value = strategy.broadcast(value) gives every replica what replica 0 holds; a module or an optimizer takes it by "
+    "model.load_state_dict(strategy.broadcast(model.state_dict()))."
+)
+
+
+def assert_in_sync(group: Group, value: Any) -> None:
+    """Compare modules, optimizers, tensors and plain values of all replicas bit by bit.
+
+    What replicas hold parts of (sync-on-read variables, buffers of models made in a scope) is left out, and so are
+    objects that show no more of themselves than their address.
+
+    Args:
+        group: The replicas.
+        value: This replica's; any nested structure.
+
+    Raises:
+        OutOfSyncError: It names what differs, where, and by how much.
+    """
+    total, unlike = _compare(group, value)
+    if unlike:
+        raise OutOfSyncError(
+            f"The replicas are out of sync: {len(unlike)} of {total} differ.\n" + "\n".join([*_shown(unlike), _CURE])
+        )
+
+
+def drift_report(group: Group, value: Any) -> str:
+    """What `assert_in_sync` finds, in words; the same text on every replica, all of which call this."""
+    if group.size == 1:
+        return "there is one replica, which is in sync with itself."
+    total, unlike = _compare(group, value)
+    if not total:
+        return (
+            "nothing to compare: each replica holds a part of its own, and reading makes one value of them, or it is "
+            "an object that does not tell what it holds."
+        )
+    if not unlike:
+        return f"in sync. {group.size} replicas hold the same bits ({total} {'value' if total == 1 else 'values'})."
+    return f"OUT OF SYNC. {len(unlike)} of {total} values differ:\n" + "\n".join([*_shown(unlike), _CURE])
+
+
+def _compare(group: Group, value: Any) -> tuple[int, dict[str, str]]:
+    """How many values there are, and in what those differ that do, by name."""
+    mine = _named_leaves(value)
+    digests = {name: _digest(leaf) for name, leaf in mine.items()}
+    told: list[dict[str, str]] = group.all_gather_object(digests)
+    names = list(dict.fromkeys(name for one in told for name in one))
+    unlike = [name for name in names if any(one.get(name) != told[0].get(name) for one in told)]
+    found = dict.fromkeys(unlike, "")
+    for name in unlike[:_SHOWN]:
+        # Those that differ from replica 0 show what they hold; a large tensor is not sent by all.
+        differing = told[group.rank].get(name) != told[0].get(name) or group.rank == 0
+        leaves = group.all_gather_object((_portable(mine.get(name)),) if differing else None)
+        found[name] = _difference({replica: leaf[0] for replica, leaf in enumerate(leaves) if leaf is not None})
+    return len(names), found
+
+
+def _shown(unlike: dict[str, str]) -> list[str]:
+    lines = [f"  {name or 'the value'}: {text}" for name, text in list(unlike.items())[:_SHOWN]]
+    return [*lines, f"  … and {len(unlike) - _SHOWN} more"] if len(unlike) > _SHOWN else lines
+
+
+def _named_leaves(value: Any) -> dict[str, Any]:
+    leaves = dict(zip(paths(value), flatten(value)[0], strict=True))
+    named: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, torch.nn.Module):
+            state: Any = leaf.state_dict(keep_vars=True)  # with what is here, not with what it would be as a whole
+        elif isinstance(leaf, torch.optim.Optimizer):
+            state = leaf.state_dict()
+        else:
+            named[path] = leaf
+            continue
+        inner = dict(zip(paths(state), flatten(state)[0], strict=True))
+        named.update({f"{path} {type(leaf).__name__}{key}".strip(): part for key, part in inner.items()})
+    return {name: leaf for name, leaf in named.items() if not _is_part(leaf) and not _is_opaque(leaf)}
+
+
+def _is_part(leaf: Any) -> bool:
+    return isinstance(leaf, SyncOnReadVariable) or (isinstance(leaf, torch.Tensor) and is_scope_buffer(leaf))
+
+
+def _is_opaque(leaf: Any) -> bool:
+    """Whether all that an object tells of itself is where it lies, which is another place on every replica."""
+    return _as_tensor(leaf) is None and f" at {id(leaf):#x}" in repr(leaf)
+
+
+def _digest(leaf: Any) -> str:
+    tensor = _as_tensor(leaf)
+    if tensor is None:
+        return f"{type(leaf).__qualname__} {leaf!r}"
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.blake2b(data.data, digest_size=16).hexdigest()}"
+
+
+def _as_tensor(leaf: Any) -> torch.Tensor | None:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to_dense() if leaf.layout is not torch.strided else leaf
+    if hasattr(leaf, "__array__"):
+        try:
+            return torch.as_tensor(leaf)
+        except (TypeError, ValueError):
+            return None
+    return None
+
+
+def _portable(leaf: Any) -> Any:
+    tensor = _as_tensor(leaf)
+    return repr(leaf) if tensor is None else tensor.detach().cpu()
+
+
+def _difference(leaves: dict[int, Any]) -> str:
+    """In words, how other replicas' values differ from replica 0's."""
+    texts: dict[str, list[int]] = {}
+    for replica, other in leaves.items():
+        if replica:
+            texts.setdefault(_difference_of(leaves[0], other), []).append(replica)
+    return "; ".join(
+        f"replica{'s' * (len(replicas) > 1)} {', '.join(map(str, replicas))}: {text}"
+        for text, replicas in texts.items()
+    )
+
+
+def _difference_of(first: Any, other: Any) -> str:
+    if not (isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return f"{_short(other)}, where replica 0 has {_short(first)}"
+    if first.shape != other.shape or first.dtype != other.dtype:
+        return f"{_kind(other)}, where replica 0 has {_kind(first)}"
+    unequal = (first != other) & ~((first != first) & (other != other))
+    if not bool(unequal.any()):
+        return "the bits differ, the values do not"
+    where = tuple(int(index) for index in unequal.nonzero()[0])
+    text = f"{other[where].item()!r}, where replica 0 has {first[where].item()!r}"
+    if first.ndim:
+        text = f"{int(unequal.sum())} of {first.numel()} elements, the first at {list(where)}: {text}"
+    if first.dtype is not torch.bool:
+        gap = (first - other).abs()
+        text += f" (at most {gap[unequal].max().item():.3g} apart)"
+    return text
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _short(value: Any) -> str:
+    text = _kind(value) if isinstance(value, torch.Tensor) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,189 @@
+"""The rules of `reduce`: which values, which axes, what becomes of integers. Without replicas, and with them."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distnb.errors import CollectiveMismatchError, DistributedValueError, OptionError
+from distnb.options import ReduceOp
+from distnb.runtime.reduction.gathering import require_dense
+from distnb.runtime.reduction.packed_sums import combine_over_replicas
+from distnb.runtime.reduction.sparse_sums import beside_sparse, is_entries
+
+if TYPE_CHECKING:
+    from distnb.collectives.algorithms.aggregation import Aggregation
+
+__all__ = ["axes_of", "plain_value_error", "python_number", "reduce_alone", "reduce_leaves", "tensor_of"]
+
+
+def tensor_of(value: Any, method: str, device: torch.device | None = None, *, sparse: bool = False) -> torch.Tensor:
+    """A leaf as a tensor: tensors, NumPy arrays and Python numbers.
+
+    Args:
+        value: The leaf.
+        method: The user's call, for errors.
+        device: Where a number lands.
+        sparse: A sparse (COO) tensor will do.
+
+    Raises:
+        DistributedValueError: It is something else.
+    """
+    if isinstance(value, torch.Tensor):
+        if not (sparse and is_entries(value)):
+            require_dense(value, method)
+        return value
+    if isinstance(value, (bool, int, float, complex)):
+        dtype = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}[
+            _plain_type(value)
+        ]
+        return torch.tensor(value, dtype=dtype, device=device or "cpu")
+    if hasattr(value, "__array__"):
+        try:
+            return torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            pass
+    raise DistributedValueError(
+        f"{method} takes tensors, arrays and numbers, alone or in nested structures, and got a "
+        f"{type(value).__name__}: {_shown(value)}. "
+        "strategy.local_results(value) gives components of any type."
+    )
+
+
+def _plain_type(value: Any) -> type:
+    return next(cls for cls in (bool, int, float, complex) if isinstance(value, cls))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def plain_value_error(op: ReduceOp, value: Any, num_replicas: int) -> DistributedValueError:
+    """The error for a plain value where components are reduced."""
+    return DistributedValueError(
+        f"reduce {op.name} over {num_replicas} replicas got a plain value, the same on all of them: "
+        f"{_shown(value)}. It sums what strategy.run returned per replica. If a "
+        "function returns a Python number, replicas that return the same one give a plain value: return a "
+        "tensor, and it stays per replica. If it is the sum you mean, multiply by strategy.num_replicas_in_sync."
+    )
+
+
+def python_number(tensor: torch.Tensor, value: Any) -> Any:
+    """The result in the form in which the value came: a Python number for a number, else the tensor."""
+    return tensor.item() if isinstance(value, numbers.Number) and tensor.ndim == 0 else tensor
+
+
+def _refuse_bool(tensor: torch.Tensor, op: ReduceOp, method: str) -> None:
+    if tensor.dtype is torch.bool:
+        raise DistributedValueError(
+            f"{method} {op.name} of booleans is not defined. Convert them to what you mean first: value.long() counts, "
+            "value.float() gives fractions."
+        )
+
+
+def axes_of(axis: Any, tensor: torch.Tensor) -> tuple[int, ...]:
+    """The axes of `reduce`, each from 0, without doubles.
+
+    Raises:
+        OptionError: No whole number, tuple or list of them; out of range; or the value is a scalar.
+    """
+    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    for one in axes:
+        if isinstance(one, bool) or not isinstance(one, int):
+            raise OptionError(f"reduce needs axis=None, a whole number, or a tuple of them, and got {axis!r}.")
+        if not -tensor.ndim <= one < tensor.ndim:
+            what = (
+                "is a scalar on each replica and has no axis"
+                if tensor.ndim == 0
+                else f"has shape {tuple(tensor.shape)}"
+            )
+            raise OptionError(
+                f"reduce with axis={axis!r}: the value {what}. Use axis=None to combine the replicas only."
+            )
+    return tuple(sorted({one % tensor.ndim for one in axes}))
+
+
+def _for_mean(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.to(torch.float64)
+
+
+def reduce_alone(op: ReduceOp, value: Any, axis: Any) -> Any:
+    """One leaf, when there is one replica only: unchanged for axis=None, else reduced along its axes."""
+    if axis is None:
+        if value is not None and not isinstance(value, (str, bytes)):
+            _refuse_bool(tensor_of(value, "reduce", sparse=True), op, "reduce")
+        return value
+    tensor = tensor_of(value, "reduce")
+    _refuse_bool(tensor, op, "reduce")
+    axes = axes_of(axis, tensor)
+    if not axes:
+        return tensor
+    return tensor.sum(axes, dtype=tensor.dtype) if op is ReduceOp.SUM else _for_mean(tensor).mean(axes)
+
+
+def reduce_leaves(
+    aggregation: Aggregation, op: ReduceOp, values: Sequence[Any], axis: Any, device: torch.device
+) -> list[Any]:
+    """This replica's components of several leaves, combined with the other replicas'.
+
+    Args:
+        aggregation: The replicas, and how they add up.
+        op: SUM or MEAN.
+        values: Tensors, arrays or numbers.
+        axis: None, a whole number or several: also sum (average) along these axes of the components.
+        device: Where numbers become tensors.
+    """
+    tensors = [tensor_of(value, "reduce", device, sparse=axis is None) for value in values]
+    for tensor in tensors:
+        _refuse_bool(tensor, op, "reduce")
+    mean = op is ReduceOp.MEAN
+    if mean:
+        tensors = [_for_mean(tensor) for tensor in tensors]
+    if axis is None:
+        results = beside_sparse(aggregation, op, tensors, lambda dense: _reduce_elements(aggregation, op, dense))
+    else:
+        results = _reduce_along(aggregation, mean, tensors, axis)
+    return [python_number(result, value) for result, value in zip(results, values, strict=True)]
+
+
+def _reduce_elements(aggregation: Aggregation, op: ReduceOp, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    try:
+        return combine_over_replicas(aggregation, op, tensors)
+    except CollectiveMismatchError as error:
+        shapes = [tuple(tensor.shape) for tensor in tensors if tensor.ndim]
+        if shapes:
+            error.args = (
+                f"{error} reduce with axis=None puts components of equal shape together element by element; "
+                f"here {'it' if len(tensors) == 1 else 'one'} has shape {shapes[0]}. Where they are slices of unequal "
+                f'length, reduce along their examples, too: strategy.reduce("{op.name.lower()}", value, axis=0).',
+            )
+        raise
+
+
+def _reduce_along(
+    aggregation: Aggregation, mean: bool, tensors: Sequence[torch.Tensor], axis: Any
+) -> list[torch.Tensor]:
+    sums, counts = [], []
+    for tensor in tensors:
+        axes = axes_of(axis, tensor)
+        single = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
+        sums.append(tensor.detach().sum(axes, dtype=single) if axes else tensor.detach())
+        count = 1.0
+        for one in axes:
+            count *= tensor.shape[one]
+        counts.append(count)
+    if not mean:
+        totals = combine_over_replicas(aggregation, ReduceOp.SUM, sums)
+        return [total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
+    # The counts travel with the sums: replicas may hold different numbers of examples.
+    weights = [
+        torch.tensor(count, dtype=torch.float64, device=tensor.device)
+        for count, tensor in zip(counts, tensors, strict=True)
+    ]
+    totals = combine_over_replicas(aggregation, ReduceOp.SUM, [*sums, *weights])
+    pairs = zip(totals[: len(sums)], totals[len(sums) :], tensors, strict=True)
+    return [(total / weight).to(tensor.dtype) for total, weight, tensor in pairs]

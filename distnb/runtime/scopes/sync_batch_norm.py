@@ -1,0 +1,76 @@
+"""`torch.nn.SyncBatchNorm` on CPU replicas, where torch's own refuses to work."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distnb.collectives.algorithms.aggregation import Aggregation
+from distnb.options import ReduceOp
+from distnb.runtime import this_process
+from distnb.runtime.reduction import differentiable
+
+if TYPE_CHECKING:
+    from distnb.collectives.group.groups import Group
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """From now on layers in training normalise CPU tensors by what all replicas hold. Idempotent.
+
+    Layers with a process group of their own, and other devices, are left to torch.
+    """
+    plain = torch.nn.SyncBatchNorm.forward
+    if getattr(plain, "_distnb", False):
+        return
+
+    @functools.wraps(plain)
+    def forward(layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
+        process = this_process.replica()
+        if process is None or not layer.training or layer.process_group is not None or input.device.type != "cpu":
+            return plain(layer, input)
+        return _forward(layer, input, process.group)
+
+    forward._distnb = True  # type: ignore[attr-defined]
+    torch.nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign,assignment]
+
+
+def _forward(layer: Any, input: torch.Tensor, group: Group) -> torch.Tensor:
+    layer._check_input_dim(input)
+    layer._check_non_zero_input_channels(input)
+    values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    axes = [axis for axis in range(input.ndim) if axis != 1]
+    shape = [-1 if axis == 1 else 1 for axis in range(input.ndim)]
+    count = values.new_full((1,), input.numel() // input.shape[1])
+    sums = _sum(group, torch.cat([values.sum(axes), count]))
+    total = sums[-1].detach()
+    mean = sums[:-1] / total
+    centred = values - mean.view(shape)
+    # From the deviations, in a second message: a difference of large squares would have few digits left.
+    variance = _sum(group, centred.square().sum(axes)) / total
+    if layer.track_running_stats:
+        _track(layer, mean.detach(), variance.detach(), total)
+    result = centred * torch.rsqrt(variance + layer.eps).view(shape)
+    if layer.weight is not None:
+        result = result * layer.weight.view(shape)
+    if layer.bias is not None:
+        result = result + layer.bias.view(shape)
+    return result.to(input.dtype)
+
+
+def _sum(group: Group, values: torch.Tensor) -> torch.Tensor:
+    return values if group.size == 1 else differentiable.all_reduce(Aggregation(group), ReduceOp.SUM, [values])[0]
+
+
+def _track(layer: Any, mean: torch.Tensor, variance: torch.Tensor, total: torch.Tensor) -> None:
+    """Update the running statistics as `torch.nn.BatchNorm1d` does with the whole batch."""
+    layer.num_batches_tracked.add_(1)
+    momentum = layer.momentum
+    factor = 1.0 / float(layer.num_batches_tracked) if momentum is None else momentum
+    with torch.no_grad():
+        layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), factor)
+        unbiased = variance * (total / (total - 1).clamp(min=1))
+        layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), factor)

@@ -1,0 +1,180 @@
+"""A script that runs on every machine of a cluster: this process becomes one of its replicas, or trains alone."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+
+from distnb.cluster.devices import available_gpus
+from distnb.cluster.process_environment import Seat, rank_environment
+from distnb.cluster.remote.resolved import are_workers
+from distnb.cluster.rendezvous_store import RendezvousStore
+from distnb.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
+from distnb.cluster.worker_placement import (
+    Placement,
+    network_environment,
+    own_interface,
+    placement_of,
+    split_address,
+    workers_of,
+)
+from distnb.errors import ContextError, OptionError
+from distnb.options import CommunicationImplementation, CommunicationOptions, StrategySpec
+
+__all__ = ["KIND", "check_communication", "check_notebook", "check_still", "enter", "resolver_of"]
+
+KIND = "multi_worker"
+_FORMING_S = 60.0  # all were there a moment ago
+
+_joined: Placement | None = None
+_store: RendezvousStore | None = None  # served as long as the chief's process lives
+
+
+def resolver_of(spec: StrategySpec) -> ClusterResolver:
+    """Where a strategy's cluster is asked for: TF_CONFIG, unless it was made with a resolver."""
+    return spec.option("cluster_resolver") or TFConfigClusterResolver()
+
+
+def enter(spec: StrategySpec, launched: bool) -> str | None:
+    """Join the other workers, once per process.
+
+    Args:
+        spec: The strategy's.
+        launched: Whether torchrun, `distnb run` or the like started this process as one of several.
+
+    Returns:
+        None if this process is one replica of several from now on; else the device on which it trains alone.
+
+    Raises:
+        OptionError: The cluster makes no sense, differs between the workers, or contradicts the launcher.
+        StartError: An address of the cluster is not this machine's, or its port is taken.
+        CollectiveError: The others did not come.
+    """
+    placement = placement_of(resolver_of(spec))
+    if placement is None and not launched:
+        return _alone(spec)
+    from distnb.runtime import spmd
+
+    options = spec.option("communication_options", CommunicationOptions())
+    sockets_only = options.implementation is CommunicationImplementation.RING
+    if placement is None:
+        spmd.join_from_env(sockets_only=sockets_only)
+        return None
+    _join(placement, launched, sockets_only)
+    return None
+
+
+def _alone(spec: StrategySpec) -> str:
+    gpus = available_gpus()
+    device = "cuda:0" if gpus else "cpu:0"
+    check_communication(spec, (device,), nccl=bool(gpus))
+    _tell_of_idle_gpus(gpus)
+    return device
+
+
+def _tell_of_idle_gpus(gpus: int) -> None:
+    if gpus > 1:
+        warnings.warn(
+            f"This process is one replica, on one of {gpus} GPUs. `distnb run script.py` starts one replica for each.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _join(placement: Placement, launched: bool, sockets_only: bool) -> None:
+    global _joined, _store
+    from distnb.runtime import spmd
+    from distnb.runtime.cluster_meeting import Meeting, connect
+
+    if launched:
+        _check_launched(placement)
+    else:
+        interface, address = own_interface(placement)
+        host, port = split_address(placement.chief.address)
+        if placement.index == 0:
+            _store = RendezvousStore(port, address)
+            _store.serve()
+            host = address
+        os.environ.update(network_environment(interface))
+        os.environ.update(
+            rank_environment(0, 1, Seat(host, port, worker=placement.index, workers=len(placement.workers)))
+        )
+        _tell_of_idle_gpus(available_gpus())
+    store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), placement)
+    Meeting(store, placement, int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))).hold()
+    spmd.join_from_env(sockets_only=sockets_only, timeout_s=_FORMING_S)
+    _joined = placement
+
+
+def _check_launched(placement: Placement) -> None:
+    local, replicas = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    expected = (placement.index * replicas + local, len(placement.workers) * replicas)
+    found = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    if found != expected:
+        raise OptionError(
+            f"This process was started as replica {found[0]} of {found[1]}, and with {replicas} on each worker "
+            f"{placement.me} has replica {expected[0]} of {expected[1]}. `distnb run` numbers them so if TF_CONFIG "
+            "is in its environment: a script that sets TF_CONFIG itself does so too late. Or unset TF_CONFIG for a "
+            "launcher that numbers the machines."
+        )
+
+
+def check_still(spec: StrategySpec) -> None:
+    """Raise ContextError if this process has joined a cluster, and the strategy is for another one."""
+    if _joined is None:
+        return
+    placement = placement_of(resolver_of(spec))
+    if placement != _joined:
+        now = f"{placement.me} of {len(placement.workers)} workers" if placement is not None else "no worker of several"
+        raise ContextError(
+            f"This process has joined its cluster as {_joined.me} of {len(_joined.workers)} workers, and is {now} now. "
+            "A process has one place in one cluster: set TF_CONFIG before the first strategy is made, and leave it."
+        )
+
+
+def check_notebook(spec: StrategySpec, machines: Sequence[str]) -> None:
+    """Raise OptionError in a notebook whose engines are the replicas, while a cluster of other machines is described.
+
+    Args:
+        spec: The strategy's.
+        machines: Those of the engines, as they were named at the start; empty for the notebook's own.
+    """
+    resolver = resolver_of(spec)
+    cluster = resolver.cluster_spec()
+    if len(workers_of(cluster)) < 2 or are_workers(machines, resolver):
+        return
+    if resolver.task_type == "evaluator":
+        return
+    own = f"it is {resolver.task_type} {resolver.task_id} of" if resolver.task_type is not None else "there is"
+    where = f"on {', '.join(machines)}" if machines else "on this machine"
+    raise OptionError(
+        f"This notebook's strategies run on its engines, {where}, and {_source(spec)} says that {own} the cluster "
+        f"{cluster.as_dict()}. Start the engines there (distnb.start(cluster_resolver=…)), run the program as a script "
+        "on each machine, or take TF_CONFIG (the resolver) away."
+    )
+
+
+def _source(spec: StrategySpec) -> str:
+    return "the cluster_resolver" if spec.option("cluster_resolver") is not None else "TF_CONFIG"
+
+
+def check_communication(spec: StrategySpec, devices: tuple[str, ...], nccl: bool) -> None:
+    """Raise OptionError if the replicas cannot communicate as the strategy was told to.
+
+    Args:
+        spec: The strategy's.
+        devices: The replicas'.
+        nccl: Whether they have NCCL.
+    """
+    options = spec.option("communication_options", CommunicationOptions())
+    if options.implementation is CommunicationImplementation.NCCL and not nccl:
+        raise OptionError(
+            f"implementation='NCCL' needs a GPU of its own for each replica, and they are on {', '.join(devices)}. Use "
+            "'AUTO' or 'RING'."
+        )
+    if options.implementation is CommunicationImplementation.RING and nccl:
+        raise OptionError(
+            f"implementation='RING' cannot be honoured: the replicas ({', '.join(devices)}) are connected by NCCL. "
+            "Make this strategy first in the program, or use 'AUTO'."
+        )

@@ -1,0 +1,98 @@
+"""What this process has computed, in plain integers: counting costs next to nothing, and any thread may read them.
+
+A *training step* is a call of `strategy.run` in which an optimizer stepped, however often it did. Evaluation is none.
+Outside `run`, in code that was written for torchrun say, each step of an optimizer is one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from types import TracebackType
+from typing import Any
+
+__all__ = ["Axis", "Place", "calling", "examples", "place", "steps", "watch_optimizers"]
+
+steps = 0
+"""Training steps that ended well."""
+
+examples = 0
+"""Examples in this replica's slices of the batches given to `run`."""
+
+Place = tuple[int, int]
+"""Of a value that is told: the training step, and the number of the call of `run` that tells it, 0 outside."""
+
+_call = _calls = 0
+_stepped = _watching = False
+
+
+class _Calling:
+    """Within it, a function runs that `strategy.run` called."""
+
+    def __enter__(self) -> None:
+        global _call, _calls, _stepped
+        if not _watching:
+            watch_optimizers()
+        _calls += 1
+        _call, _stepped = _calls, False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        global _call, _stepped, steps
+        _call = 0
+        if _stepped and kind is None:
+            steps += 1
+        _stepped = False
+
+
+calling = _Calling()
+
+
+def place() -> Place:
+    """Where a value that is told now belongs: in a function that `run` calls, to the step under way."""
+    return (steps + 1, _call) if _call else (steps, 0)
+
+
+class Axis:
+    """Where one replica's values stand on an axis of training steps: all that are told within a step at one place.
+
+    A program that does not train, or not yet, has no steps: there a name that is told again begins the next place.
+    """
+
+    def __init__(self) -> None:
+        self._step = self._call = self._repeats = 0
+        self._told: set[str] = set()
+
+    def put(self, place: Place, names: Collection[str]) -> int:
+        """Where values of these names stand that were told at a place; it never goes back."""
+        step, call = place
+        if step > self._step:
+            self._step, self._told = step, set()
+        elif self._step <= 1 and not (call and call == self._call) and not self._told.isdisjoint(names):
+            self._repeats += 1
+            self._told = set()
+        self._call = call
+        self._told.update(names)
+        return self._step + self._repeats
+
+
+def watch_optimizers() -> None:
+    """Count steps from now on, if torch is there: without it, none is taken."""
+    global _watching
+    if _watching or "torch" not in sys.modules:
+        return
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from distnb.collectives.group.eager import always_eager
+
+    _watching = True
+    register_optimizer_step_post_hook(always_eager(_after_step))
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    global _stepped, steps
+    if _call:
+        _stepped = True
+    else:
+        steps += 1
