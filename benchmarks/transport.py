@@ -32,7 +32,7 @@ from tornado.ioloop import IOLoop
 from zmq.auth.thread import ThreadAuthenticator
 
 from benchmarks.harness import Measure, Target, compare, report, timed
-from distnb.wire.channel import Link, OneClientKey, PassageLink, ProgramLink
+from distnb.wire.channel import Link, OneClientKey, ProgramLink, UnixSocketLink
 from distnb.wire.codec import Frame, decode, encode
 from distnb.wire.messages import Hello
 from distnb.wire.program_channels import Programs
@@ -129,7 +129,7 @@ def be_engine() -> None:
     elif told["kind"] == OURS:
         passage = connect(told["name"], told["token"], told["engine"])
         assert passage is not None
-        asyncio.run(echo(PassageLink(passage)))
+        asyncio.run(echo(UnixSocketLink(passage)))
     else:
         asyncio.run(echo(IpcLink(told["url"], told["engine"], told["keys"])))
 

@@ -12,7 +12,7 @@ from distnb.cluster.local.processes import Processes
 from distnb.cluster.process_environment import engine_environment, engines_environment
 from distnb.topology import Device
 
-__all__ = ["EngineEnded", "EngineOrder", "Ground", "Launched", "ThisMachine"]
+__all__ = ["EngineEnded", "EngineOrder", "Launcher", "Launched", "ThisMachine"]
 
 Launched = Callable[[int, int], None]
 """Called with (engine, pid) when an engine has a process, and again when that is another one."""
@@ -42,7 +42,7 @@ class EngineOrder:
     replaces: bool
 
 
-class Ground(ABC):
+class Launcher(ABC):
     """Starts engines. Each is a process of this machine to the cluster, which leads a process group of its own.
 
     Attributes:
@@ -85,7 +85,7 @@ class Ground(ABC):
         """Other engines that are gone for the same reason: their machine cannot be reached any more."""
 
 
-class ThisMachine(Ground):
+class ThisMachine(Launcher):
     """Engines beside the notebook, through ipyparallel's local launcher.
 
     Args:

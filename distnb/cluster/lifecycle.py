@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from distnb.cluster.connection import Connection, connection_path, make_run_directory, remove_run_directory
-from distnb.cluster.launcher import EngineOrder, Ground, ThisMachine
+from distnb.cluster.launcher import EngineOrder, Launcher, ThisMachine
 from distnb.cluster.local.orphans import end_group, forget_group, record_group
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.local.watcher import Watcher
@@ -70,7 +70,7 @@ class Cluster:
         on_exit: OnExit = lambda engine, pid, status: None,
         on_progress: OnProgress = lambda text: None,
         agent: str = "distnb.engine.agent",
-        ground: Ground | None = None,
+        ground: Launcher | None = None,
     ) -> None:
         self.devices = tuple(devices)
         self._connection = connection

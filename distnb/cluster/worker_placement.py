@@ -17,7 +17,7 @@ from distnb.cluster.resolvers.spec import ClusterSpec
 from distnb.errors import OptionError, StartError
 
 __all__ = [
-    "Placement",
+    "WorkerPlacement",
     "Worker",
     "host_of",
     "network_environment",
@@ -44,7 +44,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Placement:
+class WorkerPlacement:
     """The workers that train together, and which of them this process is.
 
     Attributes:
@@ -66,7 +66,7 @@ class Placement:
         return self.workers[0]
 
 
-def placement_of(resolver: ClusterResolver) -> Placement | None:
+def placement_of(resolver: ClusterResolver) -> WorkerPlacement | None:
     """Where a resolver says that this process stands.
 
     Returns:
@@ -104,7 +104,7 @@ def placement_of(resolver: ClusterResolver) -> Placement | None:
     if doubles:
         raise OptionError(f"The cluster gives several tasks the same address, {min(doubles)}: {_list(workers)}.")
     own = next(place for place, worker in enumerate(workers) if (worker.task_type, worker.task_id) == (kind, index))
-    return Placement(workers, own)
+    return WorkerPlacement(workers, own)
 
 
 def workers_of(spec: ClusterSpec) -> tuple[Worker, ...]:
@@ -142,7 +142,7 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def own_interface(placement: Placement) -> tuple[str, str]:
+def own_interface(placement: WorkerPlacement) -> tuple[str, str]:
     """The network interface that carries this worker's address, and its own address on it.
 
     GLOO_SOCKET_IFNAME names another one, where the cluster's addresses are not those of the machines (behind address
@@ -188,7 +188,7 @@ def _resolve(host: str, worker: Worker) -> list[str]:
     return sorted(addresses, key=lambda address: (":" in address, address))
 
 
-def _check_reachable(placement: Placement, host: str, address: str) -> None:
+def _check_reachable(placement: WorkerPlacement, host: str, address: str) -> None:
     hosts = {host_of(worker.address) for worker in placement.workers}
     if ip_address(address).is_loopback and len(hosts) > 1 and not all(map(_is_loopback, hosts)):
         raise StartError(

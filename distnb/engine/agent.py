@@ -40,8 +40,8 @@ from distnb.strategies import live
 from distnb.topology import Device, Team
 from distnb.values.structure import select
 from distnb.wire import codec, unix_socket
-from distnb.wire.channel import Link, PassageLink, ProgramLink
-from distnb.wire.exchange import Effects
+from distnb.wire.channel import Link, ProgramLink, UnixSocketLink
+from distnb.wire.exchange import Result
 from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell, Unread
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Agent:
         near = unix_socket.connect(connection.harbour_name, connection.harbour_token, engine)
         self._near = near is not None
         self._programs: ProgramLink = (
-            PassageLink(near) if near is not None else Link(context, engine, connection.program_url, **keys)
+            UnixSocketLink(near) if near is not None else Link(context, engine, connection.program_url, **keys)
         )
         pipes = {}
         logs = {}
@@ -284,8 +284,8 @@ class Agent:
             failed = interrupt = None  # its traceback holds this frame: a cycle would keep all that the cell held
 
     def _described(
-        self, program: int, describe: Callable[[], Effects | None]
-    ) -> tuple[Effects | None, KeyboardInterrupt | None]:
+        self, program: int, describe: Callable[[], Result | None]
+    ) -> tuple[Result | None, KeyboardInterrupt | None]:
         """What a program did, or the user's interrupt: objects are pickled as they like, for as long as they like."""
         if self._guard.aborted:  # that was the interrupt, or another replica's failure
             try:

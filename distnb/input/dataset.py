@@ -15,7 +15,7 @@ from distnb.input.progress import Progress, as_state, checked_state
 from distnb.input.reading import AheadReader, DirectReader, Maker, Reader, ThreadReader, join_all
 from distnb.input.sources.base import FROM_THE_START, Beginning, Load, Place, Source
 from distnb.input.sources.element_spec import spec_of
-from distnb.input.splitting.batch_placement import Placement, placement_for
+from distnb.input.splitting.batch_placement import BatchPlacement, placement_for
 from distnb.input.together import Together
 from distnb.options import InputOptions
 
@@ -203,7 +203,12 @@ class DistributedIterator(AskedIterator):
         return True if getattr(other, "is_distributed_iterator", False) else NotImplemented
 
     def __init__(
-        self, reader: Reader, placement: Placement, agree: Agree | None, together: Together | None, progress: Progress
+        self,
+        reader: Reader,
+        placement: BatchPlacement,
+        agree: Agree | None,
+        together: Together | None,
+        progress: Progress,
     ) -> None:
         self._reader = reader
         self._placement = placement

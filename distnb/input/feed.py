@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from distnb.input.sources.base import Load, Place
 from distnb.input.splitting.split import slice_bounds
 
-__all__ = ["Feed", "FeedingSampler", "Request"]
+__all__ = ["Feed", "FeedingSampler", "BatchRequest"]
 
 
-class Request(NamedTuple):
+class BatchRequest(NamedTuple):
     """What to load of one global batch.
 
     Attributes:
@@ -38,7 +38,7 @@ class Request(NamedTuple):
         return Load(tree, self.own or 1, (0, self.own), self.size, separate=True, digest=self.digest)
 
 
-class Feed(Iterator[Request]):
+class Feed(Iterator[BatchRequest]):
     """Turns the batches of a batch sampler into requests.
 
     Args:
@@ -62,7 +62,7 @@ class Feed(Iterator[Request]):
         for indices in islice(self._batches, left):
             self._digest = _digest(_listed(indices), self._digest)
 
-    def __next__(self) -> Request:
+    def __next__(self) -> BatchRequest:
         if self._skip:
             self.skip()
         turns = self._place.turns
@@ -72,19 +72,19 @@ class Feed(Iterator[Request]):
         size = len(indices)
         self._digest = _digest(indices, self._digest)
         if self._whole:
-            return Request(indices, size, None, self._digest)
+            return BatchRequest(indices, size, None, self._digest)
         start, stop = slice_bounds(size, self._place.num_replicas, self._place.replica_id)
-        return Request(indices[start:stop] if stop > start else indices[:1], size, stop - start, self._digest)
+        return BatchRequest(indices[start:stop] if stop > start else indices[:1], size, stop - start, self._digest)
 
-    def _taken(self, elements: list[Any], turn: int) -> Request:
+    def _taken(self, elements: list[Any], turn: int) -> BatchRequest:
         if not elements:
             raise StopIteration
         for indices in elements:
             self._digest = _digest(indices, self._digest)
         size = sum(map(len, elements))
         if turn < len(elements):
-            return Request(elements[turn], size, len(elements[turn]), self._digest)
-        return Request(elements[0][:1], size, 0, self._digest)
+            return BatchRequest(elements[turn], size, len(elements[turn]), self._digest)
+        return BatchRequest(elements[0][:1], size, 0, self._digest)
 
 
 def _listed(indices: Any) -> Any:
@@ -111,7 +111,7 @@ class FeedingSampler:
         self._batches = batches
         self._place = place
         self._whole = whole
-        self.pending: deque[Request] = deque()
+        self.pending: deque[BatchRequest] = deque()
         self.skip = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -124,7 +124,7 @@ class FeedingSampler:
 
 
 class _Recorded(Iterator[Any]):
-    def __init__(self, feed: Feed, pending: deque[Request]) -> None:
+    def __init__(self, feed: Feed, pending: deque[BatchRequest]) -> None:
         self._feed = feed
         self._pending = pending
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from distnb.errors import StructureError
 from distnb.input.sources.base import Load, Place
-from distnb.input.splitting.batch_placement import Placement
+from distnb.input.splitting.batch_placement import BatchPlacement
 from distnb.input.splitting.layout import count_examples, map_leaves, map_parts
 from distnb.input.splitting.split import cut, slice_bounds
 from distnb.values.distributed import PerReplica
@@ -60,7 +60,7 @@ class Maker:
         placement: How leaves reach its device.
     """
 
-    def __init__(self, loads: Iterator[Load], place: Place, placement: Placement) -> None:
+    def __init__(self, loads: Iterator[Load], place: Place, placement: BatchPlacement) -> None:
         self._loads = loads
         self._place = place
         self._placement = placement

@@ -16,7 +16,7 @@ import torch
 from distnb.errors import ProgramError, StructureError
 from distnb.input.reading import Batch, may_be_empty, nothing_of
 from distnb.input.sources.base import Place
-from distnb.input.splitting.batch_placement import Placement
+from distnb.input.splitting.batch_placement import BatchPlacement
 from distnb.input.splitting.layout import map_parts
 from distnb.values.distributed import PerReplica
 
@@ -54,7 +54,7 @@ class Together:
         agree: Gathers one small value of each replica on all.
     """
 
-    def __init__(self, place: Place, placement: Placement, agree: Agree) -> None:
+    def __init__(self, place: Place, placement: BatchPlacement, agree: Agree) -> None:
         assert place.turns is not None
         self._place = place
         self._pipeline = place.turns.pipeline

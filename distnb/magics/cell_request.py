@@ -14,7 +14,7 @@ from distnb.runtime import choice, script_worker
 from distnb.runtime.central import setup
 from distnb.topology import parse_device
 
-__all__ = ["LOCAL", "WORDS", "Request", "read_request"]
+__all__ = ["LOCAL", "WORDS", "CellRequest", "read_request"]
 
 WORDS = ("default", "one_device", "mirrored", "multi_worker", "central_storage", "tpu")
 LOCAL = ("default", "one_device")
@@ -24,7 +24,7 @@ _PLANNED = ("parameter_server",)
 
 
 @dataclass(frozen=True)
-class Request:
+class CellRequest:
     """A strategy, and what a cluster must have if one is to be started for it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Request:
     oversubscribe: bool = False
 
 
-def read_request(line: str, user_ns: Mapping[str, Any]) -> Request:
+def read_request(line: str, user_ns: Mapping[str, Any]) -> CellRequest:
     """Read the line of a `%%distribute` cell.
 
     Args:
@@ -86,18 +86,18 @@ def _from_word(
     gradients: str | None,
     oversubscribe: bool,
     given: list[str],
-) -> Request:
+) -> CellRequest:
     if word in LOCAL:
         allowed = ["--devices"] if word == "one_device" else []
         _refuse(word, [option for option in given if option not in allowed], "it runs in the notebook's own process")
         if word == "default":
-            return Request(word, StrategySpec("default"), local=True)
+            return CellRequest(word, StrategySpec("default"), local=True)
         if len(devices) > 1:
             raise OptionError(
                 f"%%distribute one_device takes one device and got {len(devices)}: {', '.join(devices)}. "
                 "Use mirrored for several."
             )
-        return Request(word, StrategySpec("one_device", devices or (_best_device(),)), local=True)
+        return CellRequest(word, StrategySpec("one_device", devices or (_best_device(),)), local=True)
     if word == setup.KIND:
         _refuse(word, [option for option in given if option == "--oversubscribe"], "a device has one replica there")
     if replicas is not None and devices and replicas != len(devices):
@@ -118,7 +118,7 @@ def _from_word(
         setup.check_places(spec, devices, ())
     if spec.device_type:
         _check_chips(word, spec, oversubscribe)
-    return Request(word, spec, local=False, oversubscribe=oversubscribe)
+    return CellRequest(word, spec, local=False, oversubscribe=oversubscribe)
 
 
 def _check_chips(word: str, spec: StrategySpec, oversubscribe: bool) -> None:
@@ -131,7 +131,7 @@ def _check_chips(word: str, spec: StrategySpec, oversubscribe: bool) -> None:
     check_available(f"%%distribute {word}")
 
 
-def _from_object(word: str, user_ns: Mapping[str, Any], given: list[str]) -> Request:
+def _from_object(word: str, user_ns: Mapping[str, Any], given: list[str]) -> CellRequest:
     if word in _PLANNED:
         raise OptionError(f"%%distribute {word}: this strategy is not in this version. There are {', '.join(WORDS)}.")
     if word not in user_ns:
@@ -150,7 +150,7 @@ def _from_object(word: str, user_ns: Mapping[str, Any], given: list[str]) -> Req
         )
     _refuse(word, given, "it is an object that has its options already; give them where it is made")
     spec: StrategySpec = value.spec
-    return Request(word, spec, local=spec.kind in LOCAL)
+    return CellRequest(word, spec, local=spec.kind in LOCAL)
 
 
 def _refuse(word: str, options: list[str], reason: str) -> None:

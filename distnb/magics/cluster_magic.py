@@ -18,7 +18,7 @@ from distnb.cluster.resolvers import (
     TFConfigClusterResolver,
 )
 from distnb.errors import NoClusterError, OptionError, closest
-from distnb.magics.cell_request import Request
+from distnb.magics.cell_request import CellRequest
 from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
 from distnb.magics.presenting import presented
 from distnb.notebook.checking import drift_reports
@@ -81,7 +81,7 @@ class ClusterMagic:
             else:
                 self._commands[command](COMMANDS[command].read(rest))
 
-    def ensure(self, request: Request | None) -> Session:
+    def ensure(self, request: CellRequest | None) -> Session:
         """The running session; without one a cluster is started that suits the request, and it is said so."""
         session = sessions.current()
         if session is None:

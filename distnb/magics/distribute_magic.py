@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from distnb.errors import OptionError
-from distnb.magics.cell_request import Request, read_request
+from distnb.magics.cell_request import CellRequest, read_request
 from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded
 from distnb.magics.commands import DISTRIBUTE, asks_for_help
 from distnb.magics.local_cell import StrategyName
@@ -41,7 +41,7 @@ class CellRunner:
         shell: InteractiveShell,
         front: Front,
         name: StrategyName,
-        ensure: Callable[[Request | None], Session],
+        ensure: Callable[[CellRequest | None], Session],
     ) -> None:
         self._shell = shell
         self._front = front
@@ -111,7 +111,7 @@ class CellRunner:
         """`Cell In[3]`. IPython's counter may be one further already."""
         return cell_name(filename, self._shell) or f"Cell In[{self._shell.execution_count}]"
 
-    def _run_here(self, request: Request, cell: str, source: str) -> None:
+    def _run_here(self, request: CellRequest, cell: str, source: str) -> None:
         """A local cell that did not come through the input transformer: the magic was called as a function."""
         self._name.bind(request)
         self._front.name_cell(request.word)

@@ -11,7 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from distnb import notebook as sessions
 from distnb.magics import tracebacks
 from distnb.magics.breakpoints import Breakpoints
-from distnb.magics.cell_request import Request
+from distnb.magics.cell_request import CellRequest
 from distnb.magics.cluster_magic import ClusterMagic
 from distnb.magics.commands import DISTRIBUTE, distnb_help
 from distnb.magics.completion import Completion, warm_up
@@ -214,7 +214,7 @@ def _cells_under_way() -> int:
     return count
 
 
-def _request_of(strategy: Owner) -> Request | None:
+def _request_of(strategy: Owner) -> CellRequest | None:
     """What a cluster that is started for a strategy must have; None for the default one."""
     spec = strategy.spec
-    return Request(spec.kind, spec, local=False) if spec.device_type else None
+    return CellRequest(spec.kind, spec, local=False) if spec.device_type else None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb import notebook as sessions
 from distnb.errors import OptionError, StartError
-from distnb.magics.cell_request import Request, read_request
+from distnb.magics.cell_request import CellRequest, read_request
 from distnb.magics.cell_text import cell_magics, check_no_nested_magic, insert_after_future_imports
 from distnb.magics.commands import asks_for_help
 from distnb.magics.presenting import presented
@@ -43,7 +43,7 @@ class StrategyName:
         self._ours: Any = None
         self._before: tuple[Any, ...] = ()
 
-    def bind(self, request: Request) -> None:
+    def bind(self, request: CellRequest) -> None:
         """The cell begins."""
         from distnb.strategies import resolve
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.lifecycle import Cluster
 from distnb.cluster.remote.heartbeat import LOST_AFTER_S
-from distnb.cluster.remote.hosts import Plan
+from distnb.cluster.remote.hosts import HostPlan
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.errors import NoClusterError, OptionError, StartError
 from distnb.notebook.dispatch import Dispatch
@@ -44,7 +44,7 @@ class Engines:
         teams: Which engines meet in which process group.
     """
 
-    def __init__(self, plan: Plan, events: EventHub, namespace: NotebookNamespace) -> None:
+    def __init__(self, plan: HostPlan, events: EventHub, namespace: NotebookNamespace) -> None:
         self._plan = plan
         self._namespace = namespace
         self._keys: Keys = make_keys()

@@ -11,13 +11,13 @@ from typing import Any
 from distnb.notebook.handles.operators import special_methods
 from distnb.values.structure import map_structure
 
-__all__ = ["Pending", "Unsettled", "resolve", "was_told"]
+__all__ = ["PendingCall", "Unsettled", "resolve", "was_told"]
 
 # Calls under way; more would only fill queues. Many are waited for at once: that sends what waits to leave together.
 _MOST_UNSETTLED, _FEW_UNSETTLED = 1000, 900
 
 
-class Pending:
+class PendingCall:
     """Stands for a result that is still on its way; using it in any way waits for it, and raises what went wrong."""
 
     __slots__ = ("_error", "_finish", "_value")
@@ -53,7 +53,7 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def _call(pending: Pending, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _call(pending: PendingCall, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return function(*map(resolve, args))
 
 
@@ -63,11 +63,11 @@ def _forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # What Python looks for in the class: a name of `operator`, or of a builtin function, is its special method's.
 for _name, _method in special_methods(_call).items():
-    setattr(Pending, _name, _method)
+    setattr(PendingCall, _name, _method)
 for _name in ["getitem", "setitem", "contains", "eq", "ne", "lt", "le", "gt", "ge", "index"]:
-    setattr(Pending, f"__{_name}__", _forwarded(getattr(operator, _name)))
+    setattr(PendingCall, f"__{_name}__", _forwarded(getattr(operator, _name)))
 for _builtin in (iter, len, float, int, complex, hash, format):
-    setattr(Pending, f"__{_builtin.__name__}__", _forwarded(_builtin))
+    setattr(PendingCall, f"__{_builtin.__name__}__", _forwarded(_builtin))
 
 
 def resolve(value: Any) -> Any:
@@ -76,7 +76,7 @@ def resolve(value: Any) -> Any:
     Raises:
         BaseException: What the call raised on the replicas.
     """
-    if type(value) is not Pending:
+    if type(value) is not PendingCall:
         return value
     get = object.__getattribute__
     try:
@@ -91,7 +91,7 @@ def resolve(value: Any) -> Any:
         raise
 
 
-def was_told(value: Pending) -> bool:
+def was_told(value: PendingCall) -> bool:
     """Whether a use of the result has raised already what went wrong: once is enough."""
     try:
         object.__getattribute__(value, "_error")
@@ -104,12 +104,12 @@ class Unsettled:
     """The calls that nobody has waited for yet, in the order in which they were sent."""
 
     def __init__(self) -> None:
-        self._calls: list[Pending] = []
+        self._calls: list[PendingCall] = []
 
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def add(self, call: Pending) -> None:
+    def add(self, call: PendingCall) -> None:
         """A call was sent."""
         self._calls.append(call)
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from distnb.cluster.remote.hosts import HostOptions, Plan, make_plan
+from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
 from distnb.notebook.asking import ask_stacks, await_flush
 from distnb.notebook.dispatch import Outcome
 from distnb.notebook.drift_warning import warn_of_drift
@@ -17,7 +17,7 @@ from distnb.notebook.events import EventHub
 from distnb.notebook.failures import raise_failure
 from distnb.notebook.handles.looking import is_looking
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
-from distnb.notebook.pending import Pending, Unsettled
+from distnb.notebook.pending import PendingCall, Unsettled
 from distnb.options import StrategySpec
 from distnb.topology import Device, Team
 from distnb.wire.exchange import Snapshot
@@ -42,7 +42,7 @@ class Session:
         plan: Which engines run where.
     """
 
-    def __init__(self, user_ns: dict[str, Any], plan: Plan) -> None:
+    def __init__(self, user_ns: dict[str, Any], plan: HostPlan) -> None:
         self.user_ns = user_ns
         self.events = EventHub()
         self.namespace = NotebookNamespace(user_ns, self.perform)
@@ -255,7 +255,9 @@ class Session:
                     raise
                 if wait:
                     return self._finish_call(outcome, team, snapshot)
-                pending = Pending(lambda keep: self._finish_call(outcome, team, snapshot, outcome.interrupted, keep))
+                pending = PendingCall(
+                    lambda keep: self._finish_call(outcome, team, snapshot, outcome.interrupted, keep)
+                )
                 self._unsettled.add(pending)
             self._unsettled.keep_few()
             return pending

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from distnb.cluster.worker_placement import Placement
+from distnb.cluster.worker_placement import WorkerPlacement
 from distnb.collectives.group import rendezvous
 from distnb.collectives.group.rendezvous import StoreClient
 from distnb.errors import CollectiveError, OptionError
 
-__all__ = ["Meeting", "connect"]
+__all__ = ["ClusterMeeting", "connect"]
 
 _WAIT_S = 1800.0  # machines of a cluster may start at very different times; torch's own limit
 _FIRST_NOTICE_S = 10.0
@@ -48,7 +48,7 @@ class _Patience:
         time.sleep(_PAUSE_S)
 
 
-def connect(host: str, port: int, placement: Placement) -> Store:
+def connect(host: str, port: int, placement: WorkerPlacement) -> Store:
     """The chief's store, as soon as it answers.
 
     Raises:
@@ -63,7 +63,7 @@ def connect(host: str, port: int, placement: Placement) -> Store:
 
 
 @dataclass
-class Meeting:
+class ClusterMeeting:
     """One replica's part in the meeting.
 
     Attributes:
@@ -74,7 +74,7 @@ class Meeting:
     """
 
     store: Store
-    placement: Placement
+    placement: WorkerPlacement
     rank: int
     replicas: int
 

@@ -12,7 +12,7 @@ from distnb.cluster.remote.resolved import are_workers
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
 from distnb.cluster.worker_placement import (
-    Placement,
+    WorkerPlacement,
     network_environment,
     own_interface,
     placement_of,
@@ -27,7 +27,7 @@ __all__ = ["KIND", "check_communication", "check_notebook", "check_still", "ente
 KIND = "multi_worker"
 _FORMING_S = 60.0  # all were there a moment ago
 
-_joined: Placement | None = None
+_joined: WorkerPlacement | None = None
 _store: RendezvousStore | None = None  # served as long as the chief's process lives
 
 
@@ -82,10 +82,10 @@ def _tell_of_idle_gpus(gpus: int) -> None:
         )
 
 
-def _join(placement: Placement, launched: bool, sockets_only: bool) -> None:
+def _join(placement: WorkerPlacement, launched: bool, sockets_only: bool) -> None:
     global _joined, _store
     from distnb.runtime import spmd
-    from distnb.runtime.cluster_meeting import Meeting, connect
+    from distnb.runtime.cluster_meeting import ClusterMeeting, connect
 
     if launched:
         _check_launched(placement)
@@ -102,12 +102,12 @@ def _join(placement: Placement, launched: bool, sockets_only: bool) -> None:
         )
         _tell_of_idle_gpus(available_gpus())
     store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), placement)
-    Meeting(store, placement, int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))).hold()
+    ClusterMeeting(store, placement, int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))).hold()
     spmd.join_from_env(sockets_only=sockets_only, timeout_s=_FORMING_S)
     _joined = placement
 
 
-def _check_launched(placement: Placement) -> None:
+def _check_launched(placement: WorkerPlacement) -> None:
     local, replicas = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     expected = (placement.index * replicas + local, len(placement.workers) * replicas)
     found = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))

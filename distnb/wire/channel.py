@@ -15,10 +15,10 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from distnb.wire.codec import decode, encode
 from distnb.wire.program_channels import Programs
-from distnb.wire.unix_socket import Passage, pack
+from distnb.wire.unix_socket import UnixSocket, pack
 from distnb.wire.zmq_sockets import has_message, receive, send
 
-__all__ = ["Link", "OneClientKey", "PassageLink", "ProgramLink", "Switchboard"]
+__all__ = ["Link", "OneClientKey", "UnixSocketLink", "ProgramLink", "Switchboard"]
 
 
 class OneClientKey:
@@ -114,14 +114,14 @@ class ProgramLink(Protocol):
         """
 
 
-class PassageLink:
+class UnixSocketLink:
     """An engine's end where it is on the notebook's host.
 
     Args:
         passage: The way there.
     """
 
-    def __init__(self, passage: Passage) -> None:
+    def __init__(self, passage: UnixSocket) -> None:
         self._passage = passage
         self._epoll = select.epoll()
         self._epoll.register(passage, select.EPOLLIN)

@@ -13,7 +13,7 @@ from distnb.wire.messages import ObjectId
 
 __all__ = [
     "Described",
-    "Effects",
+    "Result",
     "Keywords",
     "Leaf",
     "Mark",
@@ -160,7 +160,7 @@ class Described:
     """What a name, or a result, is on one replica.
 
     Attributes:
-        kind: "plain": an immutable value, among `Effects.plain` if not here. "module": `value` is its name; the id
+        kind: "plain": an immutable value, among `Result.plain` if not here. "module": `value` is its name; the id
             serves where the notebook cannot import it. "sent": a function, a class or an object of the notebook's, in
             the pack; `value` is its number if it has one. "tracked": an object of the notebook's, `value` is its
             number. "object": one that lives here.
@@ -199,7 +199,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Effects:
+class Result:
     """What a program did on one replica.
 
     Attributes:

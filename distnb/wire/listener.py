@@ -6,12 +6,12 @@ import hmac
 import secrets
 import socket
 
-from distnb.wire.unix_socket import Passage, is_ours
+from distnb.wire.unix_socket import UnixSocket, is_ours
 
-__all__ = ["Harbour"]
+__all__ = ["Listener"]
 
 
-class Harbour:
+class Listener:
     """The notebook's end: it lets in who knows its token, if the kernel says that it is the same user's process.
 
     Attributes:
@@ -27,13 +27,13 @@ class Harbour:
         self._listener.bind(f"\0{self.name}")
         self._listener.listen()
 
-    def let_in(self) -> dict[int, Passage]:
+    def let_in(self) -> dict[int, UnixSocket]:
         """Those who have come since this was last called, by engine. An engine comes here before it says hello.
 
         Raises:
             OSError: This process has as many files open as it may.
         """
-        passages: dict[int, Passage] = {}
+        passages: dict[int, UnixSocket] = {}
         while True:
             try:
                 comer = self._listener.accept()[0]
@@ -45,7 +45,7 @@ class Harbour:
                 continue
             if engine in passages:
                 passages[engine].close()
-            passages[engine] = Passage(comer)
+            passages[engine] = UnixSocket(comer)
 
     def _recognise(self, comer: socket.socket) -> int | None:
         """The engine that has come; None if it is none of ours."""

@@ -11,9 +11,9 @@ import zmq
 
 from distnb.errors import StartError
 from distnb.wire.codec import decode, encode
-from distnb.wire.listener import Harbour
+from distnb.wire.listener import Listener
 from distnb.wire.messages import Hello
-from distnb.wire.unix_socket import Packet, Passage, pack
+from distnb.wire.unix_socket import Packet, UnixSocket, pack
 from distnb.wire.zmq_sockets import has_message, receive_from, send_frames_to
 
 __all__ = ["Programs"]
@@ -30,10 +30,10 @@ class Programs:
     """
 
     def __init__(self, far: zmq.Socket[bytes]) -> None:
-        self.harbour = Harbour()
+        self.harbour = Listener()
         self._far = far
         self._has_far = False
-        self._passages: dict[int, Passage] = {}
+        self._passages: dict[int, UnixSocket] = {}
         self._engine_at: dict[int, int] = {}  # by the passage's descriptor
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

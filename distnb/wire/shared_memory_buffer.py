@@ -21,7 +21,7 @@ from typing import Final
 from distnb.errors import MessageError
 from distnb.wire.codec import Frame
 
-__all__ = ["FREIGHT_NBYTES", "Crate", "Memory", "load", "stow", "unload"]
+__all__ = ["FREIGHT_NBYTES", "Crate", "SharedMemoryBuffer", "load", "stow", "unload"]
 
 FREIGHT_NBYTES: Final = 128 << 10
 """Smaller frames stay in the message: for them memory of their own costs more than it saves."""
@@ -40,7 +40,7 @@ Crate = tuple[tuple[int, int], ...]
 """What lies in one memory, in order: (place in the message, size in bytes) of each frame."""
 
 
-class Memory:
+class SharedMemoryBuffer:
     """A descriptor of memory on its way: closed when nobody who is to send it is left."""
 
     __slots__ = ("descriptor",)
@@ -65,7 +65,7 @@ def stow(frames: Sequence[Frame]) -> list[Crate]:
     return [*((one,) for one in alone), *([together] if together else [])]
 
 
-def load(frames: Iterable[Frame]) -> Memory:
+def load(frames: Iterable[Frame]) -> SharedMemoryBuffer:
     """Memory that holds copies of frames, one after the other, and never changes.
 
     Raises:
@@ -81,7 +81,7 @@ def load(frames: Iterable[Frame]) -> Memory:
     except BaseException:
         os.close(descriptor)
         raise
-    return Memory(descriptor)
+    return SharedMemoryBuffer(descriptor)
 
 
 def unload(descriptor: int, crate: Crate) -> Iterable[tuple[int, Frame]]:

@@ -30,9 +30,9 @@ from typing import Final
 from distnb.errors import MessageError
 from distnb.wire import shared_memory_buffer
 from distnb.wire.codec import Frame
-from distnb.wire.shared_memory_buffer import Memory
+from distnb.wire.shared_memory_buffer import SharedMemoryBuffer
 
-__all__ = ["Packet", "Passage", "connect", "is_ours", "pack"]
+__all__ = ["Packet", "UnixSocket", "connect", "is_ours", "pack"]
 
 _PACKET_NBYTES: Final = 60 << 10  # several fit into a socket's buffer
 _WHOLE, _PIECE, _CRATE, _END, _BELL = range(5)  # kinds of packets: their first byte
@@ -45,7 +45,7 @@ _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _LATER: Final = frozenset((errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))
 _PATIENCE_S: Final = 0.005
 
-Packet = tuple[bytes, Memory | None]
+Packet = tuple[bytes, SharedMemoryBuffer | None]
 """What is sent at once: bytes, and memory whose descriptor goes with them."""
 
 
@@ -118,7 +118,7 @@ class _Incoming:
 # -- the way ---------------------------------------------------------------------------------------------------------
 
 
-class Passage:
+class UnixSocket:
     """One end of a UNIX socket. One thread receives, any thread sends.
 
     Args:
@@ -282,7 +282,7 @@ def _descriptors(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
     ]
 
 
-def connect(name: str, token: str, engine: int) -> Passage | None:
+def connect(name: str, token: str, engine: int) -> UnixSocket | None:
     """An engine's passage to the notebook; None if they are not on one host (or in different containers).
 
     Args:
@@ -297,7 +297,7 @@ def connect(name: str, token: str, engine: int) -> Passage | None:
         connected.connect(f"\0{name}")
         if is_ours(connected):  # else another user took the name of a notebook that is gone, to learn the token
             connected.send(f"{token} {engine}".encode(), _NO_SIGNAL)
-            return Passage(connected)
+            return UnixSocket(connected)
     except OSError:
         pass
     connected.close()

@@ -6,8 +6,8 @@ from tests.ranks import run_ranks
 
 _PROGRAM = """
 import threading
-from distnb.collectives import rendezvous
-from distnb.collectives.verify.replicated_log import ReplicatedBoard
+from distnb.collectives.group import rendezvous
+from distnb.collectives.verify.replicated_log import ReplicatedLog
 import distnb
 import torch.distributed as dist
 
@@ -15,7 +15,7 @@ rendezvous.host = lambda: f"machine {os.getpid()}"  # no memory is shared
 distnb.MirroredStrategy()
 
 asked, done, late = threading.Event(), threading.Event(), []
-exchange = ReplicatedBoard.exchange
+exchange = ReplicatedLog.exchange
 
 def slow(board):
     asked.set()
@@ -26,7 +26,7 @@ def slow(board):
 for number in range(20):
     dist.all_reduce(torch.ones(8))
     if number == 0:
-        ReplicatedBoard.exchange = slow
+        ReplicatedLog.exchange = slow
     if number == 1:
         assert asked.wait(60), "nothing is compared any more"
 done.set()

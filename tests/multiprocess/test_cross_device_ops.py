@@ -307,7 +307,7 @@ def test_a_sum_never_meets_a_mean() -> None:
 
 def test_what_an_algorithm_has_at_hand() -> None:
     program = """
-    from distnb.collectives import groups
+    from distnb.collectives.group import groups
     from distnb.collectives.algorithms.replicas import Replicas
     group = groups.join_from_env()
     replicas = Replicas(group)

@@ -12,7 +12,7 @@ from tests.ranks import Rank, run_ranks
 PROLOGUE = """
 import warnings
 import torch.distributed as dist
-from distnb.collectives import groups
+from distnb.collectives.group import groups
 groups.join_from_env()
 first, a, b = dist.get_rank() == 0, torch.ones(4), torch.full((4,), 10.0)
 def reduced(tensor):

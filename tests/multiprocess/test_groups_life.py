@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 PROLOGUE = """
     import time, threading
     import torch.distributed as dist
-    from distnb.collectives import groups
+    from distnb.collectives.group import groups
     from distnb.topology import Device, Team
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cpu, address, port = Device("cpu"), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -370,7 +370,7 @@ def test_ctrl_c_ends_a_wait():
 
 def test_replicas_that_share_no_memory():
     program = """
-    from distnb.collectives import rendezvous
+    from distnb.collectives.group import rendezvous
     from tests.multiprocess import group_cases
     rendezvous.host = lambda: f"machine {os.environ['RANK']}"
     good = ["everything", "own_lines", "far_ahead", "training_with_ddp"]
@@ -394,7 +394,7 @@ def test_a_forming_that_is_broken_off_hinders_no_later_one():
     import time
     import torch
     import torch.distributed as dist
-    from distnb.collectives import groups
+    from distnb.collectives.group import groups
     from distnb.collectives.group.forming import Forming
     from distnb.topology import Device
     from tests.multiprocess.group_cases import Meeting, team

@@ -71,7 +71,7 @@ def on_both(machines: Machines, program: str) -> Tasks:
 @pytest.mark.parametrize("numbers", [3, 5_000_000])
 def test_a_cable_that_is_cut_ends_both_in_seconds(machines: Machines, numbers: int):
     program = f"""
-from distnb.collectives import rendezvous
+from distnb.collectives.group import rendezvous
 rendezvous.host = lambda: f"machine {{os.getpid()}}"  # no memory is shared
 strategy = distnb.MultiWorkerMirroredStrategy()
 def step():
@@ -94,7 +94,7 @@ while True:
 
 def test_a_worker_that_stands_still_is_waited_for(machines: Machines):
     program = """
-from distnb.collectives import rendezvous
+from distnb.collectives.group import rendezvous
 rendezvous.host = lambda: f"machine {os.getpid()}"
 strategy = distnb.MultiWorkerMirroredStrategy()
 def step():

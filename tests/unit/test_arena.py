@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distnb.collectives.shared_memory import segment
-from distnb.collectives.shared_memory.segment import Arena
+from distnb.collectives.shared_memory.segment import SharedMemory
 from distnb.errors import CollectiveError
 
 PAGE = 4096
@@ -45,7 +45,7 @@ def arenas(nbytes: int) -> list[Any]:
 
     def made(rank: int) -> Any:
         try:
-            return Arena(pair.replica(rank), nbytes)
+            return SharedMemory(pair.replica(rank), nbytes)
         except CollectiveError as error:
             return error
 
@@ -74,7 +74,7 @@ def test_what_is_written_to_the_own_view_stays_there_until_it_is_forgotten() -> 
     first.forget([1, 3])
     assert bool((views[0] == 9).all())
     assert first.changed() == []
-    assert [list(Arena.pages(begin, n)) for begin, n in ((0, 1), (0, PAGE), (PAGE - 1, 2))] == [[0], [0], [0, 1]]
+    assert [list(SharedMemory.pages(begin, n)) for begin, n in ((0, 1), (0, PAGE), (PAGE - 1, 2))] == [[0], [0], [0, 1]]
 
 
 def test_a_tensor_keeps_the_memory_alive() -> None:

@@ -13,7 +13,7 @@ from tests.processes import wait_until
 BEARER = [sys.executable, "-P", "-m", "distnb.cluster.remote.wrapper"]
 PROGRAM = """
 import sys
-from distnb.cluster import bearer
+from distnb.cluster.remote import wrapper as bearer
 bearer._LEAVING_S = float(sys.argv[1])
 sys.exit(bearer.main(sys.argv[2:]))
 """

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from distnb.errors import StartError
-from distnb.wire.channel import Link, PassageLink, ProgramLink, Switchboard
+from distnb.wire.channel import Link, ProgramLink, Switchboard, UnixSocketLink
 from distnb.wire.messages import Hello
 from distnb.wire.unix_socket import connect
 
@@ -63,7 +63,7 @@ def links(board: Switchboard, context: zmq.Context[Any], *near: bool) -> Iterato
     for engine, is_near in enumerate(near):
         passages.append(connect(harbour.name, harbour.token, engine) if is_near else None)
         passage = passages[-1]
-        found.append(PassageLink(passage) if passage else Link(context, engine, board.program_url, **KEYS))
+        found.append(UnixSocketLink(passage) if passage else Link(context, engine, board.program_url, **KEYS))
         found[-1].send("hello")
     board.programs.meet(Hello(engine, 1, "here", "cpu", near=is_near) for engine, is_near in enumerate(near))
     hellos: list[tuple[int, Any]] = []

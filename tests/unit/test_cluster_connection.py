@@ -151,8 +151,8 @@ def test_a_recorded_group_counts_only_while_its_leader_is_the_same_process(tmp_p
 
 def test_devices_and_stores_need_no_torch() -> None:
     code = (
-        "import sys\nfrom distnb.cluster import connection, devices, launch, store\n"
-        "devices.plan_devices()\nstore.RendezvousStore().close()\nconnection.make_keys()\n"
+        "import sys\nfrom distnb.cluster import connection, devices, lifecycle, rendezvous_store\n"
+        "devices.plan_devices()\nrendezvous_store.RendezvousStore().close()\nconnection.make_keys()\n"
         "assert 'torch' not in sys.modules, 'torch'\nassert 'ipyparallel' not in sys.modules, 'ipyparallel'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -16,7 +16,7 @@ from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.process_environment import without_another_place
 from distnb.cluster.remote.base import Hosts, plan_hosts
-from distnb.cluster.remote.heartbeat import Lifeline
+from distnb.cluster.remote.heartbeat import Heartbeat
 from distnb.cluster.remote.hosts import HostOptions, make_plan, read_host_options
 from distnb.cluster.remote.network import address_towards, interface_of, listening_address
 from distnb.cluster.remote.node_agent import Assignment
@@ -198,12 +198,12 @@ def test_the_lifeline_tells_when_the_notebook_goes() -> None:
         )
 
     try:
-        with pytest.raises(StartError, match="did not let this machine in"), Lifeline(connection(others), lost.put):
+        with pytest.raises(StartError, match="did not let this machine in"), Heartbeat(connection(others), lost.put):
             pass
-        with Lifeline(connection(keys), lost.put):
+        with Heartbeat(connection(keys), lost.put):
             pass
         assert lost.empty()
-        with Lifeline(connection(keys), lost.put):
+        with Heartbeat(connection(keys), lost.put):
             board.close()
             assert "was lost" in lost.get(timeout=60)
     finally:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, Board, Record
-from distnb.collectives.verify.verifier import Ledger
+from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, CollectiveLog, Record
+from distnb.collectives.verify.verifier import Verifier
 from distnb.errors import CollectiveMismatchError
 
 
@@ -17,13 +17,13 @@ def record(operation: str, line: int = 1, chain: str = "", about: str = "", chai
     return Record(b"".join(map(digest, parts)), f"{operation}\0cell, line {line}\0{about and f'f({about})'}")
 
 
-def replicas(size: int = 2, warned: list[str] | None = None) -> list[Ledger]:
+def replicas(size: int = 2, warned: list[str] | None = None) -> list[Verifier]:
     def warn(text: str, site: bytes) -> None:
         assert warned is not None, text
         warned.append(text)
 
-    memory = bytearray(Board.nbytes(size))
-    made = [Ledger(Board(memory, rank, size), range(size), warn) for rank in range(size)]
+    memory = bytearray(CollectiveLog.nbytes(size))
+    made = [Verifier(CollectiveLog(memory, rank, size), range(size), warn) for rank in range(size)]
     for each in made:
         each.begin(1)
     return made
@@ -254,7 +254,7 @@ def test_what_one_finds_all_learn():
 
 
 def test_long_texts_are_cut():
-    board = Board(bytearray(Board.nbytes(2)), 0, 2)
+    board = CollectiveLog(bytearray(CollectiveLog.nbytes(2)), 0, 2)
     long = Record(bytes(KEY_NBYTES), "x" * 1000 + "\0" + "y" * 1000)
     board.write(1, long, 5)
     found = board.read(0, 1)

@@ -11,8 +11,8 @@ from torch.distributed import HashStore
 
 from distnb.collectives.verify import signature
 from distnb.collectives.verify.collective_log import Record
-from distnb.collectives.verify.replicated_log import ReplicatedBoard
-from distnb.collectives.verify.verifier import Ledger
+from distnb.collectives.verify.replicated_log import ReplicatedLog
+from distnb.collectives.verify.verifier import Verifier
 from distnb.errors import CollectiveMismatchError
 
 KEY = signature.of_tensors("all_reduce", 0, None, [])
@@ -45,16 +45,16 @@ def run(source: str, name: str, **names: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def pair() -> tuple[Told, list[Ledger], list[str]]:
+def pair() -> tuple[Told, list[Verifier], list[str]]:
     store, warned = Told(), []
-    boards = [ReplicatedBoard(store, rank, 2) for rank in range(2)]
-    ledgers = [Ledger(board, range(2), lambda text, site: warned.append(text)) for board in boards]
+    boards = [ReplicatedLog(store, rank, 2) for rank in range(2)]
+    ledgers = [Verifier(board, range(2), lambda text, site: warned.append(text)) for board in boards]
     for ledger in ledgers:
         ledger.begin(1)
     return store, ledgers, warned
 
 
-def exchange(ledgers: list[Ledger]) -> None:
+def exchange(ledgers: list[Verifier]) -> None:
     for _ in range(2):
         for ledger in ledgers:
             ledger.exchange()
@@ -77,7 +77,7 @@ mine(lambda *given: None)
 
 @pytest.mark.parametrize("visited", [False, True], ids=["of the source only", "of a place that it visited too"])
 def test_arguments_are_compared_by_digests_and_told_from_the_own_source(
-    pair: tuple[Told, list[Ledger], list[str]], visited: bool
+    pair: tuple[Told, list[Verifier], list[str]], visited: bool
 ) -> None:
     store, ledgers, warned = pair
     names = run(SOURCE, f"/tmp/program_{visited}.py", secret_weights=1, secret_data=2)
@@ -109,7 +109,7 @@ def test_arguments_are_compared_by_digests_and_told_from_the_own_source(
 
 
 def test_what_is_written_otherwise_in_the_own_source_is_not_told_as_the_others(
-    pair: tuple[Told, list[Ledger], list[str]],
+    pair: tuple[Told, list[Verifier], list[str]],
 ) -> None:
     _, ledgers, warned = pair
     names = run(SOURCE, "/tmp/program_other.py", secret_weights=1, secret_data=2)
@@ -123,7 +123,7 @@ def test_what_is_written_otherwise_in_the_own_source_is_not_told_as_the_others(
 
 
 def test_what_is_taken_back_is_heard_of_where_the_first_word_was_read(
-    pair: tuple[Told, list[Ledger], list[str]],
+    pair: tuple[Told, list[Verifier], list[str]],
 ) -> None:
     _, ledgers, _ = pair
     record = run("def mine(record):\n    return record()", "/tmp/program_refused.py")["mine"](all_reduce())

@@ -10,7 +10,7 @@ import torch
 from distnb.collectives.group import waiting
 from distnb.collectives.group.waiting import Waits
 from distnb.collectives.verify import callsite, signature
-from distnb.collectives.verify.collective_log import Board
+from distnb.collectives.verify.collective_log import CollectiveLog
 from distnb.errors import CollectiveMismatchError
 
 
@@ -62,8 +62,8 @@ def test_lines_of_libraries_are_left_out():
 
 
 def test_a_circle_of_waits_is_found_once_it_lasts():
-    memory = bytearray(Board.nbytes(3))
-    waits = [Waits(Board(memory, rank, 3)) for rank in range(3)]
+    memory = bytearray(CollectiveLog.nbytes(3))
+    waits = [Waits(CollectiveLog(memory, rank, 3)) for rank in range(3)]
     waits[0].on("whole", 4, [1], "a")
     waits[1].on("part", 2, [2], "b")
     waits[2].on("other part", 1, [0], "c")
@@ -74,8 +74,8 @@ def test_a_circle_of_waits_is_found_once_it_lasts():
 
 
 def test_a_wait_that_ends_breaks_the_circle():
-    memory = bytearray(Board.nbytes(2))
-    first, second = [Waits(Board(memory, rank, 2)) for rank in range(2)]
+    memory = bytearray(CollectiveLog.nbytes(2))
+    first, second = [Waits(CollectiveLog(memory, rank, 2)) for rank in range(2)]
     for _ in range(3):
         second.on("part", 2, [0], "b")
         first.on("whole", 4, [1], "a")

@@ -17,7 +17,7 @@ import torch
 
 import distnb
 from distnb import CommunicationImplementation, CommunicationOptions, errors
-from distnb.cluster.worker_placement import Placement, own_interface, placement_of, split_address
+from distnb.cluster.worker_placement import WorkerPlacement, own_interface, placement_of, split_address
 from distnb.cluster_resolver import SimpleClusterResolver
 
 TWO = {"worker": ["localhost:12345", "localhost:23456"]}
@@ -29,7 +29,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def place(cluster: Any, kind: str | None = "worker", index: int | None = 0) -> Placement | None:
+def place(cluster: Any, kind: str | None = "worker", index: int | None = 0) -> WorkerPlacement | None:
     return placement_of(SimpleClusterResolver(cluster, task_type=kind, task_id=index))
 
 
@@ -199,11 +199,11 @@ class Meetings:
         self._threads: list[threading.Thread] = []
 
     def come(self, name: str, cluster: Any, index: int, replicas: int = 1, local: int = 0) -> None:
-        from distnb.runtime.cluster_meeting import Meeting
+        from distnb.runtime.cluster_meeting import ClusterMeeting
 
         found = place(cluster, "worker", index)
         assert found is not None
-        meeting = Meeting(self.store, found, index * replicas + local, replicas)
+        meeting = ClusterMeeting(self.store, found, index * replicas + local, replicas)
         meeting._me = f"{meeting._me.rpartition(' ')[0]} {os.getpid() if name != 'dead' else 2**22 + 1}"
 
         def go() -> None:
@@ -253,7 +253,7 @@ def test_different_numbers_of_replicas_are_told_to_all():
 
 
 def test_a_second_process_of_a_task_is_refused_and_a_restarted_one_is_not():
-    from distnb.runtime.cluster_meeting import Meeting
+    from distnb.runtime.cluster_meeting import ClusterMeeting
 
     meetings = Meetings()
     found = place(TWO, "worker", 1)
@@ -261,12 +261,12 @@ def test_a_second_process_of_a_task_is_refused_and_a_restarted_one_is_not():
     # It came, and was killed.
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    first = Meeting(meetings.store, found, 1, 1)
+    first = ClusterMeeting(meetings.store, found, 1, 1)
     meetings.store.set("cluster/here/1", first._me.rpartition(" ")[0] + f" {gone.pid}")
     meetings.come("chief", TWO, 0)
     meetings.come("restarted", TWO, 1)
     assert meetings.all() == {"chief": None, "restarted": None}
-    second = Meeting(meetings.store, found, 1, 1)
+    second = ClusterMeeting(meetings.store, found, 1, 1)
     second._me += "0"
     with pytest.raises(errors.CollectiveError, match=rf"Another process is worker 1 .*pid {os.getpid()}"):
         second.hold()

@@ -20,25 +20,25 @@ import pytest
 from distnb.errors import MessageError
 from distnb.wire import shared_memory_buffer, unix_socket
 from distnb.wire.codec import Frame
-from distnb.wire.listener import Harbour
-from distnb.wire.unix_socket import Passage, connect, pack
+from distnb.wire.listener import Listener
+from distnb.wire.unix_socket import UnixSocket, connect, pack
 from tests.processes import wait_until
 
 LARGE = 5 << 20
 MIDDLE = 300 << 10
 
-Pair = tuple[Passage, Passage]
+Pair = tuple[UnixSocket, UnixSocket]
 
 
 @pytest.fixture
-def harbour() -> Iterator[Harbour]:
-    harbour = Harbour()
+def harbour() -> Iterator[Listener]:
+    harbour = Listener()
     yield harbour
     harbour.close()
 
 
 @contextmanager
-def pairs(harbour: Harbour, *engines: int) -> Iterator[list[Pair]]:
+def pairs(harbour: Listener, *engines: int) -> Iterator[list[Pair]]:
     """For each engine both ends: the notebook's, and its own."""
     theirs = {engine: come(harbour, engine) for engine in engines}
     ours = harbour.let_in()
@@ -48,18 +48,18 @@ def pairs(harbour: Harbour, *engines: int) -> Iterator[list[Pair]]:
 
 
 @pytest.fixture
-def pair(harbour: Harbour) -> Iterator[Pair]:
+def pair(harbour: Listener) -> Iterator[Pair]:
     with pairs(harbour, 3) as (pair,):
         yield pair
 
 
-def come(harbour: Harbour, engine: int, token: str = "") -> Passage:
+def come(harbour: Listener, engine: int, token: str = "") -> UnixSocket:
     unix_socket = connect(harbour.name, token or harbour.token, engine)
     assert unix_socket is not None
     return unix_socket
 
 
-def receive(end: Passage) -> list[Frame]:
+def receive(end: UnixSocket) -> list[Frame]:
     """The next message, waited for."""
     poll = select.poll()
     poll.register(end, select.POLLIN)
@@ -118,7 +118,7 @@ def test_messages_keep_their_order_whatever_their_frames_need(pair: Pair) -> Non
 
 
 @pytest.mark.parametrize("nbytes", [2000, MIDDLE, LARGE], ids=["in the packet", "copied", "mapped"])
-def test_each_receiver_has_its_own_and_the_sender_too(harbour: Harbour, nbytes: int) -> None:
+def test_each_receiver_has_its_own_and_the_sender_too(harbour: Listener, nbytes: int) -> None:
     sent = np.zeros(nbytes, np.uint8)
     with pairs(harbour, 0, 1) as ends:
         packets = pack([b"header", sent.data])
@@ -249,7 +249,7 @@ def test_memory_goes_with_what_is_built_on_it(pair: Pair) -> None:
     assert freight_in_memory() == 0
 
 
-def test_what_a_receiver_never_takes_costs_the_sender_nothing_and_ends_with_the_passage(harbour: Harbour) -> None:
+def test_what_a_receiver_never_takes_costs_the_sender_nothing_and_ends_with_the_passage(harbour: Listener) -> None:
     before = descriptors()
     with pairs(harbour, 0, 1) as ends:
         connected = descriptors()
@@ -314,7 +314,7 @@ def test_no_memory_for_it_sends_all_in_packets(pair: Pair, monkeypatch: pytest.M
 # -- who may ------------------------------------------------------------------------------------------------------------
 
 
-def test_another_token_is_not_let_in(harbour: Harbour) -> None:
+def test_another_token_is_not_let_in(harbour: Listener) -> None:
     stranger = come(harbour, 0, token="0" * 64)
     stranger.send(pack([b"run this"]))
     assert harbour.let_in() == {}
@@ -324,7 +324,7 @@ def test_another_token_is_not_let_in(harbour: Harbour) -> None:
     stranger.close()
 
 
-def test_another_user_is_not_let_in(harbour: Harbour, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_is_not_let_in(harbour: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     stranger = come(harbour, 0)
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     assert harbour.let_in() == {}
@@ -332,7 +332,7 @@ def test_another_user_is_not_let_in(harbour: Harbour, monkeypatch: pytest.Monkey
     stranger.close()
 
 
-def test_a_silent_stranger_stops_nobody(harbour: Harbour) -> None:
+def test_a_silent_stranger_stops_nobody(harbour: Listener) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect(f"\0{harbour.name}")
         with pairs(harbour, 1) as (pair,):
@@ -341,7 +341,7 @@ def test_a_silent_stranger_stops_nobody(harbour: Harbour) -> None:
             assert silent.recv(16) == b""
 
 
-def test_of_two_that_come_for_one_engine_the_later_stays(harbour: Harbour) -> None:
+def test_of_two_that_come_for_one_engine_the_later_stays(harbour: Listener) -> None:
     old, new = come(harbour, 0), come(harbour, 0)
     ours = harbour.let_in()
     ours[0].send(pack([b"hello"]))

@@ -7,15 +7,15 @@ import time
 import pytest
 
 from distnb.collectives.group.waiting import Waits
-from distnb.collectives.verify.collective_log import Board, Wait
+from distnb.collectives.verify.collective_log import CollectiveLog, Wait
 from distnb.errors import CollectiveMismatchError
 
 
 def told_by_both(mine: str, others: str) -> None:
     """Replica 0 waits for replica 1, of which the last that was heard is that it waits for replica 0."""
-    memory = bytearray(Board.nbytes(2))
-    Board(memory, 1, 2).set_wait(Wait(f"{others}#4", (0,), "all_reduce"))
-    waits, until = Waits(Board(memory, 0, 2)), time.monotonic() + 0.5
+    memory = bytearray(CollectiveLog.nbytes(2))
+    CollectiveLog(memory, 1, 2).set_wait(Wait(f"{others}#4", (0,), "all_reduce"))
+    waits, until = Waits(CollectiveLog(memory, 0, 2)), time.monotonic() + 0.5
     while time.monotonic() < until:
         waits.on(mine, 5, [1], "all_reduce")
         time.sleep(0.01)

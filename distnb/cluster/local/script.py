@@ -23,7 +23,7 @@ from distnb.cluster.local.script_replica import error_path
 from distnb.cluster.local.watcher import Watcher
 from distnb.cluster.process_environment import Seat, import_environment, script_environment
 from distnb.cluster.rendezvous_store import RendezvousStore, free_port
-from distnb.cluster.worker_placement import Placement, network_environment, own_interface, split_address
+from distnb.cluster.worker_placement import WorkerPlacement, network_environment, own_interface, split_address
 from distnb.errors import StartError
 from distnb.topology import Device
 
@@ -33,7 +33,7 @@ _LAST_WORDS_S = 3.0  # what a replica that reported an error gets to end by itse
 _PYTHON = (sys.executable, "-P", "-m")
 
 
-def run_script(command: Sequence[str], devices: Sequence[Device], placement: Placement | None = None) -> int:
+def run_script(command: Sequence[str], devices: Sequence[Device], placement: WorkerPlacement | None = None) -> int:
     """Run a script once per device, as replicas of one another, and wait for the end of all.
 
     As one worker of a cluster of machines, its replicas are some of the cluster's. The chief's launcher serves the
@@ -85,7 +85,7 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Pla
             raise
 
 
-def _store_and_seat(placement: Placement | None, directory: Path) -> tuple[RendezvousStore | None, Seat]:
+def _store_and_seat(placement: WorkerPlacement | None, directory: Path) -> tuple[RendezvousStore | None, Seat]:
     """The store, if it is served here, and where this worker's replicas stand."""
     if placement is None:
         return None, Seat("127.0.0.1", free_port(), str(directory / "store"))

@@ -1,4 +1,4 @@
-"""Engines on other machines, whatever carries the words between: see `Way`.
+"""Engines on other machines, whatever carries the words between: see `Transport`.
 
 ipyparallel starts an engine in the background of the other machine, and asks from time to time whether it still runs.
 Here a process of this machine stays connected with the engine's keeper: it is the engine to this machine, its standard
@@ -28,7 +28,7 @@ from ipyparallel.cluster.launcher import LocalEngineLauncher
 from distnb import __version__
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
-from distnb.cluster.launcher import EngineEnded, EngineOrder, Ground, Launched
+from distnb.cluster.launcher import EngineEnded, EngineOrder, Launched, Launcher
 from distnb.cluster.local.capacity import Capacity, check_capacity, crowding
 from distnb.cluster.local.ipyparallel_launchers import Watched
 from distnb.cluster.local.orphans import end_group
@@ -40,7 +40,16 @@ from distnb.cluster.remote.node_agent import KILLED, Assignment
 from distnb.errors import DistnbError, StartError
 from distnb.topology import Device
 
-__all__ = ["BEARER", "KEEPER", "CommandKeeperLauncher", "Hosts", "KeeperLauncher", "Way", "plan_hosts", "probe"]
+__all__ = [
+    "BEARER",
+    "KEEPER",
+    "CommandNodeAgentLauncher",
+    "Hosts",
+    "NodeAgentLauncher",
+    "Transport",
+    "plan_hosts",
+    "probe",
+]
 
 KEEPER = (sys.executable, "-P", "-m", "distnb.cluster.remote.node_agent")
 """The keeper's command, the same on every machine."""
@@ -53,7 +62,7 @@ _ENDING_S = 10.0
 _SAID_CHARS = 2000
 
 
-class KeeperLauncher(Watched):
+class NodeAgentLauncher(Watched):
     """Starts the process that is connected with one engine's keeper; before a launcher of ipyparallel's."""
 
     told = b""
@@ -95,7 +104,7 @@ class KeeperLauncher(Watched):
         super()._end(status)
 
 
-class CommandKeeperLauncher(KeeperLauncher, LocalEngineLauncher):  # type: ignore[misc]
+class CommandNodeAgentLauncher(NodeAgentLauncher, LocalEngineLauncher):  # type: ignore[misc]
     """Starts a keeper by `engine_cmd` as it is: ipyparallel would add what its own engines are told."""
 
     def find_args(self) -> list[str]:
@@ -103,11 +112,11 @@ class CommandKeeperLauncher(KeeperLauncher, LocalEngineLauncher):  # type: ignor
         return list(self.engine_cmd)
 
 
-class Way(ABC):
+class Transport(ABC):
     """How keepers on other machines are started, and talked to."""
 
     @abstractmethod
-    def launcher(self, host: str, **settings: Any) -> KeeperLauncher:
+    def launcher(self, host: str, **settings: Any) -> NodeAgentLauncher:
         """A launcher of a keeper on a machine; its `told` is the keeper's standard input.
 
         Args:
@@ -139,7 +148,7 @@ class Way(ABC):
         """What is told of a machine to which no connection is made; what was said follows."""
 
 
-class Hosts(Ground):
+class Hosts(Launcher):
     """Engines on other machines.
 
     Args:
@@ -152,7 +161,7 @@ class Hosts(Ground):
     has_controller = False
     patience_s = 10.0
 
-    def __init__(self, hosts: Sequence[str], connection: Connection, address: str, way: Way) -> None:
+    def __init__(self, hosts: Sequence[str], connection: Connection, address: str, way: Transport) -> None:
         self._hosts = tuple(hosts)
         # Shared memory and the notebook's pid mean nothing there, and ipyparallel's controller stays on loopback.
         self._connection = dataclasses.replace(
@@ -160,7 +169,7 @@ class Hosts(Ground):
         )
         self._address = address
         self._way = way
-        self._launchers: dict[int, KeeperLauncher] = {}
+        self._launchers: dict[int, NodeAgentLauncher] = {}
         self._logs: dict[int, Path] = {}
 
     def launch(
@@ -234,7 +243,7 @@ class Hosts(Ground):
 # -- before the start ------------------------------------------------------------------------------------------------
 
 
-def probe(hosts: Sequence[str], way: Way) -> dict[str, tuple[int, Capacity]]:
+def probe(hosts: Sequence[str], way: Transport) -> dict[str, tuple[int, Capacity]]:
     """Ask each machine, all at once, how many GPUs it has, and how many engines it takes.
 
     Raises:
@@ -265,7 +274,7 @@ def probe(hosts: Sequence[str], way: Way) -> dict[str, tuple[int, Capacity]]:
             process.communicate()
 
 
-def _answer(host: str, process: subprocess.Popen[str], deadline: float, way: Way) -> tuple[int, Capacity]:
+def _answer(host: str, process: subprocess.Popen[str], deadline: float, way: Transport) -> tuple[int, Capacity]:
     try:
         out, err = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -295,7 +304,7 @@ def _checked(host: str, found: Mapping[str, Any]) -> tuple[int, Capacity]:
 
 def plan_hosts(
     names: Sequence[str],
-    way: Way,
+    way: Transport,
     per_host: int | Mapping[str, int] | None,
     devices: str | Sequence[str | Device] | None,
     *,

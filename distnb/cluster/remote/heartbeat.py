@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 from distnb.cluster.connection import Connection
 from distnb.errors import StartError
 
-__all__ = ["LOST_AFTER_S", "Lifeline"]
+__all__ = ["LOST_AFTER_S", "Heartbeat"]
 
 _PROBE_S = 2
 _PROBES = 3
@@ -29,7 +29,7 @@ _CONNECT_S = 30.0
 _LOOK_MS = 200
 
 
-class Lifeline:
+class Heartbeat:
     """A context in which the notebook is watched from a thread of its own.
 
     Args:
@@ -58,7 +58,7 @@ class Lifeline:
         self._monitor = self._socket.get_monitor_socket(events)
         self._thread = threading.Thread(target=self._watch, name="distnb-lifeline", daemon=True)
 
-    def __enter__(self) -> Lifeline:
+    def __enter__(self) -> Heartbeat:
         self._socket.connect(self._url)
         event = self._next_event(_CONNECT_S)
         if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:

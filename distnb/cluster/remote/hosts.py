@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
-from distnb.cluster.launcher import Ground, ThisMachine
+from distnb.cluster.launcher import Launcher, ThisMachine
 from distnb.cluster.local.capacity import check_capacity, crowding, this_machine
 from distnb.cluster.remote.network import listening_address
 from distnb.cluster.remote.resolved import Machines, machines_of, machines_with_servers
@@ -21,9 +21,9 @@ from distnb.errors import OptionError
 from distnb.topology import Device
 
 if TYPE_CHECKING:
-    from distnb.cluster.remote.base import Way
+    from distnb.cluster.remote.base import Transport
 
-__all__ = ["HostOptions", "Plan", "make_plan", "read_host_options"]
+__all__ = ["HostOptions", "HostPlan", "make_plan", "read_host_options"]
 
 _LAUNCHERS = ("local", "ssh", "slurm", "mpi", "server")
 _BATCH = ("pbs", "sge", "lsf", "htcondor")
@@ -53,7 +53,7 @@ class HostOptions:
     secret: Path | None = None
     without_gpus: Mapping[str, int] = field(default_factory=dict)
 
-    def way(self) -> Way:
+    def way(self) -> Transport:
         """How the machines are reached."""
         # Imported late: engines on this machine need none of it.
         if self.launcher == "server":
@@ -229,7 +229,7 @@ def _read_names(hosts: str | Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class HostPlan:
     """What is to be started.
 
     Attributes:
@@ -246,7 +246,7 @@ class Plan:
     options: HostOptions | None = None
     notices: tuple[str, ...] = ()
 
-    def ground(self, connection: Connection) -> Ground:
+    def ground(self, connection: Connection) -> Launcher:
         """Where the engines of a cluster with this connection are started."""
         if self.options is None:
             return ThisMachine(self.devices)
@@ -262,7 +262,7 @@ def make_plan(
     on_progress: Callable[[str], None],
     *,
     oversubscribe: bool,
-) -> Plan:
+) -> HostPlan:
     """Decide how many engines run where. Machines are asked what they have.
 
     Args:
@@ -277,7 +277,7 @@ def make_plan(
     if options is None:
         here, room = plan_devices(n, devices, oversubscribe=oversubscribe), this_machine()
         check_capacity(len(here), room, oversubscribe=oversubscribe)
-        return Plan(here, notices=tuple(filter(None, [crowding(len(here), room)])))
+        return HostPlan(here, notices=tuple(filter(None, [crowding(len(here), room)])))
     from distnb.cluster.remote.base import plan_hosts
 
     on_progress(f"asking {', '.join(options.hosts)}")
@@ -292,4 +292,4 @@ def make_plan(
         oversubscribe=oversubscribe,
         without_gpus=options.without_gpus,
     )
-    return Plan(planned, address, hosts, options, notices)
+    return HostPlan(planned, address, hosts, options, notices)

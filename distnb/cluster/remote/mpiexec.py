@@ -14,14 +14,14 @@ from typing import Any
 
 from ipyparallel.cluster.launcher import MPILauncher
 
-from distnb.cluster.remote.base import BEARER, KEEPER, KeeperLauncher, Way
+from distnb.cluster.remote.base import BEARER, KEEPER, NodeAgentLauncher, Transport
 
-__all__ = ["MPI", "MPIKeeperLauncher"]
+__all__ = ["MPI", "MPINodeAgentLauncher"]
 
 _SESSIONS = "OMPI_MCA_orte_local_tmpdir_base"
 
 
-class MPIKeeperLauncher(KeeperLauncher, MPILauncher):  # type: ignore[misc]
+class MPINodeAgentLauncher(NodeAgentLauncher, MPILauncher):  # type: ignore[misc]
     """Starts the keeper of one engine, and stays connected with it."""
 
     n = 1
@@ -31,7 +31,7 @@ class MPIKeeperLauncher(KeeperLauncher, MPILauncher):  # type: ignore[misc]
         return [*BEARER, *super().find_args()]
 
 
-class MPI(Way):
+class MPI(Transport):
     """Machines that mpiexec reaches.
 
     Args:
@@ -41,7 +41,7 @@ class MPI(Way):
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self._arguments = tuple(arguments)
 
-    def launcher(self, host: str, **settings: Any) -> KeeperLauncher:
+    def launcher(self, host: str, **settings: Any) -> NodeAgentLauncher:
         """An mpiexec that stays."""
         return self._launcher(host, "serve", **settings)
 
@@ -49,10 +49,10 @@ class MPI(Way):
         """By the same mpiexec."""
         return self._launcher(host, "probe").find_args()
 
-    def _launcher(self, host: str, task: str, **settings: Any) -> MPIKeeperLauncher:
+    def _launcher(self, host: str, task: str, **settings: Any) -> MPINodeAgentLauncher:
         # Both kinds of mpiexec understand these. Open MPI would bind a single process to a single core.
         arguments = ["--bind-to", "none", *self._arguments, "--host", host]
-        return MPIKeeperLauncher(mpi_args=arguments, program=[*KEEPER, task, "borne"], **settings)
+        return MPINodeAgentLauncher(mpi_args=arguments, program=[*KEEPER, task, "borne"], **settings)
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
         """Open MPI, when it is ended, leaves the files of its session: they go with the cluster's."""

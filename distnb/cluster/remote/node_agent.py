@@ -38,14 +38,14 @@ from distnb.cluster.local.capacity import this_machine
 from distnb.cluster.local.processes import Processes, Reaped
 from distnb.cluster.local.watcher import Watcher
 from distnb.cluster.process_environment import engine_environment, engines_environment, without_another_place
-from distnb.cluster.remote.heartbeat import Lifeline
+from distnb.cluster.remote.heartbeat import Heartbeat
 from distnb.cluster.remote.network import address_towards, interface_of
 from distnb.cluster.remote.wrapper import STATUS, beat_for_ever
 from distnb.cluster.worker_placement import network_environment
 from distnb.errors import StartError
 from distnb.topology import parse_device
 
-__all__ = ["KILLED", "Assignment", "Keeper", "main"]
+__all__ = ["KILLED", "Assignment", "NodeAgent", "main"]
 
 KILLED = 128
 """An engine that signal *n* ended gives the exit status 128 + *n*, as a shell says it: ssh carries no other."""
@@ -96,7 +96,7 @@ class Assignment:
             raise StartError(f"This is no assignment of a distnb {__version__} notebook: {error}.") from error
 
 
-class Keeper:
+class NodeAgent:
     """Keeps one engine.
 
     Args:
@@ -123,7 +123,7 @@ class Keeper:
         directory = make_run_directory()
         try:
             address = address_towards(self._assignment.notebook)
-            with Lifeline(self._assignment.connection, partial(self.let_go, status=_FAILED)):
+            with Heartbeat(self._assignment.connection, partial(self.let_go, status=_FAILED)):
                 return self._keep(directory, interface_of(address))
         finally:
             remove_run_directory(directory)
@@ -196,7 +196,7 @@ def _forward(source: int) -> None:
         pass
 
 
-def _await_end_of_input(keeper: Keeper) -> None:
+def _await_end_of_input(keeper: NodeAgent) -> None:
     """A word says that the engine is not wanted any more. Without one the notebook is gone, or the way to it."""
     asked = bool(os.read(0, 4096))
     keeper.let_go("" if asked else "the notebook let go of its engine here without a word; it is ended.", asked=asked)
@@ -235,7 +235,7 @@ def _do(task: str) -> int:
         return 0
     try:
         with open(0, "rb", buffering=0, closefd=False) as told:  # what comes after the line is for another reader
-            keeper = Keeper(Assignment.decode(told.readline()))
+            keeper = NodeAgent(Assignment.decode(told.readline()))
 
         def end(number: int, frame: FrameType | None) -> None:
             # Not the notebook, which says so on standard input: whoever rules this machine, such as Slurm's scancel.

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from distnb.cluster.remote.base import CommandKeeperLauncher, KeeperLauncher, Way
+from distnb.cluster.remote.base import CommandNodeAgentLauncher, NodeAgentLauncher, Transport
 from distnb.cluster.remote.secret import read_secret
 from distnb.cluster.worker_placement import split_address
 
 __all__ = ["Served"]
 
 
-class Served(Way):
+class Served(Transport):
     """Machines whose servers share a secret with this notebook; hosts are their addresses, host:port.
 
     Args:
@@ -27,9 +27,9 @@ class Served(Way):
         read_secret(secret)
         self._secret = secret.absolute()
 
-    def launcher(self, host: str, **settings: Any) -> KeeperLauncher:
+    def launcher(self, host: str, **settings: Any) -> NodeAgentLauncher:
         """A process of this machine that calls: it gets the secret's path, never the secret."""
-        return CommandKeeperLauncher(engine_cmd=self._calling(host, "serve"), **settings)
+        return CommandNodeAgentLauncher(engine_cmd=self._calling(host, "serve"), **settings)
 
     def probing(self, host: str) -> list[str]:
         """By the same kind of call."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distnb.cluster.remote.base import BEARER, KEEPER, CommandKeeperLauncher, KeeperLauncher, Way
+from distnb.cluster.remote.base import BEARER, KEEPER, CommandNodeAgentLauncher, NodeAgentLauncher, Transport
 from distnb.cluster.resolvers.host_list import expand_counts, expand_host_list
 from distnb.errors import OptionError, StartError
 
@@ -36,7 +36,7 @@ _CANCELLED = re.compile(r"\*\*\* (\S+ \S+ ON \S+ CANCELLED .*?) \*\*\*")
 _ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
 
 
-class Slurm(Way):
+class Slurm(Transport):
     """The nodes of this process's allocation. What srun is told leaves nothing of the allocation out.
 
     Args:
@@ -46,9 +46,9 @@ class Slurm(Way):
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self._arguments = tuple(arguments)
 
-    def launcher(self, host: str, **settings: Any) -> KeeperLauncher:
+    def launcher(self, host: str, **settings: Any) -> NodeAgentLauncher:
         """An srun that stays."""
-        return CommandKeeperLauncher(engine_cmd=self._command(host, "serve"), **settings)
+        return CommandNodeAgentLauncher(engine_cmd=self._command(host, "serve"), **settings)
 
     def probing(self, host: str) -> list[str]:
         """By a step of its own."""

@@ -9,11 +9,11 @@ from typing import Any
 
 from ipyparallel.cluster.launcher import SSHEngineLauncher
 
-from distnb.cluster.remote.base import KEEPER, KeeperLauncher, Way
+from distnb.cluster.remote.base import KEEPER, NodeAgentLauncher, Transport
 from distnb.cluster.remote.heartbeat import LOST_AFTER_S
 from distnb.errors import StartError
 
-__all__ = ["SSH", "SSHKeeperLauncher"]
+__all__ = ["SSH", "SSHNodeAgentLauncher"]
 
 _ALIVE_S = 2
 _OPTIONS = {
@@ -36,7 +36,7 @@ def _ssh_arguments(user_arguments: Sequence[str]) -> list[str]:
     return [*ours, *user_arguments, "-o", "ConnectTimeout=20"]
 
 
-class SSHKeeperLauncher(KeeperLauncher, SSHEngineLauncher):  # type: ignore[misc]
+class SSHNodeAgentLauncher(NodeAgentLauncher, SSHEngineLauncher):  # type: ignore[misc]
     """Starts the keeper of one engine on another machine, and stays connected with it."""
 
     def find_args(self) -> list[str]:
@@ -49,7 +49,7 @@ def _remote(words: Sequence[str]) -> str:
     return "exec " + shlex.join(words)
 
 
-class SSH(Way):
+class SSH(Transport):
     """Machines that ssh reaches without a password.
 
     Args:
@@ -60,9 +60,9 @@ class SSH(Way):
         self._user_arguments = tuple(arguments)
         self._arguments = _ssh_arguments(arguments)
 
-    def launcher(self, host: str, **settings: Any) -> KeeperLauncher:
+    def launcher(self, host: str, **settings: Any) -> NodeAgentLauncher:
         """ipyparallel's, with a keeper's end."""
-        return SSHKeeperLauncher(engine_cmd=[*KEEPER, "serve"], hostname=host, ssh_args=self._arguments, **settings)
+        return SSHNodeAgentLauncher(engine_cmd=[*KEEPER, "serve"], hostname=host, ssh_args=self._arguments, **settings)
 
     def probing(self, host: str) -> list[str]:
         """By the same ssh."""

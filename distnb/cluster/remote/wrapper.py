@@ -28,7 +28,7 @@ import psutil
 
 from distnb.cluster.remote.calling import BEAT_S, LOST, SILENCE_S
 
-__all__ = ["BEAT", "STATUS", "Bearer", "beat_for_ever", "main"]
+__all__ = ["BEAT", "STATUS", "Wrapper", "beat_for_ever", "main"]
 
 BEAT: Final = b"distnb-beat"
 STATUS: Final = b"distnb-status "
@@ -50,7 +50,7 @@ def beat_for_ever() -> None:
             time.sleep(BEAT_S)
 
 
-class Bearer:
+class Wrapper:
     """One command, from its start to its end.
 
     Args:
@@ -172,7 +172,7 @@ def _end_all_below() -> None:
 
 def _bear(command: Sequence[str], silence_s: float, first_word_s: float) -> int:
     try:
-        return Bearer(command, silence_s, first_word_s).run()
+        return Wrapper(command, silence_s, first_word_s).run()
     except OSError as error:
         print(f"{command[0]} cannot be started: {error}.", file=sys.stderr, flush=True)
         return LOST
@@ -181,7 +181,7 @@ def _bear(command: Sequence[str], silence_s: float, first_word_s: float) -> int:
 
 
 def main(command: Sequence[str], silence_s: float = SILENCE_S, first_word_s: float = _FIRST_WORD_S) -> int:
-    """Run the command in a process beside this one, as `Bearer` does; returns the exit status in both."""
+    """Run the command in a process beside this one, as `Wrapper` does; returns the exit status in both."""
     group = os.getpid()
     _on_sigterm(lambda: sys.exit(LOST))  # on its way out the command is ended
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

@@ -15,7 +15,7 @@ import torch
 
 from distnb.collectives.gradients.buckets import ReducingGroup
 from distnb.collectives.gradients.flat_packing import Slot
-from distnb.collectives.gradients.parameter_groups import Family
+from distnb.collectives.gradients.parameter_groups import ParameterGroup
 from distnb.errors import GradientError
 
 __all__ = ["agree", "checksum"]
@@ -45,8 +45,8 @@ class _Proposal:
 
 
 def agree(
-    group: ReducingGroup, families: Sequence[Family], touched: Sequence[Family], place: str
-) -> tuple[tuple[Family, ...], bool]:
+    group: ReducingGroup, families: Sequence[ParameterGroup], touched: Sequence[ParameterGroup], place: str
+) -> tuple[tuple[ParameterGroup, ...], bool]:
     """Find the families that this kind of pass reduces, the same on every replica.
 
     Args:
@@ -104,14 +104,14 @@ def _same_in_order(proposals: Sequence[_Proposal]) -> bool:
     return all(layout == layouts[0] for layout in layouts)
 
 
-def _signature(family: Family) -> Signature:
+def _signature(family: ParameterGroup) -> Signature:
     return tuple(
         (place, slot.shape, slot.stride, str(slot.dtype), slot.device.type)
         for place, slot in zip(family.active, family.slots, strict=True)
     )
 
 
-def _checksums(family: Family) -> tuple[int, ...]:
+def _checksums(family: ParameterGroup) -> tuple[int, ...]:
     """One exact, order-independent number per parameter: replicas that hold the same bits get the same."""
     return tuple(checksum(family.params[place]) for place in family.active)
 
@@ -129,7 +129,7 @@ def checksum(tensor: torch.Tensor) -> int:
         return int(flat.view(whole).sum(dtype=torch.int64))
 
 
-def _compare(proposals: Sequence[_Proposal], names: Sequence[Identity], family: Family | None) -> None:
+def _compare(proposals: Sequence[_Proposal], names: Sequence[Identity], family: ParameterGroup | None) -> None:
     label = family.description if family is not None else "a model"
     layouts = [proposal.layouts.get(name) for proposal, name in zip(proposals, names, strict=True)]
     missing = [rank for rank, layout in enumerate(layouts) if layout is None]

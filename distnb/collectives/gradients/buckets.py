@@ -1,6 +1,6 @@
 """How gradients are cut into buckets, and one bucket's way through a collective.
 
-A `Plan` covers the gradients that are reduced together: all small families that one backward pass reaches,
+A `BucketPlan` covers the gradients that are reduced together: all small families that one backward pass reaches,
 in one bucket per device and dtype; or one large family, in several buckets that start during the pass.
 """
 
@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 
 from distnb.collectives.algorithms.packs import Packs
 from distnb.collectives.gradients.flat_packing import Pack, PackPool, Slot
-from distnb.collectives.gradients.parameter_groups import Family
+from distnb.collectives.gradients.parameter_groups import ParameterGroup
 from distnb.collectives.gradients.weighting import Weighting
 from distnb.errors import GradientError
 
-__all__ = ["Bucket", "Plan", "ReducingGroup", "Started", "Sums", "bucket_nbytes", "is_large"]
+__all__ = ["Bucket", "BucketPlan", "ReducingGroup", "Started", "Sums", "bucket_nbytes", "is_large"]
 
 
 # A family of at least this size is cut into buckets that start during the pass; smaller ones wait for its end.
@@ -32,7 +32,7 @@ _SALTS = 61
 # So many buckets of a plan travel at once: a group has room for a few hundred messages that nobody has waited for.
 _UNDER_WAY = 16
 
-Member = tuple[Family, int]
+Member = tuple[ParameterGroup, int]
 """A parameter: its family, and its place there."""
 
 
@@ -123,7 +123,7 @@ class Bucket:
         self._started = None
 
 
-class Plan:
+class BucketPlan:
     """The gradients of some families, laid out in buckets.
 
     Args:
@@ -139,7 +139,7 @@ class Plan:
         launched: Number of buckets that have started in this pass, always the first ones.
     """
 
-    def __init__(self, families: Sequence[Family], packs: Packs, *, overlapped: bool) -> None:
+    def __init__(self, families: Sequence[ParameterGroup], packs: Packs, *, overlapped: bool) -> None:
         self.families = tuple(families)
         self.members = [(family, place) for family in families for place in family.active]
         self.slots = [slot for family in families for slot in family.slots]
@@ -259,30 +259,30 @@ class Plan:
 class ReadyBucket(Protocol):
     """Told of a bucket whose gradients are all there. Returns whether it was started."""
 
-    def __call__(self, plan: Plan, bucket: Bucket) -> bool: ...
+    def __call__(self, plan: BucketPlan, bucket: Bucket) -> bool: ...
 
 
 def _arrived(
-    plan: weakref.ref[Plan], number: int, member: Member, ready: ReadyBucket, _parameter: torch.Tensor
+    plan: weakref.ref[BucketPlan], number: int, member: Member, ready: ReadyBucket, _parameter: torch.Tensor
 ) -> None:
     found = plan()
     if found is not None:
         found.arrived(number, member, ready)
 
 
-def _size(family: Family) -> tuple[int, str]:
+def _size(family: ParameterGroup) -> tuple[int, str]:
     """(bytes, type of device) of the gradients that are packed."""
     dense = [slot for slot in family.slots if not slot.sparse]
     return sum(slot.nbytes for slot in dense), dense[0].device.type if dense else "cpu"
 
 
-def is_large(family: Family) -> bool:
+def is_large(family: ParameterGroup) -> bool:
     """Whether a family is worth several buckets."""
     nbytes, kind = _size(family)
     return nbytes >= OVERLAP_NBYTES.get(kind, OVERLAP_NBYTES["cuda"])
 
 
-def bucket_nbytes(family: Family) -> int:
+def bucket_nbytes(family: ParameterGroup) -> int:
     """The least size of a large family's buckets."""
     nbytes, kind = _size(family)
     return max(BUCKET_NBYTES.get(kind, BUCKET_NBYTES["cuda"]), nbytes // 8)

@@ -9,7 +9,7 @@ import torch
 
 from distnb.collectives.gradients.aggregated import aggregated
 from distnb.collectives.gradients.buckets import ReducingGroup
-from distnb.collectives.gradients.parameter_groups import Family
+from distnb.collectives.gradients.parameter_groups import ParameterGroup
 from distnb.errors import UnsyncedGradientError
 
 __all__ = ["check_equal", "keep_equal"]
@@ -17,7 +17,7 @@ __all__ = ["check_equal", "keep_equal"]
 _TOLERANCE = 1e-5  # of a gradient's norm: the same sums on other processors differ in their last bits
 
 
-def check_equal(group: ReducingGroup, families: Sequence[Family], where: str) -> None:
+def check_equal(group: ReducingGroup, families: Sequence[ParameterGroup], where: str) -> None:
     """Compare the new gradients of all replicas, by their sums and norms. All replicas call it.
 
     Args:
@@ -62,7 +62,7 @@ def _close(first: tuple[float, float] | None, other: tuple[float, float] | None)
     return repr(first) == repr(other) or all(abs(a - b) <= allowed for a, b in zip(first, other, strict=True))
 
 
-def keep_equal(families: Sequence[Family]) -> None:
+def keep_equal(families: Sequence[ParameterGroup]) -> None:
     """Add the new gradients to the old ones; they count as aggregated."""
     aggregated.serial += 1
     for family in families:

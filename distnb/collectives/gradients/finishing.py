@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from distnb.collectives.gradients.aggregated import aggregated
-from distnb.collectives.gradients.buckets import Plan, ReducingGroup, Sums
-from distnb.collectives.gradients.parameter_groups import Family, LocalPart
+from distnb.collectives.gradients.buckets import BucketPlan, ReducingGroup, Sums
+from distnb.collectives.gradients.parameter_groups import LocalPart, ParameterGroup
 from distnb.collectives.gradients.second_order import reduce_with_graph
 from distnb.collectives.gradients.sparse_gradients import reduce_sparse
 from distnb.collectives.gradients.weighting import Weighting, sum_of_weights
@@ -17,7 +17,7 @@ from distnb.collectives.gradients.weighting import Weighting, sum_of_weights
 __all__ = ["finish", "finish_with_graph", "keep_local"]
 
 
-def finish(plan: Plan, group: ReducingGroup, weighting: Weighting) -> None:
+def finish(plan: BucketPlan, group: ReducingGroup, weighting: Weighting) -> None:
     """Wait for a plan's buckets and set the gradients of its parameters."""
     for family in plan.families:
         family.unused = frozenset()
@@ -43,7 +43,7 @@ def finish(plan: Plan, group: ReducingGroup, weighting: Weighting) -> None:
     plan.reset()
 
 
-def finish_with_graph(plan: Plan, group: ReducingGroup, adding: Sums, weighting: Weighting) -> None:
+def finish_with_graph(plan: BucketPlan, group: ReducingGroup, adding: Sums, weighting: Weighting) -> None:
     """Reduce a plan's gradients so that they can be differentiated again, and set them."""
     device = plan.slots[0].device
     scale, local_scale = weighting.scale, weighting.local_scale
@@ -80,7 +80,7 @@ def finish_with_graph(plan: Plan, group: ReducingGroup, adding: Sums, weighting:
     plan.reset()
 
 
-def keep_local(families: Sequence[Family], weighting: Weighting) -> None:
+def keep_local(families: Sequence[ParameterGroup], weighting: Weighting) -> None:
     """Under no_sync: add the new gradients to the old ones on this replica, and remember that they are its own."""
     ratio = weighting.scale / weighting.local_scale if weighting.local_scale else 0.0
     for family in families:
@@ -120,7 +120,7 @@ class _Batch:
         self._copy_to: list[torch.Tensor] = []
         self._copied: list[torch.Tensor] = []
 
-    def place(self, family: Family, place: int, total: torch.Tensor | None) -> None:
+    def place(self, family: ParameterGroup, place: int, total: torch.Tensor | None) -> None:
         """Set one gradient: what was aggregated before the pass plus what is now. None: no replica had one."""
         parameter = family.params[place]
         before = family.aside.get(place)
@@ -140,7 +140,7 @@ class _Batch:
         else:
             self._replace_local(parameter, before, part, total)
 
-    def _add_to_aggregated(self, family: Family, place: int, before: torch.Tensor, total: torch.Tensor) -> None:
+    def _add_to_aggregated(self, family: ParameterGroup, place: int, before: torch.Tensor, total: torch.Tensor) -> None:
         # Assigned by hand, the old gradient may never have been aggregated. It may also be made from one that was.
         tainted = before not in aggregated and family.serial <= aggregated.stepped and _has_values(before)
         (family.tainted.add if tainted else family.tainted.discard)(place)

@@ -25,14 +25,14 @@ from distnb.collectives.gradients.backward_passes import (
     stop_listening,
 )
 from distnb.collectives.gradients.bucket_agreement import agree
-from distnb.collectives.gradients.buckets import Bucket, Plan, ReducingGroup, Sums, bucket_nbytes, is_large
+from distnb.collectives.gradients.buckets import Bucket, BucketPlan, ReducingGroup, Sums, bucket_nbytes, is_large
 from distnb.collectives.gradients.equal_gradients import check_equal, keep_equal
 from distnb.collectives.gradients.finishing import finish, finish_with_graph, keep_local
 from distnb.collectives.gradients.mean_loss import Finding, MeanLossCheck
 from distnb.collectives.gradients.mirrored_parameters import forget_mirrors, is_mirrored, note_mirror
 from distnb.collectives.gradients.optimizer_guard import guard_optimizers
-from distnb.collectives.gradients.parameter_groups import Family
-from distnb.collectives.gradients.resynchronisation import Buffers, HealingGroup, heal
+from distnb.collectives.gradients.parameter_groups import ParameterGroup
+from distnb.collectives.gradients.resynchronisation import Buffers, ResynchronisationGroup, heal
 from distnb.collectives.gradients.step_watch import changed_by_hand, note_versions
 from distnb.collectives.gradients.weighting import Weighting, exact, sum_of_weights, weighting_of
 from distnb.collectives.gradients.wrapping import refuse_wrapping
@@ -64,9 +64,9 @@ class _Pass:
 class _Entry:
     """What one kind of pass reduces, as agreed between the replicas."""
 
-    families: tuple[Family, ...]
+    families: tuple[ParameterGroup, ...]
     versions: tuple[int, ...]
-    plans: tuple[Plan, ...]
+    plans: tuple[BucketPlan, ...]
 
     @property
     def current(self) -> bool:
@@ -112,11 +112,11 @@ class GradientSync:
         self._in_replica = in_replica
         self._packs = packs or Packs()
         self._mean_loss = MeanLossCheck() if check_mean_loss and reduction == "sum" else None
-        self._families: list[Family] = []
-        self._by_key: dict[object, weakref.ref[Family]] = {}
-        self._entries: dict[tuple[Family, ...], _Entry] = {}
+        self._families: list[ParameterGroup] = []
+        self._by_key: dict[object, weakref.ref[ParameterGroup]] = {}
+        self._entries: dict[tuple[ParameterGroup, ...], _Entry] = {}
         self._varying: list[_Entry] = []
-        self._overlapped: dict[Family, Plan] = {}
+        self._overlapped: dict[ParameterGroup, BucketPlan] = {}
         self._pass: _Pass | None = None
         self._unsynced = 0
         self._slice: tuple[int, int | None] | None = None
@@ -172,7 +172,7 @@ class GradientSync:
         self._healed = group.generation
         if group.size == 1:
             return
-        healed = heal(cast("HealingGroup", group), self._families, buffers)
+        healed = heal(cast("ResynchronisationGroup", group), self._families, buffers)
         if healed is not None:
             frame = calling_frame()
             warnings.warn_explicit(
@@ -254,9 +254,9 @@ class GradientSync:
         """The pass is over: its gradients are aggregated, and added to what was there before."""
         if self._pass is None:
             return
-        touched: list[Family] = []
-        reduced: tuple[Family, ...] = ()
-        fresh: dict[Family, list[torch.Tensor | None]] = {}
+        touched: list[ParameterGroup] = []
+        reduced: tuple[ParameterGroup, ...] = ()
+        fresh: dict[ParameterGroup, list[torch.Tensor | None]] = {}
         for family in self._families:
             gradients = family.fresh()
             if _some(gradients) or self._launched(family):
@@ -291,8 +291,8 @@ class GradientSync:
     # The pass, step by step ----------------------------------------------------------------------------------
 
     def _reduce(
-        self, this: _Pass, touched: tuple[Family, ...], fresh: dict[Family, list[torch.Tensor | None]]
-    ) -> tuple[Family, ...]:
+        self, this: _Pass, touched: tuple[ParameterGroup, ...], fresh: dict[ParameterGroup, list[torch.Tensor | None]]
+    ) -> tuple[ParameterGroup, ...]:
         for family in touched:
             if not self._launched(family) and family.layout_is_stale(fresh[family]):
                 family.layout_version += 1
@@ -320,7 +320,7 @@ class GradientSync:
             family.release()
         return entry.families
 
-    def _entry(self, touched: tuple[Family, ...]) -> _Entry | None:
+    def _entry(self, touched: tuple[ParameterGroup, ...]) -> _Entry | None:
         entry = self._entries.get(touched)
         if entry is None:
             for varying in self._varying:
@@ -329,7 +329,7 @@ class GradientSync:
         return entry
 
     def _agree(
-        self, this: _Pass, touched: tuple[Family, ...], fresh: dict[Family, list[torch.Tensor | None]]
+        self, this: _Pass, touched: tuple[ParameterGroup, ...], fresh: dict[ParameterGroup, list[torch.Tensor | None]]
     ) -> _Entry:
         for family in self._families:
             family.lay_out(fresh.get(family) or family.fresh())
@@ -338,7 +338,7 @@ class GradientSync:
         small = [family for family in families if family not in large]
         plans = [self._overlapped_plan(family) for family in large]
         if small:
-            plans.append(Plan(small, self._packs, overlapped=False))
+            plans.append(BucketPlan(small, self._packs, overlapped=False))
         entry = _Entry(families, tuple([family.layout_version for family in families]), tuple(plans))
         if not alike:
             # From pass to pass each replica may reach any of these families: all such passes are one kind from now on.
@@ -347,17 +347,17 @@ class GradientSync:
         self._entries[touched] = entry
         return entry
 
-    def _overlapped_plan(self, family: Family) -> Plan:
+    def _overlapped_plan(self, family: ParameterGroup) -> BucketPlan:
         plan = self._overlapped.get(family)
         if plan is None or plan.version != family.layout_version:
             if plan is not None:
                 plan.detach()
             packs = Packs(bucket_nbytes(family)) if self._packs == Packs() else self._packs
-            plan = self._overlapped[family] = Plan([family], packs, overlapped=True)
+            plan = self._overlapped[family] = BucketPlan([family], packs, overlapped=True)
             plan.attach(self._ready)
         return plan
 
-    def _ready(self, plan: Plan, bucket: Bucket) -> bool:
+    def _ready(self, plan: BucketPlan, bucket: Bucket) -> bool:
         """During a pass, maybe on autograd's thread: all gradients of the next bucket are there."""
         this = self._pass
         if this is None or not this.may_overlap:
@@ -368,11 +368,11 @@ class GradientSync:
 
     # Bookkeeping ---------------------------------------------------------------------------------------------
 
-    def _launched(self, family: Family) -> bool:
+    def _launched(self, family: ParameterGroup) -> bool:
         plan = self._overlapped.get(family)
         return plan is not None and plan.launched > 0
 
-    def _family(self, identity: object) -> Family:
+    def _family(self, identity: object) -> ParameterGroup:
         # A model must not live on because it was a key.
         key = weakref.ref(identity) if isinstance(identity, torch.nn.Module) else identity
         found = self._by_key.get(key)
@@ -389,22 +389,22 @@ class GradientSync:
             )
             sync = weakref.ref(self)
 
-            def gone(family: Family) -> None:
+            def gone(family: ParameterGroup) -> None:
                 if (owner := sync()) is not None:
                     owner._drop_family(family)
 
-            family = Family((generation, self._made), key, f"{kind} {self._made}", gone)
+            family = ParameterGroup((generation, self._made), key, f"{kind} {self._made}", gone)
             self._families.append(family)
             self._by_key[key] = weakref.ref(family)
         return family
 
-    def _drop_family(self, family: Family) -> None:
+    def _drop_family(self, family: ParameterGroup) -> None:
         if family in self._families:
             self._families.remove(family)
         self._by_key = {key: found for key, found in self._by_key.items() if found() is not family}
         self._drop_entries([family])
 
-    def _drop_entries(self, families: list[Family]) -> None:
+    def _drop_entries(self, families: list[ParameterGroup]) -> None:
         dropped = set(families)
         self._entries = {
             key: entry for key, entry in self._entries.items() if dropped.isdisjoint((*key, *entry.families))

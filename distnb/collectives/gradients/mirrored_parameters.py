@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distnb.collectives.gradients.parameter_groups import Family
+from distnb.collectives.gradients.parameter_groups import ParameterGroup
 
 if TYPE_CHECKING:
     from distnb.collectives.gradients.gradient_sync import GradientSync
@@ -22,14 +22,14 @@ class Mirror:
 
     parameter: weakref.ref[torch.nn.Parameter]
     sync: weakref.ref[GradientSync]
-    family: Family
+    family: ParameterGroup
     place: int
 
 
 _mirrors: dict[int, Mirror] = {}
 
 
-def note_mirror(parameter: torch.nn.Parameter, sync: GradientSync, family: Family, place: int) -> None:
+def note_mirror(parameter: torch.nn.Parameter, sync: GradientSync, family: ParameterGroup, place: int) -> None:
     """Remember that a parameter is mirrored, for as long as it lives."""
     identity = id(parameter)
     gone = weakref.ref(parameter, lambda _: _mirrors.pop(identity, None))

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from distnb.collectives.gradients.flat_packing import Slot
 from distnb.errors import GradientError
 
-__all__ = ["Family", "LocalPart"]
+__all__ = ["ParameterGroup", "LocalPart"]
 
 
 class _Gone:
@@ -48,7 +48,7 @@ class LocalPart:
     version: int = 0
 
 
-class Family:
+class ParameterGroup:
     """Parameters that are reduced together: those of one model, in the order in which they were made.
 
     Nothing here keeps a parameter alive. A parameter that is gone keeps its place, so that a layout never
@@ -69,7 +69,7 @@ class Family:
     """
 
     def __init__(
-        self, identity: tuple[int, int], key: object, description: str, on_extinct: Callable[[Family], None]
+        self, identity: tuple[int, int], key: object, description: str, on_extinct: Callable[[ParameterGroup], None]
     ) -> None:
         self.identity = identity
         self.key = key
@@ -241,7 +241,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _replaced(family: Family, place: int) -> str:
+def _replaced(family: ParameterGroup, place: int) -> str:
     return (
         f"The gradient of parameter {place} of {family.description} held an aggregated part when a backward pass under "
         "no_sync() added this replica's own part to it, and then it was changed by hand. Now the two parts cannot be "

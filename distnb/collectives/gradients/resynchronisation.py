@@ -23,9 +23,9 @@ from torch.nn.parameter import is_lazy
 
 from distnb.collectives.gradients.bucket_agreement import checksum
 from distnb.collectives.gradients.mirrored_parameters import find_mirror
-from distnb.collectives.gradients.parameter_groups import Family
+from distnb.collectives.gradients.parameter_groups import ParameterGroup
 
-__all__ = ["Buffers", "HealingGroup", "heal"]
+__all__ = ["Buffers", "ResynchronisationGroup", "heal"]
 
 Buffers = tuple[str, Sequence[torch.Tensor]]
 """How people call a model, and its buffers."""
@@ -34,7 +34,7 @@ Buffers = tuple[str, Sequence[torch.Tensor]]
 _OptimizerKey = tuple[str, tuple[tuple[int, int], ...]]
 
 
-class HealingGroup(Protocol):
+class ResynchronisationGroup(Protocol):
     """What healing needs of a process group."""
 
     rank: int
@@ -67,7 +67,9 @@ class _State:
     counts: tuple[tuple[int, ...], ...]
 
 
-def heal(group: HealingGroup, families: Sequence[Family], buffers: Sequence[Buffers] = ()) -> str | None:
+def heal(
+    group: ResynchronisationGroup, families: Sequence[ParameterGroup], buffers: Sequence[Buffers] = ()
+) -> str | None:
     """Compare what the replicas hold of these families; take over replica 0's where it differs.
 
     Every replica calls it at the same place of its program, between steps.
@@ -98,7 +100,9 @@ def heal(group: HealingGroup, families: Sequence[Family], buffers: Sequence[Buff
     return ", ".join(text for text in told if text) or None
 
 
-def _heal_family(group: HealingGroup, family: Family, states: Sequence[_State], place: int) -> str | None:
+def _heal_family(
+    group: ResynchronisationGroup, family: ParameterGroup, states: Sequence[_State], place: int
+) -> str | None:
     told = []
     params = _parameters(family)
     if any(state.values[place] != states[0].values[place] for state in states):
@@ -115,14 +119,14 @@ def _heal_family(group: HealingGroup, family: Family, states: Sequence[_State], 
     return f"{family.description}'s {' and '.join(told)}" if told else None
 
 
-def _heal_buffers(group: HealingGroup, name: str, buffers: Sequence[torch.Tensor]) -> str | None:
+def _heal_buffers(group: ResynchronisationGroup, name: str, buffers: Sequence[torch.Tensor]) -> str | None:
     with torch.no_grad():
         for buffer in buffers:
             group.broadcast(buffer, 0)
     return f"{name}'s buffers" if buffers else None
 
 
-def _heal_optimizer(group: HealingGroup, key: _OptimizerKey, optimizer: torch.optim.Optimizer | None) -> str:
+def _heal_optimizer(group: ResynchronisationGroup, key: _OptimizerKey, optimizer: torch.optim.Optimizer | None) -> str:
     device = torch.device("cpu")
     buffer = io.BytesIO()
     if group.rank == 0 and optimizer is not None:
@@ -148,13 +152,13 @@ def _heal_optimizer(group: HealingGroup, key: _OptimizerKey, optimizer: torch.op
 # -- what this replica holds ------------------------------------------------------------------------------------------
 
 
-def _parameters(family: Family) -> list[torch.nn.Parameter]:
+def _parameters(family: ParameterGroup) -> list[torch.nn.Parameter]:
     found = [reference() for reference in family.references]
     return [parameter for parameter in found if parameter is not None and not is_lazy(parameter)]
 
 
 def _state(
-    families: Sequence[Family],
+    families: Sequence[ParameterGroup],
     optimizers: dict[_OptimizerKey, torch.optim.Optimizer],
     buffers: Sequence[Buffers],
 ) -> _State:
@@ -181,7 +185,7 @@ def _gradient_checksum(parameter: torch.nn.Parameter) -> int | None:
     return None if parameter.grad is None else checksum(parameter.grad.to_dense())
 
 
-def _optimizers_of(families: Sequence[Family]) -> dict[_OptimizerKey, torch.optim.Optimizer]:
+def _optimizers_of(families: Sequence[ParameterGroup]) -> dict[_OptimizerKey, torch.optim.Optimizer]:
     numbers = {family: number for number, family in enumerate(families)}
     found: dict[_OptimizerKey, torch.optim.Optimizer] = {}
     # Optimizers are known to nobody but their users; this runs once per generation.

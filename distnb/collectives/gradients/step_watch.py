@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from distnb.collectives.gradients.bucket_agreement import checksum
 from distnb.collectives.gradients.mirrored_parameters import find_mirror
-from distnb.collectives.gradients.parameter_groups import Family
+from distnb.collectives.gradients.parameter_groups import ParameterGroup
 
 __all__ = ["StepWatch", "changed_by_hand", "note_versions"]
 
@@ -54,14 +54,14 @@ class _Stepping:
         ]
 
 
-def note_versions(families: Iterable[Family]) -> None:
+def note_versions(families: Iterable[ParameterGroup]) -> None:
     """The parameters that were adopted since are equal on all replicas now."""
     for family in families:
         for place, parameter in _parameters(family):
             family.versions.setdefault(place, parameter._version)
 
 
-def changed_by_hand(families: Iterable[Family]) -> dict[str, int]:
+def changed_by_hand(families: Iterable[ParameterGroup]) -> dict[str, int]:
     """The parameters that something else than steps has changed since the last look, by name, with a number for each.
 
     Numbers are equal for equal bits.
@@ -77,6 +77,6 @@ def changed_by_hand(families: Iterable[Family]) -> dict[str, int]:
     return changed
 
 
-def _parameters(family: Family) -> list[tuple[int, torch.nn.Parameter]]:
+def _parameters(family: ParameterGroup) -> list[tuple[int, torch.nn.Parameter]]:
     found = [(place, reference()) for place, reference in enumerate(family.references)]
     return [(place, p) for place, p in found if p is not None and not is_lazy(p) and not p.is_inference()]

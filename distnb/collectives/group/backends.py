@@ -20,7 +20,7 @@ from distnb.collectives.group import exits
 from distnb.collectives.group.gloo_sockets import Connections, pollers
 from distnb.errors import CollectiveError
 
-__all__ = ["FOREVER", "Carrier", "Transport", "abort_all", "form"]
+__all__ = ["FOREVER", "Carrier", "Backends", "abort_all", "form"]
 
 FOREVER = timedelta(days=3650)
 """The time limit that the inner backends get. A replica that computes for an hour is slow, not lost."""
@@ -52,7 +52,7 @@ class Carrier:
 
 
 @dataclass
-class Transport:
+class Backends:
     """The inner backends of one process group, by the type of device whose tensors they carry.
 
     Attributes:
@@ -131,7 +131,7 @@ class Transport:
         thread.start()
 
 
-def abort_all(transports: Sequence[Transport]) -> None:
+def abort_all(transports: Sequence[Backends]) -> None:
     """End everything that is under way on this replica in several groups. Safe from any thread."""
     for transport in transports:
         transport.connections.shut_down()
@@ -166,14 +166,14 @@ def form(
     local: bool,
     check: Callable[[], None],
     on_abandon: Callable[[], None],
-) -> Transport:
+) -> Backends:
     """Connect with the other replicas, all of which are known to be on their way here.
 
     Args:
         store: Where addresses are exchanged, under a prefix that nobody used before.
         rank, size: Who is who.
         carrier: What carries the devices' own tensors, beside Gloo; None where nothing does.
-        staged: See `Transport`.
+        staged: See `Backends`.
         local: All replicas are on this machine: listen on loopback only.
         check: Called while waiting; raises when there is no point any more.
         on_abandon: Called when a thread is left behind that may block in the store's connection.
@@ -209,14 +209,12 @@ def form(
     except BaseException:  # an order to end the program is raised anywhere, not in `check` alone
         on_abandon()
         raise
-    if isinstance(made[0], Transport):
+    if isinstance(made[0], Backends):
         return made[0]
     raise CollectiveError(f"Replica {rank} could not connect to the other {size - 1} replicas: {made[0]}") from made[0]
 
 
-def _make(
-    store: Store, rank: int, size: int, carrier: Carrier | None, staged: frozenset[str], local: bool
-) -> Transport:
+def _make(store: Store, rank: int, size: int, carrier: Carrier | None, staged: frozenset[str], local: bool) -> Backends:
     with _device_making:  # its event loop is known by being new; whoever is left behind below must not hold the lock
         before = pollers()
         device = _gloo_device(local)
@@ -237,7 +235,7 @@ def _make(
     if carrier is not None:
         make = _nccl if carrier.name == "nccl" else _from_outside
         backends[carrier.device.type] = make(PrefixStore(carrier.name, store), rank, size, carrier)
-    return Transport(backends, staged, _plain(rank, size, backends), connections)
+    return Backends(backends, staged, _plain(rank, size, backends), connections)
 
 
 def _plain(rank: int, size: int, backends: Mapping[str, Any]) -> dist.ProcessGroup:

@@ -16,7 +16,7 @@ from distnb.collectives.group.work import Beginning, CollectiveWork, DeviceWork,
 from distnb.collectives.shared_memory.shared_sum import SharedWork
 from distnb.collectives.verify import signature
 from distnb.collectives.verify.collective_log import Record
-from distnb.collectives.verify.verifier import Ledger, Superseded
+from distnb.collectives.verify.verifier import Superseded, Verifier
 from distnb.errors import CollectiveError, ProgramAborted
 
 __all__ = ["OWN", "Entering"]
@@ -158,7 +158,7 @@ class Entering(GroupCore):
         self._open[number] = inner
         return CollectiveWork(self, inner, number, staging, limit_s)
 
-    def _post(self, ledger: Ledger, record: Record) -> int:
+    def _post(self, ledger: Verifier, record: Record) -> int:
         """Number a collective that is about to be entered, and compare it with what others called."""
         epoch, waits = self.epoch, self._waits
         if waits is not None:

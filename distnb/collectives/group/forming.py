@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from torch._C._distributed_c10d import PrefixStore
 
 from distnb.collectives.group import backends, rendezvous
-from distnb.collectives.group.backends import Carrier, Transport
+from distnb.collectives.group.backends import Backends, Carrier
 from distnb.collectives.group.process_group import GroupCore
 from distnb.collectives.group.rendezvous import Card, StoreClient
 from distnb.collectives.shared_memory import shared_sum
 from distnb.collectives.verify import collective_log
-from distnb.collectives.verify.collective_log import Board
-from distnb.collectives.verify.replicated_log import ReplicatedBoard
+from distnb.collectives.verify.collective_log import CollectiveLog
+from distnb.collectives.verify.replicated_log import ReplicatedLog
 from distnb.errors import CollectiveError
 
 __all__ = ["Forming", "Parts"]
@@ -30,8 +30,8 @@ _PAUSE_S = 0.0002
 class Parts:
     """What a formed group consists of."""
 
-    transport: Transport
-    board: Board
+    transport: Backends
+    board: CollectiveLog
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Forming:
         self._connect_store()
         self._rank: int = self.group.rank()
         self._size: int = self.group.size()
-        self._board: Board | None = None
+        self._board: CollectiveLog | None = None
         self._next_look = 0.0
         self._local = self._abandoned = False
 
@@ -86,7 +86,7 @@ class Forming:
         finally:
             self.group.waited()
 
-    def _share_board(self) -> Board:
+    def _share_board(self) -> CollectiveLog:
         rank, size, beside = self._rank, self._size, shared_sum.nbytes(self._size)
         memory, descriptor = collective_log.create_memory(size, beside) if rank == 0 else (None, -1)
         try:
@@ -99,16 +99,16 @@ class Forming:
                     memory = collective_log.open_memory(cards[0].pid, cards[0].board, size, beside)
             # A container or a security module may forbid it to some; then nobody shares memory.
             if self._local and self._all_agree("shares", memory is not None) and memory is not None:
-                return Board(memory, rank, size)
+                return CollectiveLog(memory, rank, size)
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
-        return ReplicatedBoard(self._board_store(), rank, size)
+        return ReplicatedLog(self._board_store(), rank, size)
 
     def _board_store(self) -> PrefixStore:
         return PrefixStore("board", self._store)
 
-    def _connect(self, made: Board) -> Transport:
+    def _connect(self, made: CollectiveLog) -> Backends:
         try:
             connected = backends.form(
                 self._store,
@@ -122,7 +122,7 @@ class Forming:
             )
         except BaseException as error:
             with suppress(Exception):
-                if self._abandoned and isinstance(made, ReplicatedBoard):
+                if self._abandoned and isinstance(made, ReplicatedLog):
                     self._connect_store()
                     made.move(self._board_store())
                 made.set_verdict(f"Replica {self.group.replicas[self._rank]} could not connect: {error}")
@@ -136,7 +136,7 @@ class Forming:
             raise
         return connected
 
-    def _leave_together(self, made: Board) -> None:
+    def _leave_together(self, made: CollectiveLog) -> None:
         """Wait until everyone is connected: an abort on one replica would spoil the connecting of another."""
         if not made.shared:
             self._all_agree("connected", True)

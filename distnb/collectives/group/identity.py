@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distnb.collectives.group.backends import Transport
+from distnb.collectives.group.backends import Backends
 from distnb.collectives.group.eager import methods_always_eager
 
 __all__ = ["GroupIdentity"]
@@ -36,7 +36,7 @@ class GroupIdentity(_ProcessGroup):  # type: ignore[misc]
         self._group_name = label
         self._group_desc = "undefined"
 
-    def _ready(self) -> Transport:
+    def _ready(self) -> Backends:
         """The connected backends."""
         raise NotImplementedError
 

@@ -20,7 +20,7 @@ from distnb.collectives.verify.signature import of_tensors
 from distnb.errors import CollectiveMismatchError, OptionError
 from distnb.topology import Device
 
-__all__ = ["Group", "Pending"]
+__all__ = ["Group", "PendingCollective"]
 
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NUMBERS = {name: hash(op) for name, op in _OPS.items()} | {"mean": hash(dist.ReduceOp.AVG)}
@@ -43,7 +43,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _CARRIED else tensor.reshape(-1).view(torch.uint8)
 
 
-class Pending:
+class PendingCollective:
     """An operation under way. `wait` gives its result."""
 
     def __init__(self, work: Any, tensor: Tensor, divisor: int) -> None:
@@ -108,8 +108,8 @@ class Group:
         """
         self.all_reduce_start(tensor, op).wait()
 
-    def all_reduce_start(self, tensor: Tensor, op: str = "sum") -> Pending | SharedWork:
-        """The same, under way while the caller goes on. The tensor must be left alone until `Pending.wait`."""
+    def all_reduce_start(self, tensor: Tensor, op: str = "sum") -> PendingCollective | SharedWork:
+        """The same, under way while the caller goes on. The tensor must be left alone until its `wait`."""
         options = _options(op)  # refuses ops that there are not
         _check_mean(tensor, op)
         # Not torch's name: a replica that calls this and one that calls torch's would never meet.
@@ -119,11 +119,11 @@ class Group:
             return in_memory
         if tensor.is_contiguous():
             work = self.process_group.all_reduce_as(key, _view(tensor), options)
-            return Pending(work, tensor, self.size if op == "mean" else 1)
+            return PendingCollective(work, tensor, self.size if op == "mean" else 1)
         whole = tensor.contiguous()
         self.process_group.all_reduce_as(key, _view(whole), options).wait()
         tensor.copy_(whole.div_(self.size) if op == "mean" else whole)
-        return Pending(None, tensor, 1)
+        return PendingCollective(None, tensor, 1)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every replica's tensor, in replica order. Shape and dtype must be the same everywhere."""

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
-from distnb.collectives.group.backends import Transport
+from distnb.collectives.group.backends import Backends
 from distnb.collectives.group.identity import GroupIdentity
 from distnb.collectives.group.regions import Regions, Standing
 from distnb.collectives.group.time_limit import TimeLimit, out_of_time
 from distnb.collectives.group.waiting import Waits
 from distnb.collectives.shared_memory.shared_sum import SharedSum
-from distnb.collectives.verify.collective_log import Board
-from distnb.collectives.verify.verifier import Ledger, Superseded
+from distnb.collectives.verify.collective_log import CollectiveLog
+from distnb.collectives.verify.verifier import Superseded, Verifier
 from distnb.errors import CollectiveError, CollectiveMismatchError
 
 __all__ = ["Formed", "GroupCore"]
@@ -36,8 +36,8 @@ _NOT_CONNECTED = (
 class Formed(Protocol):
     """What a process group gets when it is formed."""
 
-    transport: Transport
-    board: Board
+    transport: Backends
+    board: CollectiveLog
 
 
 class GroupCore(GroupIdentity):
@@ -82,15 +82,15 @@ class GroupCore(GroupIdentity):
         self.regions.tell(self)
         self._standing = Standing(self.regions)
         self._mendable = self._told = self._broke_in_program = False
-        self._former: Ledger | None = None
+        self._former: Verifier | None = None
         self.replicas = tuple(replicas)
         self.program: int = parent.program if parent is not None else 0
         self.label = label
         self._form = form
         self._make_subgroup = make_subgroup
         self._parent = parent
-        self._transport: Transport | None = None
-        self._ledger: Ledger | None = None
+        self._transport: Backends | None = None
+        self._ledger: Verifier | None = None
         self._own_waits: Waits | None = None
         self._shared: SharedSum | None = None
         self._issuing = threading.RLock()
@@ -189,7 +189,7 @@ class GroupCore(GroupIdentity):
             transport.release(lambda: not _under_way(opened, watched))
 
     @property
-    def transport(self) -> Transport | None:
+    def transport(self) -> Backends | None:
         """What carries the data, while the group is connected."""
         return self._transport
 
@@ -217,7 +217,7 @@ class GroupCore(GroupIdentity):
             self._transport.keep_for_ever()
             self._transport.connections.forget_in_child()
 
-    def _ready(self) -> Transport:
+    def _ready(self) -> Backends:
         if self.failure is not None:
             self._mend()
         if self._transport is None:
@@ -240,7 +240,7 @@ class GroupCore(GroupIdentity):
                 text = str(error) if isinstance(error, CollectiveError) else "The forming of a group was broken off."
                 self.fail(CollectiveError(text))
             raise
-        ledger = Ledger(formed.board, self.replicas, standing=self._standing, breaks=self.breaks)
+        ledger = Verifier(formed.board, self.replicas, standing=self._standing, breaks=self.breaks)
         ledger.begin(self.program)
         self._own_waits = Waits(formed.board)
         self._shared = SharedSum.of(formed.board)
@@ -427,7 +427,7 @@ class GroupCore(GroupIdentity):
                 self._parent.fail(error, mendable=True, told=True)
             raise
 
-    def _miss(self, ledger: Ledger, text: str) -> None:
+    def _miss(self, ledger: Verifier, text: str) -> None:
         """Raise if a replica left where this one waits, some time after its error did."""
         self._left_since = (self._left_since or time.monotonic()) if text else None
         if self._left_since is not None and time.monotonic() - self._left_since >= _LEFT_GRACE_S:
@@ -512,7 +512,7 @@ class GroupCore(GroupIdentity):
         if self._backend_name != "gloo":
             self._tend_device(ledger, epoch)
 
-    def _tend_device(self, ledger: Ledger, epoch: int) -> None:
+    def _tend_device(self, ledger: Verifier, epoch: int) -> None:
         """Waits for an accelerator see nothing: look for them whether a replica has left where this one is."""
         try:
             self._miss(ledger, ledger.departed(ledger.number))

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import constants
 
-from distnb.collectives.verify.verifier import Ledger
+from distnb.collectives.verify.verifier import Verifier
 from distnb.errors import CollectiveError, OptionError
 
 __all__ = ["TimeLimit", "out_of_time"]
@@ -70,7 +70,9 @@ class TimeLimit:
         return None
 
 
-def out_of_time(ledger: Ledger | None, replicas: Sequence[int], number: int | None, limit_s: float) -> CollectiveError:
+def out_of_time(
+    ledger: Verifier | None, replicas: Sequence[int], number: int | None, limit_s: float
+) -> CollectiveError:
     """The error for an operation that was not done in time: what it was, and who has not come to it.
 
     Args:

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Final
 
-from distnb.collectives.verify.collective_log import Board, Wait
+from distnb.collectives.verify.collective_log import CollectiveLog, Wait
 from distnb.errors import CollectiveMismatchError
 
 __all__ = ["Waits"]
@@ -26,7 +26,7 @@ class Waits:
         board: That board.
     """
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: CollectiveLog) -> None:
         self._board = board
         self._thread: int | None = None
         self._several_threads = False

@@ -23,7 +23,7 @@ import torch
 from distnb.collectives.group.rendezvous import host
 from distnb.errors import CollectiveError
 
-__all__ = ["Arena", "Meeting"]
+__all__ = ["SharedMemory", "SegmentMeeting"]
 
 _PAGE = mmap.PAGESIZE
 _PAGEMAP = "/proc/self/pagemap"
@@ -31,7 +31,7 @@ _PAGEMAP = "/proc/self/pagemap"
 _FLAGS_AT, _PRESENT, _SWAPPED, _OF_FILE = 61, 4, 2, 1
 
 
-class Meeting(Protocol):
+class SegmentMeeting(Protocol):
     """What an arena needs of a process group."""
 
     rank: int
@@ -50,7 +50,7 @@ class _Card:
     problem: str
 
 
-class Arena:
+class SharedMemory:
     """One piece of common memory. All replicas make it together.
 
     Args:
@@ -61,7 +61,7 @@ class Arena:
         CollectiveError: They cannot share memory, or there is not enough of it. All replicas raise alike.
     """
 
-    def __init__(self, group: Meeting, nbytes: int) -> None:
+    def __init__(self, group: SegmentMeeting, nbytes: int) -> None:
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
         descriptor, problem = -1, ""
         if group.rank == 0:

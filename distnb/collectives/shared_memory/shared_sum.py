@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distnb.collectives.verify.collective_log import Board
+from distnb.collectives.verify.collective_log import CollectiveLog
 from distnb.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def nbytes(size: int) -> int:
     return _PAGE + size * (_HEADER_NBYTES + _AREA_NBYTES) + _PAGE if _POSSIBLE else 0
 
 
-_made: weakref.WeakKeyDictionary[Board, SharedSum] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[CollectiveLog, SharedSum] = weakref.WeakKeyDictionary()
 
 
 class SharedSum:
@@ -78,12 +78,12 @@ class SharedSum:
         board: In whose memory they are, behind the board itself.
     """
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: CollectiveLog) -> None:
         memory, size = board.memory, board.size
         assert isinstance(memory, mmap.mmap)
         self._me, self.size = board.me, size
         self._others = [rank for rank in range(size) if rank != board.me]
-        base = -(-Board.nbytes(size) // _PAGE) * _PAGE
+        base = -(-CollectiveLog.nbytes(size) // _PAGE) * _PAGE
         heads = [base + rank * _HEADER_NBYTES for rank in range(size)]
         self._words = [(ctypes.c_uint32 * _WORDS).from_buffer(memory, head) for head in heads]
         self._addresses = [ctypes.addressof(words) for words in self._words]
@@ -100,7 +100,7 @@ class SharedSum:
         self.lock = threading.Lock()
 
     @classmethod
-    def of(cls, board: Board | None) -> SharedSum | None:
+    def of(cls, board: CollectiveLog | None) -> SharedSum | None:
         """The areas beside a board; None where replicas share no memory."""
         if not _POSSIBLE or board is None or board.size == 1:
             return None

@@ -21,7 +21,7 @@ __all__ = [
     "RING",
     "SLOT_NBYTES",
     "TEXT_NBYTES",
-    "Board",
+    "CollectiveLog",
     "Leaving",
     "Phase",
     "Record",
@@ -199,7 +199,7 @@ class Record:
         return [*self.text.split("\0"), "", ""][part]
 
 
-class Board:
+class CollectiveLog:
     """The records of every replica.
 
     Args:
@@ -356,14 +356,14 @@ def create_memory(size: int, beside: int = 0) -> tuple[mmap.mmap, int]:
         beside: Bytes for other uses, behind the board.
     """
     descriptor = os.memfd_create("distnb-board")
-    os.ftruncate(descriptor, Board.nbytes(size) + beside)
-    return mmap.mmap(descriptor, Board.nbytes(size) + beside), descriptor
+    os.ftruncate(descriptor, CollectiveLog.nbytes(size) + beside)
+    return mmap.mmap(descriptor, CollectiveLog.nbytes(size) + beside), descriptor
 
 
 def open_memory(pid: int, descriptor: int, size: int, beside: int = 0) -> mmap.mmap:
     """The memory that another process of this user made."""
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
     try:
-        return mmap.mmap(opened, Board.nbytes(size) + beside)
+        return mmap.mmap(opened, CollectiveLog.nbytes(size) + beside)
     finally:
         os.close(opened)

@@ -17,14 +17,14 @@ import threading
 from torch._C._distributed_c10d import Store
 
 from distnb.collectives.verify import callsite
-from distnb.collectives.verify.collective_log import HEADER_NBYTES, RING, SLOT_NBYTES, Board, Record, Stand
+from distnb.collectives.verify.collective_log import HEADER_NBYTES, RING, SLOT_NBYTES, CollectiveLog, Record, Stand
 
-__all__ = ["ReplicatedBoard"]
+__all__ = ["ReplicatedLog"]
 
 _NUMBER = struct.Struct("<Q")
 
 
-class ReplicatedBoard(Board):
+class ReplicatedLog(CollectiveLog):
     """The records of every replica, as far as this one knows them.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Final
 from distnb.collectives.verify import callsite
 from distnb.collectives.verify.collective_log import Record
 
-__all__ = ["Crossings", "combines"]
+__all__ = ["SwappedCalls", "combines"]
 
 # Nothing is put together in these, and taking turns with barriers is a custom.
 _EMPTY: Final = frozenset({"barrier", "monitored_barrier", "new_group"})
@@ -35,7 +35,7 @@ def _all_alike(record: Record) -> bool:
     return "root=" not in record.operation or _name(record) == "reduce"
 
 
-class Crossings:
+class SwappedCalls:
     """What has met so far, as one replica sees it.
 
     Args:

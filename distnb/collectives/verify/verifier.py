@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from distnb.collectives.group.regions import Regions, Standing
-from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, Board, Leaving, Record, Stand
-from distnb.collectives.verify.swapped_calls import Crossings, combines
+from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, CollectiveLog, Leaving, Record, Stand
+from distnb.collectives.verify.swapped_calls import SwappedCalls, combines
 from distnb.errors import CollectiveError, CollectiveMismatchError
 
-__all__ = ["Ledger", "Superseded"]
+__all__ = ["Verifier", "Superseded"]
 
 _ADVICE: Final = (
     "Every replica must call the same collectives, in the same order, with tensors of the same shape and dtype."
@@ -46,7 +46,7 @@ class Superseded(Exception):
         self.error = error
 
 
-class Ledger:
+class Verifier:
     """The running comparison of this replica's collectives with the others'.
 
     Not thread-safe: its process group calls it under a lock.
@@ -64,7 +64,7 @@ class Ledger:
 
     def __init__(
         self,
-        board: Board,
+        board: CollectiveLog,
         replicas: Sequence[int],
         warn: Callable[[str, bytes], None] | None = None,
         standing: Standing | None = None,
@@ -84,7 +84,7 @@ class Ledger:
         self._known: set[bytes] = set()
         # Places that one of two replicas visited while the other was elsewhere: (peer, who, place) -> first number.
         self._visits: dict[tuple[int, int, bytes], int] = {}
-        self._crossings = Crossings(warn)
+        self._crossings = SwappedCalls(warn)
         self._quoted = ""  # of the source, in what was found
 
     def post(self, record: Record) -> int:

@@ -24,7 +24,7 @@ from distnb.objects.modes import (
 from distnb.objects.packing import Packed, open_module
 from distnb.options import StrategySpec
 from distnb.strategies.scope import adopt_restored
-from distnb.wire.exchange import Effects, Keywords, Mark, NamedArgument, Snapshot, SpaceKey, former
+from distnb.wire.exchange import Keywords, Mark, NamedArgument, Result, Snapshot, SpaceKey, former
 from distnb.wire.messages import Apply
 
 __all__ = ["EngineNamespace"]
@@ -189,7 +189,7 @@ class EngineNamespace:
 
         return take_back
 
-    def finish(self, mark: Mark, result: Callable[[Describer], Any] | None = None) -> Effects:
+    def finish(self, mark: Mark, result: Callable[[Describer], Any] | None = None) -> Result:
         """Describe what a program did, whether it failed or not.
 
         Args:
@@ -223,7 +223,7 @@ class EngineNamespace:
         after = capture_environment(mark.environment, self._moment)
         environment = after.since(mark.environment)
         self._environment = after
-        return Effects(
+        return Result(
             serial,
             names,
             deleted,
@@ -265,16 +265,16 @@ class EngineNamespace:
             space.references.register = None
         return {name: look.digests[name] for name in names}, pack
 
-    def close_call(self, result: Any) -> Effects:
+    def close_call(self, result: Any) -> Result:
         """Describe the result of a call that `open_call` began, and what else it did."""
         return self.finish_with(lambda describer: describer.tree(result))
 
-    def give_up_call(self) -> Effects | None:
+    def give_up_call(self) -> Result | None:
         """Describe what a call did that raised; None if it raised before `open_call` was through."""
         mark, self._call = self._call, None
         return self.finish(mark) if mark is not None else None
 
-    def finish_with(self, result: Callable[[Describer], Any]) -> Effects:
+    def finish_with(self, result: Callable[[Describer], Any]) -> Result:
         """End what `open_call` began, with a result that is described by a function."""
         mark, self._call = self._call, None
         assert mark is not None

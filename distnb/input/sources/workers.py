@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from distnb.errors import ProgramError
 from distnb.input.draws import WorkerSeeds, draws_at_start_only, on_host
-from distnb.input.feed import FeedingSampler, Request
+from distnb.input.feed import BatchRequest, FeedingSampler
 from distnb.input.sources import children
 from distnb.input.sources.base import FROM_THE_START, Beginning, Load, Place, Shared
 from distnb.input.sources.loaders import changed, own_seeds
@@ -69,7 +69,7 @@ class _WorkerBatches(Iterator[Load]):
     def __init__(
         self,
         iterator: Iterator[Any],
-        pending: deque[Request],
+        pending: deque[BatchRequest],
         shared: Shared | None,
         place: Place,
         persistent: bool,

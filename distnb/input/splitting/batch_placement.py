@@ -12,10 +12,10 @@ from distnb.accelerators import torch_device
 from distnb.input.splitting.layout import map_parts
 from distnb.topology import Device
 
-__all__ = ["Placement", "placement_for"]
+__all__ = ["BatchPlacement", "placement_for"]
 
 
-class Placement(ABC):
+class BatchPlacement(ABC):
     """Brings the leaves of batches to a device."""
 
     @abstractmethod
@@ -44,14 +44,14 @@ class Placement(ABC):
         return made
 
 
-def placement_for(device: Device) -> Placement:
+def placement_for(device: Device) -> BatchPlacement:
     """How batches reach a device."""
     if device.type == "cpu":
         return _Host()
     return _Cuda(torch.device("cuda", device.index)) if device.type == "cuda" else _Elsewhere(device)
 
 
-class _Host(Placement):
+class _Host(BatchPlacement):
     def carry(self, leaf: Any, borrowed: bool) -> Any:
         if isinstance(leaf, torch.Tensor):
             if leaf.device.type != "cpu":
@@ -60,7 +60,7 @@ class _Host(Placement):
         return leaf
 
 
-class _Elsewhere(Placement):
+class _Elsewhere(BatchPlacement):
     """Devices without streams and pinned memory."""
 
     def __init__(self, device: Device) -> None:
@@ -73,7 +73,7 @@ class _Elsewhere(Placement):
         return _deep(leaf, move, self._device)
 
 
-class _Cuda(Placement):
+class _Cuda(BatchPlacement):
     """Copies from pinned memory that the host does not wait for; for batches made ahead, on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from distnb.errors import DistributedValueError, ReplicaStuck
 from distnb.notebook.handles.handle import HANDLES, RemoteMethod, RemoteState, state_of_handle
-from distnb.notebook.namespace.notebook_objects import NotebookSpace
+from distnb.notebook.namespace.notebook_objects import NotebookObjects
 from distnb.notebook.pending import resolve
 from distnb.objects.packing import Packed
 from distnb.values import DistributedValues, structure
-from distnb.wire.exchange import Effects, Leaf, Request, SpaceKey, Summary
+from distnb.wire.exchange import Leaf, Request, Result, SpaceKey, Summary
 from distnb.wire.messages import ObjectId
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Operations:
 
     def _effects(
         self, handle: DistributedValues, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path
-    ) -> dict[int, Effects]:
+    ) -> dict[int, Result]:
         state = state_of_handle(handle)
         if operation != "summary":  # that one is asked of those who still have the object
             state.check()
@@ -135,7 +135,7 @@ class Operations:
         state.as_of = -1
         return answers
 
-    def _ask(self, space: NotebookSpace, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
+    def _ask(self, space: NotebookObjects, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
         # Every engine hears of every snapshot, also those that have nothing to answer.
         try:
             answers = self._perform(space.key[0], operation, target, request)
@@ -210,7 +210,9 @@ class Operations:
         found.update({replica: state.space.tracker.open_loose(pack)[0] for replica, pack in packs.items()})
         return {replica: found[replica] for replica in wanted}
 
-    def fetch(self, space: NotebookSpace, replicas: Sequence[int], targets: tuple[ObjectId, ...]) -> dict[int, Packed]:
+    def fetch(
+        self, space: NotebookObjects, replicas: Sequence[int], targets: tuple[ObjectId, ...]
+    ) -> dict[int, Packed]:
         """Packed copies of several objects, as some replicas hold them."""
         if not replicas:
             return {}
@@ -218,7 +220,7 @@ class Operations:
         snapshot = self._namespace.call_snapshot(space, None, touched=touched)
         return self._transfer(space, "fetch", targets[0], Request(snapshot, (), tuple(replicas), targets))
 
-    def _transfer(self, space: NotebookSpace, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
+    def _transfer(self, space: NotebookObjects, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
         """An operation that has no effects."""
         answers = self._ask(space, operation, target, request)
         space.outstanding.pop(request.snapshot.serial, None)
@@ -234,7 +236,7 @@ class Operations:
     # -- a lost engine -----------------------------------------------------------------------------------------------
 
     def restore(
-        self, space: NotebookSpace, survivor: int, lost: Sequence[int], mirrored: tuple[ObjectId, ...]
+        self, space: NotebookObjects, survivor: int, lost: Sequence[int], mirrored: tuple[ObjectId, ...]
     ) -> set[ObjectId]:
         """Give replacements of lost engines what a survivor has: the notebook's objects and the mirrored ones.
 

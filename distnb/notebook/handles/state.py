@@ -14,7 +14,7 @@ from distnb.wire.messages import ObjectId
 
 if TYPE_CHECKING:
     from distnb.notebook.handles.handle_operations import Operations
-    from distnb.notebook.namespace.notebook_objects import NotebookSpace
+    from distnb.notebook.namespace.notebook_objects import NotebookObjects
 
 __all__ = ["RemoteState", "state_of_handle"]
 
@@ -34,7 +34,7 @@ class RemoteState:
         parent: The handle that it was asked of: what this one is given, that one holds, too.
     """
 
-    space: NotebookSpace
+    space: NotebookObjects
     operations: Operations
     identity: ObjectId
     facts: dict[int, Described]

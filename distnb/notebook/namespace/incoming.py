@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.notebook.handles.handle import HANDLES, RemoteState, change_kind, make_handle, state_of_handle
 from distnb.notebook.namespace.differences import differing
-from distnb.notebook.namespace.notebook_objects import MISSING, NotebookSpace
+from distnb.notebook.namespace.notebook_objects import MISSING, NotebookObjects
 from distnb.objects.code import is_code
 from distnb.objects.modes import apply_environment
 from distnb.objects.plain import same
 from distnb.values import Mirrored
-from distnb.wire.exchange import Described, Effects, Leaf, former
+from distnb.wire.exchange import Described, Leaf, Result, former
 from distnb.wire.messages import ObjectId
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ class Incoming:
 
     def __init__(
         self,
-        space: NotebookSpace,
+        space: NotebookObjects,
         user_ns: dict[str, Any],
         operations: Operations,
-        effects: Mapping[int, Effects],
+        effects: Mapping[int, Result],
         announce: Callable[[str], None],
     ) -> None:
         self._space = space

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
-from distnb.notebook.namespace.notebook_objects import MISSING, NotebookSpace
+from distnb.notebook.namespace.notebook_objects import MISSING, NotebookObjects
 from distnb.notebook.namespace.user_names import is_user_name, user_names
 from distnb.objects.code import is_code
 from distnb.objects.plain import is_plain
@@ -31,7 +31,7 @@ class Needs:
         look: How these look, and what functions among them read.
     """
 
-    def __init__(self, space: NotebookSpace, user_ns: dict[str, Any]) -> None:
+    def __init__(self, space: NotebookObjects, user_ns: dict[str, Any]) -> None:
         self._space = space
         self._user_ns = user_ns
         self.names: list[str] = []

@@ -16,8 +16,8 @@ from distnb.notebook.namespace.incoming import Incoming
 from distnb.notebook.namespace.local_copies import LocalCopies
 from distnb.notebook.namespace.module_watch import ModuleWatch
 from distnb.notebook.namespace.needs import Needs
-from distnb.notebook.namespace.notebook_objects import MISSING, Argument, NotebookSpace
-from distnb.notebook.namespace.objects_of_engines import Spaces
+from distnb.notebook.namespace.notebook_objects import MISSING, Argument, NotebookObjects
+from distnb.notebook.namespace.objects_of_engines import ObjectsOfEngines
 from distnb.notebook.namespace.user_names import user_names
 from distnb.notebook.output.cell_names import cell_name
 from distnb.notebook.pending import resolve
@@ -28,7 +28,7 @@ from distnb.objects.plain import is_plain, same
 from distnb.objects.reads import names_read
 from distnb.topology import Team
 from distnb.values import DistributedValues
-from distnb.wire.exchange import Effects, Keywords, NamedArgument, Snapshot, is_bare
+from distnb.wire.exchange import Keywords, NamedArgument, Result, Snapshot, is_bare
 
 __all__ = ["NotebookNamespace"]
 
@@ -49,7 +49,7 @@ class NotebookNamespace:
         self.operations = Operations(self, perform)
         self._announce = announce
         self._classes = Classes()
-        self._spaces = Spaces(self.operations, lambda key: NotebookSpace(key, user_ns, self._classes))
+        self._spaces = ObjectsOfEngines(self.operations, lambda key: NotebookObjects(key, user_ns, self._classes))
         self._serials = itertools.count(1)
         self._modules = ModuleWatch()
 
@@ -72,7 +72,7 @@ class NotebookNamespace:
             needs.take_names(sorted(user_names(self.user_ns)))
         return self._snapshot(space, needs.collect(), None, cell=True)
 
-    def incoming(self, source: str, team: Team, replies: Mapping[int, Effects]) -> None:
+    def incoming(self, source: str, team: Team, replies: Mapping[int, Result]) -> None:
         """Take in what a cell did, whether it failed or not.
 
         Args:
@@ -99,7 +99,7 @@ class NotebookNamespace:
         return self.call_snapshot(self._space_for(team), (tuple(args), dict(kwargs)))
 
     def call_snapshot(
-        self, space: NotebookSpace, arguments: Any, *, touched: Sequence[DistributedValues] = ()
+        self, space: NotebookObjects, arguments: Any, *, touched: Sequence[DistributedValues] = ()
     ) -> Snapshot:
         """The snapshot of a call, or of an operation on `touched` handles, with its arguments.
 
@@ -120,11 +120,11 @@ class NotebookNamespace:
         space = self._spaces.of(team.engines)
         return not space.changing.isdisjoint(space.outstanding)
 
-    def result(self, team: Team, replies: Mapping[int, Effects]) -> Any:
+    def result(self, team: Team, replies: Mapping[int, Result]) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
         return self.take_in_call(self._spaces.of(team.engines), replies)
 
-    def failed(self, snapshot: Snapshot, replies: Mapping[int, Effects] | None = None) -> None:
+    def failed(self, snapshot: Snapshot, replies: Mapping[int, Result] | None = None) -> None:
         """A call failed, or could not be sent. What it did until then is taken in, as that of a cell is.
 
         Args:
@@ -144,7 +144,7 @@ class NotebookNamespace:
             if space.key == snapshot.space:
                 space.reject(snapshot)
 
-    def take_in_call(self, space: NotebookSpace, effects: Mapping[int, Effects], *, with_result: bool = True) -> Any:
+    def take_in_call(self, space: NotebookObjects, effects: Mapping[int, Result], *, with_result: bool = True) -> Any:
         """Take in what a program did, and give its result."""
         snapshot = space.outstanding.get(next(iter(effects.values())).serial)
         if snapshot is None:  # since it was sent, both sides have forgotten the numbers of objects
@@ -168,7 +168,7 @@ class NotebookNamespace:
 
     def open_error(self, pack: Packed) -> Any:
         """An exception that an engine packed: its class is the notebook's own."""
-        return NotebookSpace(((), 0), self.user_ns, self._classes).tracker.open_loose(pack)
+        return NotebookObjects(((), 0), self.user_ns, self._classes).tracker.open_loose(pack)
 
     # -- engines that come and go --------------------------------------------------------------------------------------
 
@@ -217,25 +217,25 @@ class NotebookNamespace:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _space_for(self, team: Team) -> NotebookSpace:
+    def _space_for(self, team: Team) -> NotebookObjects:
         space = self._spaces.of(team.engines)
         self._check(space)
         return space
 
-    def _check(self, space: NotebookSpace) -> None:
+    def _check(self, space: NotebookObjects) -> None:
         if space.ended:
             raise NamespaceError(
                 "The engines of this strategy were restarted or stopped while it was in use. Run the cell again."
             )
 
-    def _snapshot(self, space: NotebookSpace, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
+    def _snapshot(self, space: NotebookObjects, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
         try:
             return self._make_snapshot(space, needs, arguments, cell=cell)
         except BaseException:  # the user's interrupt, or what the user's own code raises as it is pickled
             space.doubt()
             raise
 
-    def _make_snapshot(self, space: NotebookSpace, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
+    def _make_snapshot(self, space: NotebookObjects, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
         serial = next(self._serials)
         tracker = space.tracker
         sections = needs.ordered()
@@ -292,7 +292,7 @@ class NotebookNamespace:
         space.outstanding[serial] = snapshot
         return snapshot
 
-    def _needs(self, space: NotebookSpace) -> Needs:
+    def _needs(self, space: NotebookObjects) -> Needs:
         """Begin to collect what a program needs, once the engines' names are the notebook's."""
         tracker, user_ns = space.tracker, self.user_ns
         rebound = [
@@ -309,20 +309,20 @@ class NotebookNamespace:
             return names == bound
         return set(names) <= set(bound) and all(name in self.user_ns for name in bound)
 
-    def _sources(self, space: NotebookSpace, needs: Needs) -> dict[str, tuple[str, str]]:
+    def _sources(self, space: NotebookObjects, needs: Needs) -> dict[str, tuple[str, str]]:
         found = needs.look.sources
         sources = {name: (text, cell_name(name)) for name, text in found.items() if name not in space.sources}
         space.sources.update(sources)
         return sources
 
-    def _reloads(self, space: NotebookSpace, needs: Needs) -> dict[str, Any]:
+    def _reloads(self, space: NotebookObjects, needs: Needs) -> dict[str, Any]:
         imported = [value for name in needs.imports if isinstance(value := self.user_ns.get(name), types.ModuleType)]
         wanted = self._modules.wanted(imported, needs.look.attributes)
         modules = {name: reloads for name, reloads in wanted.items() if space.modules.get(name) != reloads}
         space.modules.update(modules)
         return modules
 
-    def _tell_of_large(self, space: NotebookSpace, pack: Any) -> None:
+    def _tell_of_large(self, space: NotebookObjects, pack: Any) -> None:
         what = ", ".join(f"`{name}`" for name in pack.names if not name.startswith("@"))
         self._announce(
             f"distnb: sending {pack.nbytes / 1e6:,.0f} MB to {space.size} replica(s): {what or 'arguments of a call'}"

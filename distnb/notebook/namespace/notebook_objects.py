@@ -17,7 +17,7 @@ from distnb.values import DistributedValues, Mirrored, PerReplica
 from distnb.wire.exchange import Reloads, Snapshot, SpaceKey, former
 from distnb.wire.messages import ObjectId
 
-__all__ = ["MISSING", "Argument", "NotebookSpace"]
+__all__ = ["MISSING", "Argument", "NotebookObjects"]
 
 MISSING: Any = object()
 
@@ -40,7 +40,7 @@ class NotebookReferences:
         met: Handles that were looked at or sent, by id; whoever asks clears it.
     """
 
-    def __init__(self, space: NotebookSpace) -> None:
+    def __init__(self, space: NotebookObjects) -> None:
         self._space = space
         self.met: dict[ObjectId, DistributedValues] = {}
 
@@ -94,7 +94,7 @@ def _reference(*parts: Any) -> None:
     """Named in digests; never called."""
 
 
-class NotebookSpace:
+class NotebookObjects:
     """The notebook's side of one group of engines.
 
     Args:

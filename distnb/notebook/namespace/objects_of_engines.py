@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.handles.handle_operations import Operations
-from distnb.notebook.namespace.notebook_objects import NotebookSpace
+from distnb.notebook.namespace.notebook_objects import NotebookObjects
 from distnb.values import Mirrored
 from distnb.wire.exchange import SpaceKey
 
-__all__ = ["Spaces"]
+__all__ = ["ObjectsOfEngines"]
 
 
-class Spaces:
+class ObjectsOfEngines:
     """One space for each group of engines that a strategy has used. Iterating gives them as they are at its beginning.
 
     Args:
@@ -22,17 +22,17 @@ class Spaces:
         make: Makes the space of a key.
     """
 
-    def __init__(self, operations: Operations, make: Callable[[SpaceKey], NotebookSpace]) -> None:
+    def __init__(self, operations: Operations, make: Callable[[SpaceKey], NotebookObjects]) -> None:
         self._operations = operations
         self._make = make
-        self._spaces: dict[tuple[int, ...], NotebookSpace] = {}
+        self._spaces: dict[tuple[int, ...], NotebookObjects] = {}
         self._dead: set[int] = set()
         self._epochs = itertools.count(1)
 
-    def __iter__(self) -> Iterator[NotebookSpace]:
+    def __iter__(self) -> Iterator[NotebookObjects]:
         return iter(list(self._spaces.values()))
 
-    def of(self, engines: tuple[int, ...]) -> NotebookSpace:
+    def of(self, engines: tuple[int, ...]) -> NotebookObjects:
         """The space of some engines: that of a larger group whose survivors they are, or a new one."""
         space = self._spaces.get(engines)
         if space is None:
@@ -47,16 +47,16 @@ class Spaces:
         """An engine's process has ended; from any thread."""
         self._dead.add(engine)
 
-    def leave_the_dead(self, space: NotebookSpace) -> None:
+    def leave_the_dead(self, space: NotebookObjects) -> None:
         """Let a space go on with the engines of it that live, if some do and some do not."""
         if self._lost_some(space):
             self._move(space, tuple(engine for engine in space.key[0] if engine not in self._dead))
 
-    def _lost_some(self, space: NotebookSpace) -> bool:
+    def _lost_some(self, space: NotebookObjects) -> bool:
         engines = space.key[0]
         return not self._dead.isdisjoint(engines) and not self._dead.issuperset(engines)
 
-    def _move(self, space: NotebookSpace, engines: tuple[int, ...]) -> None:
+    def _move(self, space: NotebookObjects, engines: tuple[int, ...]) -> None:
         """Let a space go on with fewer engines, or with more: those that stay keep its objects."""
         old, new = space.key, (engines, next(self._epochs))
         self._operations.rename(tuple(engine for engine in old[0] if engine in engines), old, new)
@@ -88,7 +88,7 @@ class Spaces:
             lost = [replica for replica, engine in enumerate(key) if engine in replaced]
             self._restore(space, kept[0], lost)
 
-    def _restore(self, space: NotebookSpace, survivor: int, lost: Sequence[int]) -> None:
+    def _restore(self, space: NotebookObjects, survivor: int, lost: Sequence[int]) -> None:
         handles = space.handles()
         mirrored = tuple(state_of_handle(handle).identity for handle in handles if isinstance(handle, Mirrored))
         space.doubt()  # the new processes have nothing

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from distnb.collectives.shared_memory.segment import Arena
+from distnb.collectives.shared_memory.segment import SharedMemory
 
 __all__ = ["Layout", "Region", "bytes_of", "digest", "layout_of", "memory_of", "on_host"]
 
@@ -23,7 +23,7 @@ class Region:
         copy: The tensor on this replica's accelerator that is a copy of it; None where tensors lie here.
     """
 
-    def __init__(self, number: int, owner: int, arena: Arena, begin: int, nbytes: int) -> None:
+    def __init__(self, number: int, owner: int, arena: SharedMemory, begin: int, nbytes: int) -> None:
         self.number, self.owner = number, owner
         self.arena, self.begin, self.nbytes = arena, begin, nbytes
         self.own = arena.own(begin, nbytes).untyped_storage()

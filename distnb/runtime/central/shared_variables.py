@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from distnb.collectives.shared_memory.segment import Arena
+from distnb.collectives.shared_memory.segment import SharedMemory
 from distnb.errors import OutOfSyncError
 from distnb.runtime.central.memory_layout import Region, digest, layout_of, memory_of, on_host
 
@@ -92,7 +92,7 @@ class SharedVariables:
         self._generation: int | None = None
         self._places: dict[int, _Place] = {}
         self._regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
-        self._arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+        self._arenas: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
         self._known: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}  # in the same order on every replica
         self._awaited: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
         self._expected = 0
@@ -202,7 +202,7 @@ class SharedVariables:
         for nbytes, _ in wanted:
             begins.append(end)
             end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        arena = Arena(group, end)
+        arena = SharedMemory(group, end)
         self._arenas.add(arena)
         made = []
         for begin, (nbytes, owner) in zip(begins, wanted, strict=True):
@@ -237,7 +237,7 @@ class SharedVariables:
 
     # What was changed -----------------------------------------------------------------------------------------------
 
-    def _publish(self, group: Group, changed: Mapping[Arena, Sequence[int]], copies: AbstractSet[int]) -> None:
+    def _publish(self, group: Group, changed: Mapping[SharedMemory, Sequence[int]], copies: AbstractSet[int]) -> None:
         pages = {arena: set(numbers) for arena, numbers in changed.items()}
         mine = [
             region.number
