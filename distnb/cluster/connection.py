@@ -31,6 +31,7 @@ CONNECTION_VARIABLE = "DISTNB_CONNECTION"
 
 _FILE_NAME = "connection.json"
 _PREFIX = "distnb-"
+_PARENT_NBYTES = 55  # a socket's path has at most 107 bytes; multiprocessing's take 35 below the directory
 
 
 @dataclass(frozen=True)
@@ -112,22 +113,24 @@ def connection_path(directory: Path) -> Path:
 def make_run_directory() -> Path:
     """A new directory (mode 0700) for one cluster's secrets, logs and sockets.
 
-    It is made in XDG_RUNTIME_DIR where that exists (it lives in memory), else in the directory for temporary files.
+    It is made in XDG_RUNTIME_DIR where that exists (it lives in memory), else in the directory for temporary files; in
+    /tmp where the path of that is too long for a UNIX socket's.
 
     Raises:
         StartError: It could not be made.
     """
-    for parent in (os.environ.get("XDG_RUNTIME_DIR"), None):
-        if parent is not None and not os.access(parent, os.W_OK | os.X_OK):
-            continue
-        try:
-            return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        except OSError as error:
-            failure = error
-    raise StartError(
-        f"No directory for the cluster's secrets could be made: {failure}. "
-        "Set TMPDIR to a directory that you may write."
-    )
+    temporary = tempfile.gettempdir()
+    if len(os.fsencode(temporary)) > _PARENT_NBYTES:
+        temporary = "/tmp"  # mkdtemp makes a private directory in it
+    in_memory = os.environ.get("XDG_RUNTIME_DIR", "")
+    usable = 0 < len(os.fsencode(in_memory)) <= _PARENT_NBYTES and os.access(in_memory, os.W_OK | os.X_OK)
+    try:
+        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=in_memory if usable else temporary))
+    except OSError as error:
+        raise StartError(
+            f"No directory for the cluster's secrets could be made: {error}. "
+            "Set TMPDIR to a directory that you may write."
+        ) from error
 
 
 def remove_run_directory(directory: str | os.PathLike[str]) -> None:

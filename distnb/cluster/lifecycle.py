@@ -22,7 +22,6 @@ from distnb.topology import Device
 __all__ = ["Cluster", "EngineProcess"]
 
 _START_TIMEOUT_S = 180.0
-_CONTROLLER_TRIES = 3
 _LOG_LINES = 15
 
 OnExit = Callable[[int, int, str], None]
@@ -83,8 +82,6 @@ class Cluster:
         self._processes: Processes | None = None
         self._directory: Path | None = None
         self._controller_pid: int | None = None
-        self._controller_tries = 0
-        self._stopping = False
         self._controller_trouble = ""
         self._owner = os.getpid()
 
@@ -151,7 +148,6 @@ class Cluster:
             if self.running:
                 raise StartError(f"This cluster is already running ({_engines(len(self._engines))}). Stop it first.")
             atexit.register(self.stop)
-            self._stopping = False
             try:
                 self._directory = make_run_directory()
                 (self._directory / "log").mkdir()
@@ -292,43 +288,21 @@ class Cluster:
 
     def _launch_guardian(self, processes: Processes) -> None:
         """The controller, which is the guard too; where it cannot reach the engines, the guard alone."""
-        if self.ground.has_controller:
-            self._launch_controller(processes)
-            return
-        from distnb.cluster.local.ipyparallel_launchers import launch_guard
+        from distnb.cluster.local.ipyparallel_launchers import launch_controller, launch_guard
 
-        self._controller_trouble = "ipyparallel's own channel is not there for engines on other machines."
-        start = partial(launch_guard, self.directory, self.directory / "log" / "guard.log")
-        self._controller_pid = processes.launch(start, lambda pid, status, expected: None)
-
-    def _launch_controller(self, processes: Processes) -> None:
-        from distnb.cluster.local.ipyparallel_launchers import launch_controller
-
-        self._controller_tries += 1
-        for stale in (self.directory / "security").glob("ipcontroller-*.json"):
-            stale.unlink(missing_ok=True)
-        log = self.directory / "log" / f"controller-{self._controller_tries}.log"
-        with processes.changed:
-            start = partial(launch_controller, self.directory, log)
-            self._controller_pid = processes.launch(start, partial(self._controller_ended, log))
+        if not self.ground.has_controller:
+            self._controller_trouble = "ipyparallel's own channel is not there for engines on other machines."
+        launch = launch_controller if self.ground.has_controller else launch_guard
+        log = self.directory / "log" / "controller.log"
+        start = partial(launch, self.directory, log)
+        self._controller_pid = processes.launch(start, partial(self._controller_ended, log))
         record_group(self.directory, self._controller_pid)
 
     def _controller_ended(self, log: Path, pid: int, status: str, expected: bool) -> None:
-        """In the watcher's thread. That another process took one of its ports in the meantime is the usual reason."""
-        processes = self._processes
-        if expected or processes is None:
-            return
-        with processes.changed:
-            if self._stopping:
-                return
-            # Later the engines are already joined to it, and would not find another.
-            early = not self.client_file.exists()
-            if early and self._controller_tries < _CONTROLLER_TRIES:
-                self._launch_controller(processes)
-                return
-        self._controller_trouble = (
-            f"ipyparallel's controller {status}. The last lines of its log:\n{_tail(log, _LOG_LINES)}"
-        )
+        if not expected and self.ground.has_controller:
+            self._controller_trouble = (
+                f"ipyparallel's controller {status}. The last lines of its log:\n{_tail(log, _LOG_LINES)}"
+            )
 
     # -- end --------------------------------------------------------------------------------------------------------
 
@@ -358,9 +332,6 @@ class Cluster:
             return  # a forked child: these are not its processes
         with self._lock:
             processes, directory = self._processes, self._directory
-            if processes is not None:
-                with processes.changed:
-                    self._stopping = True  # no controller is started any more
             guardian = [] if self._controller_pid is None else [self._controller_pid]
             # Whoever kills this process from here on leaves no key behind: the engines need theirs no more, and the
             # guardian, which removes what is left, ends last.

@@ -163,3 +163,15 @@ def test_torchs_words_about_sockets_are_shown_to_who_wants_them(monkeypatch: pyt
     assert compute_environment(2)["TORCH_CPP_LOG_LEVEL"] == "ERROR"
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
     assert compute_environment(2)["TORCH_CPP_LOG_LEVEL"] == "INFO"
+
+
+def test_the_run_directory_leaves_room_for_the_paths_of_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("d" * 100)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    directory = make_run_directory()
+    assert len(str(directory)) < 75
+    remove_run_directory(directory)

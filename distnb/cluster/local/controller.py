@@ -36,6 +36,11 @@ def main(notebook_pid: int, directory: Path, arguments: list[str]) -> None:
             part.write_text(json.dumps(cdict, indent=2))
             part.replace(path)
 
+        def construct_url(self, kind: str, channel: str, index: object = None) -> str:
+            """Of a UNIX socket: ipyparallel binds it as `path-number`, and its clients connect to `path:number`."""
+            path, _, number = super().construct_url(kind, channel, index).rpartition("-")
+            return f"{path}:{number}"
+
     Controller.launch_instance(arguments)
 
 

@@ -97,13 +97,16 @@ def launch_template(
 
 
 def launch_controller(directory: Path, log: Path, watcher: Watcher, ended: Reaped) -> int:
-    """Start the controller and return its pid. One process, with its heart monitor, serves all on loopback.
+    """Start the controller and return its pid. One process, with its heart monitor, serves all.
 
-    Its sockets are closed to all who cannot read its connection files, which have the key (CURVE).
+    It listens on UNIX sockets in the run directory, so that no other process can take a port of its meanwhile. They
+    are closed to all who cannot read its connection files, which have the key (CURVE).
     """
     arguments = (
         f"--profile-dir={directory}",
-        "--ip=127.0.0.1",
+        "--transport=ipc",
+        f"--ip={directory}/ipp",
+        "--ports=1-40",  # names of sockets
         "--location=127.0.0.1",
         "--usethreads",
         "--ping=1000",
@@ -121,7 +124,7 @@ def launch_guard(directory: Path, log: Path, watcher: Watcher, ended: Reaped) ->
 def _guardian(module: str, directory: Path, log: Path, *arguments: str) -> ControllerProcessLauncher:
     """The launcher of a module of ours that ends the engines of this process when this process is gone."""
     return ControllerProcessLauncher(
-        controller_cmd=[*_PYTHON, f"distnb.cluster.{module}", str(os.getpid()), str(directory)],
+        controller_cmd=[*_PYTHON, f"distnb.cluster.local.{module}", str(os.getpid()), str(directory)],
         controller_args=[*arguments],
         environment=import_environment(),
         identifier=module,
