@@ -1,4 +1,4 @@
-"""What an engine must know to reach the notebook, and the private directory where that is written.
+"""What an engine must know to reach the notebook.
 
 Secrets are files that only the user can read, never arguments or environment variables: other users of the machine
 can list those.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,16 +20,12 @@ __all__ = [
     "Keys",
     "connection_path",
     "make_keys",
-    "make_run_directory",
-    "remove_run_directory",
 ]
 
 CONNECTION_VARIABLE = "DISTNB_CONNECTION"
 """Environment variable that holds the path of the connection file."""
 
 _FILE_NAME = "connection.json"
-_PREFIX = "distnb-"
-_PARENT_NBYTES = 55  # a socket's path has at most 107 bytes; multiprocessing's take 35 below the directory
 
 
 @dataclass(frozen=True)
@@ -108,32 +102,3 @@ class Connection:
 def connection_path(directory: Path) -> Path:
     """Where the connection file of a cluster lies in its run directory."""
     return directory / _FILE_NAME
-
-
-def make_run_directory() -> Path:
-    """A new directory (mode 0700) for one cluster's secrets, logs and sockets.
-
-    It is made in XDG_RUNTIME_DIR where that exists (it lives in memory), else in the directory for temporary files; in
-    /tmp where the path of that is too long for a UNIX socket's.
-
-    Raises:
-        StartError: It could not be made.
-    """
-    temporary = tempfile.gettempdir()
-    if len(os.fsencode(temporary)) > _PARENT_NBYTES:
-        temporary = "/tmp"  # mkdtemp makes a private directory in it
-    in_memory = os.environ.get("XDG_RUNTIME_DIR", "")
-    usable = 0 < len(os.fsencode(in_memory)) <= _PARENT_NBYTES and os.access(in_memory, os.W_OK | os.X_OK)
-    try:
-        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=in_memory if usable else temporary))
-    except OSError as error:
-        raise StartError(
-            f"No directory for the cluster's secrets could be made: {error}. "
-            "Set TMPDIR to a directory that you may write."
-        ) from error
-
-
-def remove_run_directory(directory: str | os.PathLike[str]) -> None:
-    """Remove a directory that `make_run_directory` made; nothing else, and silently when it is gone."""
-    if os.path.basename(os.path.normpath(directory)).startswith(_PREFIX):
-        shutil.rmtree(directory, ignore_errors=True)
