@@ -80,7 +80,8 @@ class DistributedDataset(Iterable[Any]):
                 reader.fill()  # what was read ahead had been drawn when the state was taken
             self._drawing.restore(resume["random"])
         progress.direct = depth == 0
-        ahead = depth > 0 or (self._source.in_memory and self._options.prefetch is None)
+        # What others do meanwhile must not matter: no random numbers are drawn, and none of the user's code runs here.
+        ahead = self._options.prefetch != 0 and (self._source.in_memory or self._source.threadable)
         if self._source.exclusive:
             self._end_previous = reader.ending()
         if not self._place.several_pipelines or self._agree is None:
