@@ -151,9 +151,9 @@ class Spmd:
         if self._sync.healed != group.generation:
             if group.size > 1:
                 group.note(within, ())
-            self._sync.heal(self._adoption.buffers())
             if self._optimizers is not None:
-                self._optimizers.tell_of_half_steps()
+                self._optimizers.end_half_steps()
+            self._sync.heal(self._adoption.buffers())
 
     # Computing on replicas --------------------------------------------------------------------------------------
 

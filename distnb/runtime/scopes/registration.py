@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Adoption", "roots_of"]
 
+_LARGE_NBYTES = 4096
+
 
 class FamilyKey:
     """Names the parameters of one model to GradientSync without keeping the model alive.
@@ -167,7 +169,9 @@ class Adoption:
                 f"scope of {self.strategy!r}. Make the model in the scope of the strategy that trains it."
             )
         self._sync.adopt(parameter, key)
-        if self.shared is not None:
+        # What is small, and never trained, is not worth sharing.
+        worth_it = parameter.requires_grad or is_lazy(parameter) or parameter.nbytes >= _LARGE_NBYTES
+        if self.shared is not None and worth_it:
             self.shared.expect(key.label + name, parameter)
         return True
 
