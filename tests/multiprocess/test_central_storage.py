@@ -47,8 +47,8 @@ def taken():
     return [sum(each) for each in zip(*(tensor.tolist() for tensor in group().all_gather(torch.tensor(memory()))))]
 
 def group():
-    from distnb.runtime import this_process
-    return this_process.replica().group
+    from distnb.runtime.this_process import this_process
+    return this_process.replica.group
 
 def step(model, optimizer):
     optimizer.zero_grad()
