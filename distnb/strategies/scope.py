@@ -33,9 +33,9 @@ def is_mirrored(value: Any) -> bool:
 
 def _is_on_read(value: Any) -> bool:
     variables = sys.modules.get("distnb.variables.sync_on_read")
-    return (
-        this_process.replica is not None and variables is not None and isinstance(value, variables.SyncOnReadVariable)
-    )
+    if this_process.replica is None or variables is None:
+        return False
+    return isinstance(value, variables.SyncOnReadVariable)
 
 
 def is_read_together(value: Any) -> bool:

@@ -298,7 +298,7 @@ def test_changes_that_are_none_of_an_optimizers() -> None:
         assert result["tied"] is True
         assert result["count"] == 3
         assert (result["parts"], result["components"]) == (10 + 3 * 3, 19.0)
-        assert torch.equal(result["saved"], found[0]["saved"]), "buffers are brought together when they are read"
+        assert torch.equal(result["saved"], found[0]["saved"]), "averaged by the backward pass"
         assert "modified by an inplace operation" in result["outdated"]
         assert len(result["calls"]) > 1, "LBFGS calls it as often as it likes"
         assert result["calls once"] == 1
