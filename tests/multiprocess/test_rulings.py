@@ -71,9 +71,6 @@ result["own"] = [own.tolist(), told(lambda: own.scatter_add([0], [1.0]))]
 result["from outside"] = rows["none"].scatter_max([2], 5.0).tolist()
 strategy.assert_in_sync(list(rows.values()))
 
-# Batches of a loader that nobody distributed
-from torch.utils.data import DataLoader, TensorDataset
-x = torch.arange(8.0)
 # Algorithms used by themselves
 value = run(lambda c: torch.tensor([1, 2]) + c, ids)
 for ops in (distnb.ReductionToOneDevice(), distnb.HierarchicalCopyAllReduce(num_packs=2)):
