@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Classes",
     "CodeNames",
+    "DYNAMIC",
     "EMPTY",
     "class_state",
     "content_of",
@@ -40,6 +41,7 @@ __all__ = [
     "is_simple",
     "kind_of_class",
     "names_of_code",
+    "own_names",
     "reduce_cell",
     "reduce_class",
     "reduce_function",
@@ -53,7 +55,7 @@ _cloudpickle: Any = cloudpickle.cloudpickle  # what it knows of classes has no p
 DYNAMIC = frozenset({"dir", "eval", "exec", "globals", "locals", "vars"})
 """Text that names one of these may read any name."""
 
-_GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL"})
+_GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL", "DELETE_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL"})
 
 
 class _Empty:
@@ -94,10 +96,15 @@ class CodeNames:
         self.dynamic = bool(names & DYNAMIC)
 
 
+def own_names(code: types.CodeType) -> set[str]:
+    """The global names that a code object itself uses, those nested in it excepted."""
+    return {each.argval for each in dis.get_instructions(code) if each.opname in _GLOBAL_READS}
+
+
 @functools.lru_cache(maxsize=4096)
 def names_of_code(code: types.CodeType) -> CodeNames:
     """The names that a code object uses."""
-    names = {each.argval for each in dis.get_instructions(code) if each.opname in _GLOBAL_READS}
+    names = own_names(code)
     attributes = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
