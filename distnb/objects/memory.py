@@ -53,7 +53,7 @@ class Memory:
         if hasattr(self.owner, "cpu"):
             import torch
 
-            with torch.no_grad():
+            with torch.inference_mode(self.owner.is_inference()), torch.no_grad():
                 self.owner.copy_(torch.frombuffer(data, dtype=torch.uint8))
             return
         self.owner[:] = numpy.frombuffer(data, dtype=numpy.uint8)

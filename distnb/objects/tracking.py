@@ -26,7 +26,7 @@ import xxhash
 from distnb.objects import code
 from distnb.objects.memory import Memories, Memory
 from distnb.objects.merging import ATOMS, Merge
-from distnb.objects.opening import Opener, pairs_in
+from distnb.objects.opening import Opener, pairs_in, stands_for_lost
 from distnb.objects.packing import Looker, Packed, Packer, Side, digest_of_stream
 from distnb.objects.placeholder import Placeholder, cure_for, refusal
 
@@ -457,8 +457,7 @@ class Opening:
     def load(self, name: str) -> Any:
         """The next value, as it arrived; it is that of a name."""
         self._opener.in_place = self._in_place and name in self._agreed
-        self._opener.label = _label(name)
-        self._roots.append(self._opener.load())
+        self._roots.append(self._opener.load(_label(name)))
         if self._opener.failed is not None:
             self.failed[name] = self._opener.failed
         return self._roots[-1][0]
@@ -481,7 +480,7 @@ class Opening:
         opener, packed, tracker = self._opener, self._packed, self._tracker
         for name in opener.bound:
             if name not in packed.names:
-                opener.user_ns.pop(name, None)
+                tracker.side.user_ns.pop(name, None)
         table = _Table(packed.serial, packed.names, self._roots, opener)
         values = {name: root[0] for name, root in zip(packed.names, self._roots, strict=True)}
         whole = len(self._agreed) == len(values)
@@ -507,7 +506,7 @@ class Opening:
         found = {}
         for place, number in pairs_in(self._packed):
             new, old = table.objects.get(place), self._tracker.find(number)
-            if new is not None and old is not new:
+            if new is not None and old is not new and not stands_for_lost(new):
                 found[id(new)] = old
         return found
 

@@ -134,12 +134,10 @@ class Incoming:
             self._sent = {name: values[name] for name in sent if name not in opening.failed}
             self._failed = opening.failed
             for name, error in opening.failed.items():
-                if name not in self._first.names and not name.startswith("%"):
-                    self._announce(
-                        f"distnb: a part of `{name.partition('#')[0]}` could not be opened in the notebook "
-                        f"({type(error).__name__}: {error}). A placeholder stands there."
-                    )
-            self._put_in_place({name: values[name] for name in agreed if name in names})
+                if name in names and name in tracker:
+                    self._announce(_cannot_be_opened(name.partition("#")[0], error))
+                    self._handles_by_name((name,))
+            self._put_in_place({name: values[name] for name in agreed if name in names - opening.failed.keys()})
             same_packs = all(effects.pack is not None and effects.pack.names == pack.names for effects in every)
             whole = len(agreed) == len(pack.names) and not opening.failed
             if alike and same_packs and whole and len(every) == space.size:
@@ -323,10 +321,7 @@ class Incoming:
             found = self._handle(identity, facts, name=name)
             state_of_handle(found).as_of = -1
         if error is not None:
-            self._announce(
-                f"distnb: `{name}` could not be opened in the notebook ({type(error).__name__}: {error}). It is a "
-                "handle of what the replicas have."
-            )
+            self._announce(_cannot_be_opened(name, error))
         return found
 
     # -- handles -------------------------------------------------------------------------------------------------------
@@ -404,6 +399,13 @@ class Incoming:
             self._space.environment = known.with_changes(environment)
         else:
             self._space.environment = None  # they differ: the next snapshot brings all of it
+
+
+def _cannot_be_opened(name: str, error: Exception) -> str:
+    return (
+        f"distnb: `{name}` could not be opened in the notebook ({type(error).__name__}: {error}). It is a handle of "
+        "what the replicas have."
+    )
 
 
 def _is_early(described: Described | None) -> bool:
