@@ -52,7 +52,7 @@ DYNAMIC = frozenset({"dir", "eval", "exec", "globals", "locals", "vars"})
 """Text that names one of these may read any name."""
 
 _GLOBAL_READS = frozenset(
-    {"LOAD_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL", "DELETE_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL"}
+    {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_GLOBAL", "DELETE_NAME", "STORE_GLOBAL"}
 )
 
 

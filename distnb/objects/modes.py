@@ -380,8 +380,8 @@ def _numpy_random() -> tuple[Any, ...]:
     # This loads NumPy, which seeds itself from the system's entropy: loaded on the replicas alone it would differ.
     import numpy.random
 
-    name, key, *rest = numpy.random.get_state()
-    return name, key.tobytes(), *rest  # type: ignore[union-attr]
+    name, key, *rest = numpy.random.get_state(legacy=True)
+    return name, numpy.asarray(key).tobytes(), *rest
 
 
 def _set_numpy_random(state: tuple[Any, ...]) -> None:

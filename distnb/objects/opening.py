@@ -26,7 +26,7 @@ _cloudpickle: Any = cloudpickle.cloudpickle  # what it knows of classes has no p
 
 
 class Opener:
-    """Reads one pack, a value at a time. A value that cannot be opened, whatever a user's class raises, is a placeholder.
+    """Reads one pack, a value at a time. One that cannot be opened, whatever a user's class raises, is a placeholder.
 
     Args:
         packed: What was sent.
@@ -223,7 +223,7 @@ class _Unpickler(_ByNames, pickle.Unpickler):
     """C's."""
 
 
-class _PythonUnpickler(_ByNames, pickle._Unpickler):  # type: ignore[name-defined, misc]
+class _PythonUnpickler(_ByNames, pickle._Unpickler):
     """Python's own."""
 
 

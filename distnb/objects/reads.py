@@ -22,7 +22,8 @@ __all__ = ["Reads", "names_read"]
 
 _SWALLOWING = ("suppress", "raises", "assertRaises")
 _DYNAMIC_MAGICS = frozenset(
-    "run who who_ls whos macro recall rerun edit load reset reset_selective store debug".split()
+    {"debug", "edit", "load", "macro", "recall", "rerun", "reset", "reset_selective", "run", "store"}
+    | {"who", "who_ls", "whos"}
 )
 _WORD = re.compile(r"[^\W\d]\w*")
 _INTERPOLATED = re.compile(r"\{[^{}]+\}|\$\w+")
@@ -128,10 +129,9 @@ class _Flow:
         now, later = _now_and_later(code)
         if "get_ipython" in now:
             now |= self._of_magics(node)
-        is_class = isinstance(node, ast.ClassDef)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             # `__init_subclass__`, a metaclass or a decorator may use it at once.
-            if node.decorator_list or (is_class and (node.bases or node.keywords)):
+            if node.decorator_list or (isinstance(node, ast.ClassDef) and (node.bases or node.keywords)):
                 now |= later
             self._bodies[node.name] = later
         self._read(now, sure)

@@ -1,4 +1,4 @@
-"""What notebook and engines tell each other of names and objects: snapshots one way, effects the other."""
+"""What notebook and engines tell each other of names and objects: snapshots one way, results the other."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = [
     "Reloads",
     "Request",
     "Snapshot",
-    "SpaceKey",
+    "TeamKey",
     "Summary",
     "follow",
     "is_bare",
     "former",
 ]
 
-SpaceKey = tuple[tuple[int, ...], int]
+TeamKey = tuple[tuple[int, ...], int]
 """The engines whose objects belong together, and how often that group was made anew."""
 
 
@@ -88,7 +88,7 @@ class Snapshot:
     """What a program needs of the notebook's namespace.
 
     Attributes:
-        space: The engines whose objects it is about.
+        team: The engines whose objects it is about.
         serial: Its number; objects that the program makes are called by it.
         names: All that is to be in the namespace; None where it may stay as it is.
         imports: Modules by the names that are bound to them.
@@ -109,7 +109,7 @@ class Snapshot:
         modules: Submodules to be imported, and what became of local modules since, by name.
     """
 
-    space: SpaceKey
+    team: TeamKey
     serial: int
     names: tuple[str, ...] | None = None
     imports: Mapping[str, str] = field(default_factory=dict)

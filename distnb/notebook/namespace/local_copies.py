@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from distnb.notebook.handles.handle import HANDLES, RemoteState, state_of_handle
-from distnb.notebook.handles.handle_operations import Operations
-from distnb.notebook.namespace.notebook_objects import MISSING
+from distnb.notebook.namespace.handle_operations import Operations
+from distnb.notebook.namespace.tracked_objects import MISSING
 from distnb.objects.code import EMPTY, content_of, names_of_code
 from distnb.objects.reads import Reads
 from distnb.values import DistributedValues, Mirrored
@@ -44,11 +44,11 @@ class LocalCopies:
             The names.
         """
         names, handles, places = self._look(reads)
-        by_space: dict[int, list[DistributedValues]] = {}
+        by_team: dict[int, list[DistributedValues]] = {}
         for handle in handles:
-            by_space.setdefault(id(state_of_handle(handle).space), []).append(handle)
+            by_team.setdefault(id(state_of_handle(handle).tracked), []).append(handle)
         copies: dict[int, Any] = {}
-        for group in by_space.values():
+        for group in by_team.values():
             states = [state_of_handle(handle) for handle in group]
             for state in states:
                 state.check()
@@ -155,4 +155,4 @@ def _parts(obj: Any) -> list[Any]:
 
 
 def _digest(state: RemoteState, copy: Any) -> bytes:
-    return state.space.tracker.look({"": copy}).digests[""]
+    return state.tracked.tracker.look({"": copy}).digests[""]
