@@ -94,7 +94,6 @@ class Snapshot:
         imports: Modules by the names that are bound to them.
         sections: Names whose values are compared after the program, whether they are bound or not.
         pack: What the engines lack of these values.
-        early: How many values in it are functions and classes: they come before all others.
         plain: Immutable values and handles, by name, that the engines lack.
         arguments: Of a call, with `NamedArgument`s in them; packed unless they are bare.
         fresh: What was sent before is not certain to have arrived: all that is needed is here.
@@ -115,7 +114,6 @@ class Snapshot:
     imports: Mapping[str, str] = field(default_factory=dict)
     sections: tuple[str, ...] = ()
     pack: Packed | None = None
-    early: int = 0
     plain: Packed | None = None
     arguments: Packed | tuple[tuple[Any, ...], dict[str, Any]] | None = None
     fresh: bool = False

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import io
-import pickle
 import reprlib
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
-import xxhash
-
 from distnb.engine.namespace.engine_objects import EngineObjects
 from distnb.objects.code import is_code
 from distnb.objects.memory import dense_tensor
-from distnb.objects.packing import Looker, digest_of_stream
+from distnb.objects.packing import Looker
 from distnb.objects.plain import SCALARS, is_importable, is_plain
 from distnb.objects.tracking import Look
 from distnb.strategies.scope import is_apart, is_mirrored, is_read_together
@@ -154,7 +151,6 @@ class Surveyor(Looker):
         self._objects = objects
         self._root = value
         self._contents = contents
-        file, digests = io.BytesIO(), []
 
         def note(obj: Any) -> None:
             number = tracker.number_of(obj)
@@ -165,18 +161,11 @@ class Surveyor(Looker):
                 if identity is not None:
                     holds[identity] = None
 
-        def keep(buffer: pickle.PickleBuffer) -> bool:
-            digests.append(xxhash.xxh3_128_digest(buffer.raw()))
-            return False
-
         if tracker.has_objects() or objects.owns_containers:
             self.persistent_id = note  # asked for every object: only where there is something to be found
-        super().__init__(file, tracker.side, keep)
-        try:
-            self.dump([value])
-        except Exception:  # many objects cannot be pickled: then nothing is known of them  # noqa: BLE001
-            return
-        self.digest = digest_of_stream(file.getbuffer(), digests)
+        super().__init__(tracker.side)
+        with contextlib.suppress(Exception):  # many objects cannot be pickled: then nothing is known of them
+            self.digest = self.digest_of([value])
 
     def reference(self, obj: Any) -> Any:
         if obj is self._root:

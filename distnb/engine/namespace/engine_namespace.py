@@ -124,30 +124,24 @@ class EngineNamespace:
         objects.release(snapshot.release)
 
     def _bind(self, objects: EngineObjects, snapshot: Snapshot) -> None:
-        """Bind names: modules first, then functions and classes, which what comes after them may call when opened."""
-        user_ns, tracker, names = self.user_ns, objects.tracker, snapshot.names
+        user_ns, tracker, names, pack = self.user_ns, objects.tracker, snapshot.names, snapshot.pack
         if names is not None:
             for name in [name for name in user_ns if not self._is_hidden(name)]:
                 del user_ns[name]
             for name, module in snapshot.imports.items():
                 user_ns[name] = open_module(module)
         wanted = frozenset(names or ())
-        pack = snapshot.pack
-        opening = tracker.opening(pack) if pack is not None else None
-        early = pack.names[: snapshot.early] if pack is not None else ()
-        for name in early:
-            assert opening is not None
-            self._bind_one(name, opening.load(name), wanted)
         if snapshot.plain is not None:
             objects.plain.update(tracker.open_loose(snapshot.plain))
-        if names is not None:
-            for name in names:
-                if name in objects.plain:
-                    self._bind_one(name, objects.plain[name], wanted)
-                elif name in tracker and (pack is None or name not in pack.names):
-                    self._bind_one(name, tracker.root(name), wanted)
-        if opening is not None and pack is not None:
-            for name in pack.names[snapshot.early :]:
+        arriving = () if pack is None else pack.names
+        for name in wanted.difference(arriving):
+            if name in objects.plain:
+                self._bind_one(name, objects.plain[name], wanted)
+            elif name in tracker:
+                self._bind_one(name, tracker.root(name), wanted)
+        if pack is not None:
+            opening = tracker.opening(pack)
+            for name in pack.names:  # code comes first: what comes after it may call it when it is opened
                 self._bind_one(name, opening.load(name), wanted)
             values = opening.merge()
             tracker.settle(values)

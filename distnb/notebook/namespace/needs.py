@@ -70,15 +70,10 @@ class Needs:
             if not self._unseen:
                 continue
             unseen, self._unseen = self._unseen, {}
-            found = self._tracked.tracker.look(unseen)
-            self.sections.update(unseen)
-            self.sections.update(found.classes)
-            self.look.digests.update(found.digests)
-            self.look.refused.update(found.refused)
-            self.look.attributes |= found.attributes
-            self.look.sources |= found.sources
-            self._more.extend(found.names)
-            if found.dynamic:
+            look = self._tracked.tracker.look(unseen, self.look)
+            self.sections |= unseen | look.classes
+            self._more.extend(look.names - self._done)
+            if look.dynamic:
                 self._more.extend(user_names(user_ns))
             for handle in list(references.met.values()):
                 self._look_behind(handle)
@@ -86,14 +81,7 @@ class Needs:
 
     def ordered(self) -> dict[str, Any]:
         """The sections in the order in which they are opened: what others need to be opened comes first."""
-        late = {name: value for name, value in self.sections.items() if not is_code(value)}
-        early = {name: value for name, value in self.sections.items() if name not in late}
-        return {**early, **late}
-
-    @staticmethod
-    def is_early(value: Any) -> bool:
-        """Whether a value is opened before all that is not code."""
-        return is_code(value)
+        return dict(sorted(self.sections.items(), key=lambda section: not is_code(section[1])))
 
     def _take(self, name: str, value: Any) -> None:
         kind = type(value)

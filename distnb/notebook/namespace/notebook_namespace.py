@@ -269,7 +269,6 @@ class NotebookNamespace:
             needs.imports,
             tuple(sections),
             pack,
-            sum(1 for name in lacking if needs.is_early(sections[name])),
             tracker.pack_loose(plain) if plain else None,
             arguments if is_bare(arguments) else tracker.pack_loose(arguments),
             tracked.fresh,

@@ -53,7 +53,6 @@ class Results:
         self._sent: dict[str, Any] = {}
         self._different: dict[int, Any] = {}
         self._plain: dict[int, dict[str, Any]] = {}
-        self._made: list[ObjectId] = []
         self._failed: dict[str, Exception] = {}
 
     def take_in(self) -> None:
@@ -78,7 +77,6 @@ class Results:
                 self._user_ns.pop(name, None)
         self._describe_handles()
         self._take_environment()
-        self._release_unkept()
         if any(results.names or results.deleted for results in self._results.values()):
             tracked.bound = None  # the program bound names itself
 
@@ -352,22 +350,23 @@ class Results:
         }
         return self._handle(identity, facts)
 
-    def _release_unkept(self) -> None:
-        """Objects that the program made, and that the notebook has no handle of, are the engines' to free."""
-        leaves = [leaf.described for results in self._results.values() for leaf in leaves_of(results.result)]
-        named = [one for results in self._results.values() for one in results.names.values()]
-        made = {one.identity for one in (*named, *leaves) if one.identity is not None}
-        made |= {identity for results in self._results.values() for identity in results.fresh}
-        self._made = [identity for identity in made if identity[0] == self._serial]
-        if self._first.result is None:
-            self.release()
-
     def release(self) -> None:
-        """Let the engines free what the program made and nobody holds here; after `result`, where there is one."""
+        """Let the engines free what the program made and nobody holds here; at the end."""
+        made: set[ObjectId | None] = set()
+        for one in self._results.values():
+            made |= {
+                each.identity for each in (*one.names.values(), *(leaf.described for leaf in leaves_of(one.result)))
+            }
+            made |= one.fresh.keys()
         tracked = self._tracked
-        tracked.released.extend(
-            identity for identity in self._made if tracked.handle(identity) is None and identity not in tracked.released
-        )
+        tracked.released += [
+            identity
+            for identity in made
+            if identity is not None
+            and identity[0] == self._serial
+            and tracked.handle(identity) is None
+            and identity not in tracked.released
+        ]
 
     def _describe_handles(self) -> None:
         for identity in self._first.handles:
