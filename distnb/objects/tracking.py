@@ -277,22 +277,23 @@ class Tracker:
             self._record(name, values[name], look.digests[name])
         return Packed(serial, tuple(names), packer.file.getbuffer(), tuple(packer.buffers), pairs.tobytes())
 
-    def pack_loose(self, value: Any) -> Packed:
-        """Pack a value that neither end keeps anything of."""
-        packer = Packer(self.side, None, _no_number, Memories())
-        packer.dump(value)
-        return Packed(0, (), packer.file.getbuffer(), tuple(packer.buffers))
+    def pack_loose(self, values: Mapping[str, Any]) -> Packed:
+        """Pack values that neither end keeps anything of."""
+        packer = Packer(self.side, None, lambda obj: None, Memories())
+        for value in values.values():
+            packer.dump([value])
+        return Packed(0, tuple(values), packer.file.getbuffer(), tuple(packer.buffers))
 
-    def open_loose(self, packed: Packed) -> Any:
-        """What `pack_loose` was given."""
+    def open_loose(self, packed: Packed) -> dict[str, Any]:
+        """What `pack_loose` was given; a value that cannot be opened is a placeholder."""
         opener = self.opener(packed)
-        value = opener.load()
+        values = {name: opener.load(_label(name))[0] for name in packed.names}
         for name in opener.bound:
             self.side.user_ns.pop(name, None)
         if opener.held_classes or opener.new_classes:
             Merge({}).classes(opener.held_classes, opener.new_classes)
         opener.close()
-        return value
+        return values
 
     def _add(self, table: _Table) -> None:
         self._keep_tables(table.wanted)
@@ -485,15 +486,11 @@ class Opening:
         return found
 
 
-def _no_number(obj: Any) -> None:
-    """Of what is packed loosely nothing has a number."""
-
-
 def _label(name: str) -> str:
     """How messages call a value."""
-    if name.startswith("%"):
-        return "A class"
-    return "An argument of the call" if name.startswith("@") else f"`{name.partition('#')[0]}`"
+    if name[:1] in ("@", "%", ""):
+        return {"@": "An argument of the call", "%": "A class", "": "A value"}[name[:1]]
+    return f"`{name.partition('#')[0]}`"
 
 
 def _refused(name: str, value: Any, error: Exception) -> Placeholder:

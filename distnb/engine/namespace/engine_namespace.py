@@ -151,7 +151,7 @@ class EngineNamespace:
         self._arguments = None
         if snapshot.arguments is not None:
             given = snapshot.arguments
-            args, kwargs = tracker.open_loose(given) if isinstance(given, Packed) else given
+            args, kwargs = tracker.open_loose(given)["@"] if isinstance(given, Packed) else given
             named = {name: _with_values(value, tracker.root) for name, value in kwargs.items()}
             self._arguments = tuple(_with_values(value, tracker.root) for value in args), named
 
@@ -279,7 +279,7 @@ class EngineNamespace:
 
     def pack_error(self, error: BaseException) -> Packed:
         """An exception as a whole, with what it holds; its class is the same in the notebook."""
-        return self.teams.copies().pack_loose(error)
+        return self.teams.copies().pack_loose({"": error})
 
     def _assigned(self, before: Mapping[str, Any]) -> list[str]:
         return sorted(

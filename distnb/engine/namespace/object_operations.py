@@ -15,6 +15,7 @@ from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects
 from distnb.errors import NamespaceError, StaleHandleError
 from distnb.input.dataset import DistributedDataset, DistributedIterator
 from distnb.objects.packing import Packed
+from distnb.objects.placeholder import Placeholder
 from distnb.strategies.scope import drift_report, is_mirrored, read_together, spec_of
 from distnb.values import DistributedValues
 from distnb.wire.exchange import Described, Leaf, Request, follow
@@ -141,7 +142,7 @@ def _fetch(namespace: EngineNamespace, objects: EngineObjects, request: Request)
     """Copies of several objects, in one pickle: what they share, their copies share."""
     values = [own_part(_object(objects, identity)) for identity in request.targets]
     try:
-        return objects.copies().pack_loose(values)
+        return objects.copies().pack_loose({f"@{place}": value for place, value in enumerate(values)})
     except Exception as error:
         shown = type(values[0]).__qualname__
         raise NamespaceError(
@@ -161,7 +162,7 @@ def _export(
     wanted.update({identity: obj for identity, obj in objects.owned.items() if is_mirrored(obj)})
     ready = {identity: obj for identity, obj in wanted.items() if obj is not NOT_THERE and _packable(objects, obj)}
     owned = {identity: (obj, spec_of(obj)) for identity, obj in ready.items()}
-    return objects.copies().pack_loose(owned), tuple(ready)
+    return objects.copies().pack_loose({"": owned}), tuple(ready)
 
 
 def _packable(objects: EngineObjects, obj: Any) -> bool:
@@ -170,15 +171,14 @@ def _packable(objects: EngineObjects, obj: Any) -> bool:
         return False
     copies = objects.copies()
     try:
-        copies.open_loose(copies.pack_loose(obj))
+        return type(copies.open_loose(copies.pack_loose({"": obj}))[""]) is not Placeholder
     except Exception:  # whatever pickling it, or making it again, raises  # noqa: BLE001
         return False
-    return True
 
 
 def _import(namespace: EngineNamespace, objects: EngineObjects, request: Request) -> None:
     assert request.pack is not None
-    for identity, (obj, spec) in objects.tracker.open_loose(request.pack).items():
+    for identity, (obj, spec) in objects.tracker.open_loose(request.pack)[""].items():
         objects.own(identity, obj)
         namespace.adopt(obj, spec)
 

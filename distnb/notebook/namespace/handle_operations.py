@@ -209,7 +209,7 @@ class Operations:
         found = {replica: state.local[replica] for replica in wanted if replica in state.local}
         remote = [replica for replica in wanted if replica not in found]
         packs = self.fetch(state.tracked, remote, (state.identity,))
-        found.update({replica: state.tracked.tracker.open_loose(pack)[0] for replica, pack in packs.items()})
+        found.update({replica: state.tracked.tracker.open_loose(pack)["@0"] for replica, pack in packs.items()})
         return {replica: found[replica] for replica in wanted}
 
     def fetch(
@@ -232,8 +232,7 @@ class Operations:
         """Copies of several objects of one team, which share what the objects share."""
         tracked = states[0].tracked
         packs = self.fetch(tracked, (replica,), tuple(state.identity for state in states))
-        copies: list[Any] = tracked.tracker.open_loose(packs[replica])
-        return copies
+        return list(tracked.tracker.open_loose(packs[replica]).values())
 
     # -- a lost engine -----------------------------------------------------------------------------------------------
 

@@ -168,7 +168,7 @@ class NotebookNamespace:
 
     def open_error(self, pack: Packed) -> Any:
         """An exception that an engine packed: its class is the notebook's own."""
-        return TrackedObjects(((), 0), self.user_ns, self._classes).tracker.open_loose(pack)
+        return TrackedObjects(((), 0), self.user_ns, self._classes).tracker.open_loose(pack)[""]
 
     # -- engines that come and go --------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class NotebookNamespace:
             tuple(sections),
             pack,
             tracker.pack_loose(plain) if plain else None,
-            arguments if is_bare(arguments) else tracker.pack_loose(arguments),
+            arguments if is_bare(arguments) else tracker.pack_loose({"@": arguments}),
             tracked.fresh,
             dict(tracked.renamed),
             tuple(tracked.forget),

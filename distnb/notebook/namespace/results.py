@@ -13,6 +13,7 @@ from distnb.notebook.namespace.differences import differing
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.objects.code import is_code
 from distnb.objects.modes import apply_environment
+from distnb.objects.placeholder import Placeholder
 from distnb.objects.plain import same
 from distnb.values import Mirrored
 from distnb.wire.exchange import Described, Leaf, Result, former
@@ -237,7 +238,7 @@ class Results:
         if complete and len(kinds) == 1:
             if first.kind == "plain":
                 values = [self._plain_value(replica, path, one) for replica, one in described.items()]
-                if all(same(values[0], other) for other in values[1:]):
+                if type(values[0]) is Placeholder or all(same(values[0], other) for other in values[1:]):
                     return values[0]
             elif first.kind == "module" and len({one.value for one in described.values()}) == 1:
                 try:
