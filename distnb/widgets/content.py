@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from distnb.notebook.output.html_table import filled_columns, html_table, human_bytes
 from distnb.notebook.output.live_model import Curve, Line, LiveModel
+from distnb.notebook.output.wording import filled_columns, html_table, human_bytes
 from distnb.widgets.picture import as_image, pictures, short_number
 
 __all__ = ["Table", "head_text", "images", "plain_summary", "replica_table", "static_html"]

@@ -8,8 +8,8 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from distnb.notebook.output.figures import mark
 from distnb.notebook.output.live_model import Curve, LiveModel, Point
+from distnb.notebook.output.wording import mark
 
 __all__ = ["COLORS", "as_image", "nice_ticks", "pictures", "short_name", "short_number"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distnb.notebook.output.html_table import html_table
+from distnb.notebook.output.wording import html_table
 from distnb.widgets.base import LiveView
 from distnb.widgets.content import head_text, images, plain_summary, replica_table, static_html
 from distnb.widgets.picture import short_number
