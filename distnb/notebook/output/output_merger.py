@@ -41,7 +41,7 @@ _CHANGE_S = 0.2  # and a display that was changed at most five times
 _PARTIAL_S = 0.4  # a line without an end is shown after so long
 _LONGEST_LINE = 20_000
 _OPEN_FIGURES = 20  # so many of the latest figures may still be paired anew
-_MOST_LINES = 1_000  # of each replica from one collection to the next
+_BURST, _LINES_AGAIN = 1_000, 100  # lines of each replica that may come at once, and more at each collection
 _TAIL = 20  # of the lines left out, so many last ones are shown when the cell ends
 
 
@@ -114,7 +114,7 @@ class OutputMerger:
         self._seen: set[int] = set()  # replicas with output since the last clearing
         self._area: tuple[str, ...] = ()
         self._area_drawn = 0.0
-        self._fed: Counter[int] = Counter()  # lines of each replica since they were last collected
+        self._fed: Counter[int] = Counter()  # lines of each replica, of late
         self._skipped: dict[tuple[int, Stream], tuple[int, str]] = {}  # how many lines are left out, and the end
         self._lines = _Pace(1_000, 50)
         self._displays = _Pace(60, 2)
@@ -152,11 +152,11 @@ class OutputMerger:
     def _feed_text(self, replica: int, stream: Stream, text: str, now: float) -> None:
         key = (replica, stream)
         screen = self._screens.setdefault(key, Screen())
-        room = _MOST_LINES - self._fed[replica]
+        room = max(0, _BURST - self._fed[replica])
         lines = text.count("\n")
-        self._fed[replica] += lines
+        self._fed[replica] += min(lines, room)
         if lines > room:
-            parts = text.split("\n", max(room, 0))
+            parts = text.split("\n", room)
             if room > 0:
                 self._unskip(key, now)
             self._add_lines(replica, stream, screen.feed("".join(part + "\n" for part in parts[:-1]), now), now)
@@ -270,7 +270,7 @@ class OutputMerger:
         out: list[Instruction] = []
         for entry in self._weave.release(now, final=final):
             self._release(entry, out, now)
-        self._fed.clear()
+        self._fed -= Counter(dict.fromkeys(self._fed, _LINES_AGAIN))
         if final:
             self._show_tail(out)
         for slot in self._all_slots:

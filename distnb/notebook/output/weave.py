@@ -27,7 +27,8 @@ class Step(Generic[T]):
         since: When it was first heard of.
         replicas: Whose it is.
         content: What it is.
-        number: Counts the steps.
+        number: Counts the steps, in the order in which they were made.
+        place: Its index among the steps that were not released.
         last: It comes after all that is known when it is made, and before the next such step.
         released: It has been shown.
     """
@@ -37,6 +38,7 @@ class Step(Generic[T]):
     replicas: set[int]
     content: T
     number: int
+    place: int
     last: bool = False
     released: bool = False
 
@@ -77,7 +79,7 @@ class Weave(Generic[T]):
                 self._joined[replica, key] = step.number
                 return step
         self._count += 1
-        step = Step(key, now, {replica}, content, self._count, last)
+        step = Step(key, now, {replica}, content, self._count, len(self.steps), last)
         self.steps.append(step)
         equal.append(step)
         self._joined[replica, key] = step.number
@@ -98,7 +100,7 @@ class Weave(Generic[T]):
         if latest is None:
             return True
         steps = self.steps
-        start, end = steps.index(step), steps.index(latest)
+        start, end = step.place, latest.place
         if start > end:
             return True
         if end - start > _LONGEST_SLIDE:
@@ -113,6 +115,7 @@ class Weave(Generic[T]):
         if moving[-1] is latest:
             return False
         steps[start : end + 1] = staying + moving
+        self._number(start, end + 1)
         return True
 
     def release(self, now: float, *, final: bool = False) -> list[Step[T]]:
@@ -131,9 +134,14 @@ class Weave(Generic[T]):
         while count < len(ordered) and self.active <= ordered[count].replicas:
             count += 1
         self.steps = ordered[count:]
+        self._number(0, len(self.steps))
         for step in ordered[:count]:
             self._forget(step)
         return ordered[:count]
+
+    def _number(self, start: int, end: int) -> None:
+        for place in range(start, end):
+            self.steps[place].place = place
 
     def _forget(self, step: Step[T]) -> None:
         step.released = True
