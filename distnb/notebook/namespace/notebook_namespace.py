@@ -19,7 +19,7 @@ from distnb.notebook.namespace.needs import Needs
 from distnb.notebook.namespace.notebook_objects import MISSING, NotebookObjects
 from distnb.notebook.namespace.objects_of_engines import ObjectsOfEngines
 from distnb.notebook.namespace.user_names import user_names
-from distnb.notebook.output.cell_names import cell_name
+from distnb.notebook.output.wording import cell_name
 from distnb.notebook.pending import resolve
 from distnb.objects.code import Classes, is_simple
 from distnb.objects.modes import capture_environment
