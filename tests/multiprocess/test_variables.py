@@ -430,7 +430,7 @@ except distnb.errors.CollectiveMismatchError as error:
 def test_the_buffers_of_a_whole_model_are_brought_together_at_once() -> None:
     ended = ranks(
         """
-        from distnb.collectives.group.groups import Group
+        from distnb.collectives.group.interface import Group
         from torch.nn import BatchNorm1d, Sequential
         with strategy.scope():
             model = Sequential(*(BatchNorm1d(1, momentum=1.0, affine=False) for _ in range(4)))

@@ -28,7 +28,7 @@ from distnb.errors import OutOfSyncError
 from distnb.runtime.central.memory_layout import Region, digest, layout_of, memory_of, on_host
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["LARGE_NBYTES", "SharedVariables"]
 

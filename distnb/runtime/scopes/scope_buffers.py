@@ -25,7 +25,7 @@ from distnb.runtime import contexts
 from distnb.runtime.reduction.packed_sums import combine_over_replicas
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["ScopeBuffers", "is_scope_buffer"]
 

@@ -13,7 +13,7 @@ from distnb.runtime import this_process
 from distnb.runtime.reduction import differentiable
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["install"]
 
