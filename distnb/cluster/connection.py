@@ -60,8 +60,8 @@ class Connection:
         server_public: The notebook's CURVE key (Z85).
         client_public, client_secret: The engines' CURVE keys (Z85).
         notebook_pid: The process whose end is the engines' end.
-        harbour_name, harbour_token: Where engines of its host come for their programs, and what lets them in (see
-            `wire.harbour`); empty: nowhere.
+        listener_name, listener_token: Where engines of its host come for their programs, and what lets them in (see
+            `wire.unix_socket`); empty: nowhere.
         controller: Whether ipyparallel's controller will be there, for its own clients.
     """
 
@@ -71,8 +71,8 @@ class Connection:
     client_public: str
     client_secret: str
     notebook_pid: int
-    harbour_name: str = ""
-    harbour_token: str = ""
+    listener_name: str = ""
+    listener_token: str = ""
     controller: bool = True
 
     def write(self, directory: Path) -> Path:

@@ -79,8 +79,8 @@ class Engines:
             client_public=self._keys.client_public,
             client_secret=self._keys.client_secret,
             notebook_pid=os.getpid(),
-            harbour_name=self._switchboard.programs.harbour.name,
-            harbour_token=self._switchboard.programs.harbour.token,
+            listener_name=self._switchboard.programs.listener.name,
+            listener_token=self._switchboard.programs.listener.token,
         )
         plan, ground = self._plan, self._plan.ground(connection)
         self._cluster = Cluster(plan.devices, connection, on_exit=self._on_exit, on_progress=on_progress, ground=ground)

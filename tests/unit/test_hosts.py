@@ -29,7 +29,7 @@ from distnb.topology import Device, Team
 from distnb.wire.channel import Switchboard
 
 WORKERS = SimpleClusterResolver({"worker": ["a:1", "a:2", "b:1"]}, num_accelerators={"GPU": 2})
-CONNECTION = Connection("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", "a", "b", "c", 4, "harbour", "token")
+CONNECTION = Connection("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", "a", "b", "c", 4, "listener", "token")
 
 
 def test_options_are_read() -> None:

@@ -115,13 +115,13 @@ def launch_controller(directory: Path, log: Path, watcher: Watcher, ended: Reape
 
 def launch_guard(directory: Path, log: Path, watcher: Watcher, ended: Reaped) -> int:
     """Start the guard alone, where there is no controller to double as it, and return its pid."""
-    return _start(_guardian("guard", directory, log), watcher, ended)
+    return _start(_guardian("guardian", directory, log), watcher, ended)
 
 
 def _guardian(module: str, directory: Path, log: Path, *arguments: str) -> ControllerProcessLauncher:
     """The launcher of a module of ours that ends the engines of this process when this process is gone."""
     return ControllerProcessLauncher(
-        controller_cmd=[*_PYTHON, f"distnb.cluster.{module}", str(os.getpid()), str(directory)],
+        controller_cmd=[*_PYTHON, f"distnb.cluster.local.{module}", str(os.getpid()), str(directory)],
         controller_args=[*arguments],
         environment=import_environment(),
         identifier=module,
