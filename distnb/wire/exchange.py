@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from distnb.objects.modes import Environment
 from distnb.objects.packing import Packed
+from distnb.options import ReduceOp
 from distnb.values import DistributedValues
 from distnb.wire.messages import ObjectId
 
 __all__ = [
     "Described",
+    "HeldArgument",
+    "Items",
     "Result",
     "Keywords",
     "Leaf",
@@ -43,13 +47,26 @@ class NamedArgument(NamedTuple):
     name: str
 
 
+class HeldArgument(NamedTuple):
+    """Stands among the arguments of a call for a distributed value, by the token that stands for it in a pack."""
+
+    token: Any
+
+
 class Keywords(NamedTuple):
-    """Stands among the arguments of a call for the keyword arguments of the function that it calls."""
+    """Stands among the arguments of a call for a dict that is made for the call, such as its keyword arguments."""
 
     values: dict[str, Any]
 
 
-_BARE = frozenset({type(None), bool, int, float, str, NamedArgument})
+class Items(NamedTuple):
+    """Stands among the arguments of a call for a list that is made for the call."""
+
+    values: tuple[Any, ...]
+
+
+_BARE = frozenset({type(None), bool, int, float, str, NamedArgument, ReduceOp})
+_FUNCTIONS = frozenset({types.FunctionType, types.BuiltinFunctionType})
 
 
 def is_bare(arguments: Any) -> bool:
@@ -59,7 +76,11 @@ def is_bare(arguments: Any) -> bool:
         return all(map(is_bare, arguments))
     if kind is dict:
         return all(type(name) is str and is_bare(value) for name, value in arguments.items())
-    return kind in _BARE or (kind is Keywords and is_bare(arguments.values))
+    if kind is HeldArgument:
+        return arguments.token[0] in ("own", "argument") and not arguments.token[2]
+    if kind in _FUNCTIONS:
+        return str(arguments.__module__).startswith(("distnb.", "_operator")) and "<" not in arguments.__qualname__
+    return kind in _BARE or (kind in (Keywords, Items) and is_bare(arguments.values))
 
 
 def follow(obj: Any, path: Iterable[tuple[str, Any]]) -> Any:

@@ -241,7 +241,11 @@ class CollectiveLog:
 
     def phase(self, replica: int) -> tuple[int, Phase, int]:
         """Where a replica is: program, phase, number of its newest collective."""
-        program, phase, last = _HEADER.unpack_from(self.memory, replica * _PART_NBYTES)
+        at = replica * _PART_NBYTES
+        found = _HEADER.unpack_from(self.memory, at)
+        while (again := _HEADER.unpack_from(self.memory, at)) != found:
+            found = again  # it went on while it was read: the end of one program with the collectives of the next
+        program, phase, last = found
         return program, _PHASES[phase], last
 
     def set_verdict(self, text: str) -> None:

@@ -24,7 +24,7 @@ from distnb.objects.modes import (
 from distnb.objects.packing import Packed, open_module
 from distnb.options import StrategySpec
 from distnb.strategies.scope import adopt_restored
-from distnb.wire.exchange import Keywords, Mark, NamedArgument, Result, Snapshot, SpaceKey, former
+from distnb.wire.exchange import HeldArgument, Items, Keywords, Mark, NamedArgument, Result, Snapshot, SpaceKey, former
 from distnb.wire.messages import Apply
 
 __all__ = ["EngineNamespace"]
@@ -155,8 +155,8 @@ class EngineNamespace:
         if snapshot.arguments is not None:
             given = snapshot.arguments
             args, kwargs = tracker.open_loose(given) if isinstance(given, Packed) else given
-            named = {name: _with_values(value, tracker.root) for name, value in kwargs.items()}
-            self._arguments = tuple(_with_values(value, tracker.root) for value in args), named
+            named = {name: _with_values(value, space) for name, value in kwargs.items()}
+            self._arguments = tuple(_with_values(value, space) for value in args), named
 
     def _bind_one(self, name: str, value: Any, wanted: frozenset[str]) -> None:
         if name not in wanted:
@@ -301,14 +301,18 @@ class EngineNamespace:
         return _HIDDEN.fullmatch(name) is not None and name not in _SHOWN
 
 
-def _with_values(arguments: Any, value_of: Callable[[str], Any]) -> Any:
-    """The arguments of a call, with values in the place of their names."""
+def _with_values(arguments: Any, space: Space) -> Any:
+    """The arguments of a call, with values in the place of what stands for them."""
     kind = type(arguments)
     if kind is NamedArgument:
-        return value_of(arguments.name)
+        return space.tracker.root(arguments.name)
+    if kind is HeldArgument:
+        return space.references.resolve(arguments.token)
     if kind is Keywords:
-        return {name: _with_values(value, value_of) for name, value in arguments.values.items()}
+        return {name: _with_values(value, space) for name, value in arguments.values.items()}
+    if kind is Items:
+        return [_with_values(value, space) for value in arguments.values]
     if kind is tuple:
-        found = tuple(_with_values(value, value_of) for value in arguments)
+        found = tuple(_with_values(value, space) for value in arguments)
         return found if any(new is not old for new, old in zip(found, arguments, strict=True)) else arguments
     return arguments

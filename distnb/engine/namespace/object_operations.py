@@ -63,7 +63,9 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         return namespace.finish_with(
             lambda describer: Leaf(Described("object", summary=summarise(result), value="method"))
         )
-    return namespace.finish_with(lambda describer: Leaf(describer.value(result, "r")))
+    # What is computed is mostly computed with: how it looks is asked when it is shown.
+    brief = message.operation == "apply"
+    return namespace.finish_with(lambda describer: Leaf(describer.value(result, "r", brief=brief)))
 
 
 class _Answer:

@@ -76,6 +76,8 @@ class ModuleWatch:
         self._local: dict[str, bool] = {}
         self._newest = 0, ""
         self._names: list[str] = []
+        # Of packages that were asked for, the modules within, by the first part of their names there.
+        self._within: dict[str, dict[str, list[str]]] = {}
 
     def wanted(self, modules: Iterable[types.ModuleType], attributes: Collection[str]) -> dict[str, Reloads]:
         """What the engines should have imported, and how often each was reloaded.
@@ -94,20 +96,31 @@ class ModuleWatch:
 
     def local(self) -> list[types.ModuleType]:
         """The local modules that are loaded."""
-        # There are thousands: they are gone through when there is a new one, which is the last then.
+        self._see_new()
+        found = [sys.modules.get(name) for name in self._names]
+        return [each for each in found if isinstance(each, types.ModuleType)]
+
+    def _see_new(self) -> None:
+        """Go through the loaded modules, of which there are thousands, when there is a new one: the last then."""
         newest = len(sys.modules), next(reversed(sys.modules), "")
         if newest != self._newest:
             self._newest = newest
+            self._within.clear()
             loaded = list(sys.modules.items())
             self._names = [
                 name for name, each in loaded if isinstance(each, types.ModuleType) and self._is_local(name, each)
             ]
-        found = [sys.modules.get(name) for name in self._names]
-        return [each for each in found if isinstance(each, types.ModuleType)]
 
     def _submodules(self, name: str, attributes: Collection[str]) -> list[str]:
+        self._see_new()
         prefix = name + "."
-        found = [module for module in list(sys.modules) if module.startswith(prefix)]
+        if name not in self._within:
+            within = self._within[name] = {}
+            for module in list(sys.modules):
+                if module.startswith(prefix):
+                    within.setdefault(module[len(prefix) :].partition(".")[0], []).append(module)
+        within = self._within[name]
+        found = [module for first in within.keys() & attributes for module in within[first]]
         return [module for module in found if all(part in attributes for part in module[len(prefix) :].split("."))]
 
     def _count(self, name: str, module: types.ModuleType) -> Reloads:

@@ -16,7 +16,7 @@ from distnb.notebook.namespace.incoming import Incoming
 from distnb.notebook.namespace.local_copies import LocalCopies
 from distnb.notebook.namespace.module_watch import ModuleWatch
 from distnb.notebook.namespace.needs import Needs
-from distnb.notebook.namespace.notebook_objects import MISSING, Argument, NotebookObjects
+from distnb.notebook.namespace.notebook_objects import MISSING, NotebookObjects
 from distnb.notebook.namespace.objects_of_engines import ObjectsOfEngines
 from distnb.notebook.namespace.user_names import user_names
 from distnb.notebook.output.cell_names import cell_name
@@ -28,7 +28,7 @@ from distnb.objects.plain import is_plain, same
 from distnb.objects.reads import names_read
 from distnb.topology import Team
 from distnb.values import DistributedValues
-from distnb.wire.exchange import Keywords, NamedArgument, Result, Snapshot, is_bare
+from distnb.wire.exchange import HeldArgument, Items, Keywords, NamedArgument, Result, Snapshot, is_bare
 
 __all__ = ["NotebookNamespace"]
 
@@ -42,10 +42,15 @@ class NotebookNamespace:
         user_ns: The notebook's variables.
         perform: Applies an operation to an engine object, on several engines: the session's.
         announce: Where notices go; they are printed unless told otherwise.
+
+    Attributes:
+        batch: What an iteration over a distributed dataset gave last. As an argument of a call, its lists and dicts are
+            made anew on the replicas, and are not looked at.
     """
 
     def __init__(self, user_ns: dict[str, Any], perform: Perform, announce: Callable[[str], None] = print) -> None:
         self.user_ns = user_ns
+        self.batch: Any = None
         self.operations = Operations(self, perform)
         self._announce = announce
         self._classes = Classes()
@@ -112,7 +117,7 @@ class NotebookNamespace:
         for handle in touched:
             needs.take_handle(handle)
         if arguments is not None:
-            arguments = _Arguments(needs, self.user_ns, asked=bool(touched)).replaced(arguments)
+            arguments = _Arguments(space, needs, self.user_ns, self.batch, asked=bool(touched)).replaced(arguments)
         return self._snapshot(space, needs.collect(), arguments, cell=False)
 
     def may_be_changed(self, team: Team) -> bool:
@@ -253,9 +258,11 @@ class NotebookNamespace:
         plain = {name: value for name, value in needs.plain.items() if not _is_sent(space.plain, name, value)}
         space.plain.update(plain)
         names = tuple(needs.names)
-        bind = bool(lacking or plain) or not self._are_bound(space.bound, names, cell=cell)
+        rebind = bool(plain) or any(name in needs.names for name in lacking)
+        bind = rebind or not self._are_bound(space.bound, names, cell=cell)
         if bind:
             space.bound = names
+        early = sum(1 for name in lacking if needs.is_early(sections[name]))
         environment = capture_environment(space.environment, "beginning" if cell else "call")
         changed = None
         if environment is not space.environment:
@@ -269,7 +276,7 @@ class NotebookNamespace:
             needs.imports,
             tuple(sections),
             pack,
-            sum(1 for name in lacking if needs.is_early(sections[name])),
+            early,
             tracker.pack_loose(plain) if plain else None,
             arguments if is_bare(arguments) else tracker.pack_loose(arguments),
             space.fresh,
@@ -280,7 +287,7 @@ class NotebookNamespace:
             (*read, *(set(space.references.met) - read)) if cell else (),
             None if changed is None or changed.empty else changed,
             self._sources(space, needs),
-            self._reloads(space, needs) if cell or bind else {},
+            self._reloads(space, needs) if cell or bind or early else {},
         )
         space.forget.clear()
         space.adopt.clear()
@@ -343,14 +350,20 @@ class _Arguments:
     """Puts names in the place of values that are looked at by themselves.
 
     Args:
+        space: Of the engines that run it.
         needs: Takes these values.
         user_ns: The notebook's namespace: what it has a name for is sent under that.
+        batch: What an iteration gave last.
         asked: They are the arguments of an operation on a handle; else of a strategy's method.
     """
 
-    def __init__(self, needs: Needs, user_ns: Mapping[str, Any], *, asked: bool) -> None:
+    def __init__(
+        self, space: NotebookObjects, needs: Needs, user_ns: Mapping[str, Any], batch: Any, *, asked: bool
+    ) -> None:
+        self._references = space.references
         self._needs = needs
         self._user_ns = user_ns
+        self._batch = batch
         self._asked = asked
 
     def replaced(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
@@ -365,13 +378,23 @@ class _Arguments:
             }
         return tuple(map(self._one, args)), {name: self._one(value) for name, value in kwargs.items()}
 
+    def _of_batch(self, value: Any) -> Any:
+        if type(value) is list:
+            return Items(tuple(map(self._of_batch, value)))
+        if type(value) is dict:
+            return Keywords({key: self._of_batch(part) for key, part in value.items()})
+        return self._one(value)
+
     def _one(self, value: Any) -> Any:
+        if value is self._batch and type(value) in (list, dict):
+            return self._of_batch(value)
         value = resolve(value)
         kind = type(value)
         if isinstance(value, DistributedValues):
             if kind in HANDLES:
                 self._needs.take_handle(value)
-            return value if self._asked else Argument(value)
+            token = self._references.token(value, "own" if self._asked else "argument")
+            return value if token is None else HeldArgument(token)
         if is_plain(value):
             return value
         if kind is tuple:

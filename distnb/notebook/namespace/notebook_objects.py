@@ -17,20 +17,11 @@ from distnb.values import DistributedValues, Mirrored, PerReplica
 from distnb.wire.exchange import Reloads, Snapshot, SpaceKey, former
 from distnb.wire.messages import ObjectId
 
-__all__ = ["MISSING", "Argument", "NotebookObjects"]
+__all__ = ["MISSING", "NotebookObjects"]
 
 MISSING: Any = object()
 
 _MOST_CLASSES = 64
-
-
-class Argument:
-    """A handle as an argument of a call: there it stays a distributed value."""
-
-    __slots__ = ("handle",)
-
-    def __init__(self, handle: DistributedValues) -> None:
-        self.handle = handle
 
 
 class NotebookReferences:
@@ -52,17 +43,20 @@ class NotebookReferences:
 
     def look(self, obj: Any) -> Any:
         """What stands for a handle in a digest."""
-        handle = obj.handle if type(obj) is Argument else obj
-        if type(handle) not in HANDLES:
+        if type(obj) not in HANDLES:
             return None
-        state = state_of_handle(handle)
-        self.met[state.identity] = handle
-        return _reference, (state.identity, type(obj) is Argument)
+        state = state_of_handle(obj)
+        self.met[state.identity] = obj
+        return _reference, (state.identity,)
 
-    def token(self, obj: Any) -> Any:
-        """What stands for a handle, or for a distributed value that the notebook made."""
-        word, handle = ("argument", obj.handle) if type(obj) is Argument else ("own", obj)
-        kind = type(handle)
+    def token(self, obj: Any, word: str = "own") -> Any:
+        """What stands for a handle, or for a distributed value that the notebook made.
+
+        Args:
+            obj: Any object; None is returned for others.
+            word: "own" where a handle's object takes its place, "argument" where that stays a distributed value.
+        """
+        handle, kind = obj, type(obj)
         if kind in HANDLES:
             return self._token_of_handle(handle, word)
         if kind in (PerReplica, Mirrored):
