@@ -21,7 +21,7 @@ from tornado.ioloop import IOLoop
 
 from distnb import strategies
 from distnb.accelerators import torch_device
-from distnb.collectives.group import groups
+from distnb.collectives.group.groups import groups
 from distnb.engine import unattended
 from distnb.engine.control import Control
 from distnb.engine.executor import Executor

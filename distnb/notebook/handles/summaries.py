@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING
 
-from distnb.notebook.output.html_table import filled_columns, html_table
+from distnb.notebook.output.wording import filled_columns, html_table
 
 if TYPE_CHECKING:
     from distnb.notebook.handles.state import RemoteState

@@ -19,7 +19,7 @@ from distnb.notebook.namespace.results import Results
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.tracked_teams import TrackedTeams
 from distnb.notebook.namespace.user_names import user_names
-from distnb.notebook.output.cell_names import cell_name
+from distnb.notebook.output.wording import cell_name
 from distnb.notebook.pending import resolve
 from distnb.objects.code import Classes, is_code, is_simple
 from distnb.objects.modes import capture_environment
