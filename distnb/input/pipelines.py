@@ -39,8 +39,7 @@ class TurnsSource(Source):
         self._batches = batches
         self._turns = turns
         self.data = batches.data
-        self.threadable = batches.threadable
-        self.in_memory = batches.in_memory
+        self.quiet = batches.quiet
         self.iterable = batches.iterable
         self.exclusive = batches.exclusive
 
@@ -80,9 +79,8 @@ class _Taking(Iterator[Load]):
         self._turns = turns
         self._ready: deque[_Element] = deque()
         self._group: list[_Element] = []
-        if hasattr(loads, "free"):
-            self.free = loads.free
-            self.persistent = getattr(loads, "persistent", False)
+        if hasattr(loads, "give_up"):
+            self.give_up = loads.give_up
         try:
             for _ in range(skip):
                 self._next_element()

@@ -28,7 +28,7 @@ class ArraySource(Source):
         StructureError: Leaves disagree about the number of examples.
     """
 
-    in_memory = True
+    quiet = True
 
     def __init__(self, data: Any, batch_size: int, place: Place) -> None:
         self._examples = count_examples(data)

@@ -111,16 +111,13 @@ class Source(ABC):
 
     Attributes:
         data: What the user distributed, for whoever looks at what a dataset leads to.
-        threadable: Another thread may read it: that draws no random numbers in this process.
-        in_memory: The next batch is always at hand, so reading ahead on the caller's thread never waits for data; that
-            runs none of the user's code, and draws no random numbers.
+        quiet: Reading it runs none of the user's code in this process, and draws no random numbers once it has begun.
         iterable: It is read from end to end, and does not itself remember where it stands.
         exclusive: Only one iteration can be under way: starting a new one ends the last.
     """
 
     data: Any
-    threadable: bool = False
-    in_memory: bool = False
+    quiet: bool = False
     iterable: bool = False
     exclusive: bool = False
 
@@ -129,7 +126,7 @@ class Source(ABC):
         """Begin to read, on the caller's thread.
 
         Random numbers are drawn as an ordinary DataLoader draws them, from the shared stream. An iterator with a
-        `close` method is closed when reading ends early; one with `free` is freed when it is stuck.
+        `close` method is closed when reading ends early; one with `give_up` has workers, which that ends.
 
         Args:
             beginning: Where an earlier iteration is gone on with. What is left out draws what reading it would draw.

@@ -143,7 +143,7 @@ class SampleSource(SlicedSource):
 
     def __init__(self, loader: DataLoader[Any], place: Place, rule: CollateRule, shared: Shared) -> None:
         super().__init__(loader, place, rule, shared)
-        self.in_memory = _is_quiet(loader) and draws_at_start_only(loader.batch_sampler)
+        self.quiet = _is_quiet(loader) and draws_at_start_only(loader.batch_sampler)
 
     def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
         loader = self._loader

@@ -36,7 +36,7 @@ class LoaderSource(Source):
         iterable = loader._dataset_kind == 1
         ours = is_plain(loader)
         self.iterable = iterable and not _remembers(loader)
-        self.threadable = ours and loader.num_workers > 0 and (iterable or draws_at_start_only(loader.batch_sampler))
+        self.quiet = ours and loader.num_workers > 0 and (iterable or draws_at_start_only(loader.batch_sampler))
         self.exclusive = ours and bool(loader.persistent_workers)
         self._ours = ours
 
@@ -54,7 +54,7 @@ class LoaderSource(Source):
             iterator = iter(self._loader)
         else:
             skip = 0
-        shared = None if self.threadable else self._shared
+        shared = None if self.quiet else self._shared
         loads = LoadedBatches(iterator, shared, self._place, persistent=self.exclusive, forget=self._forget)
         return _beyond(loads, skip)
 
