@@ -32,9 +32,8 @@ class DistributedDataset(Iterable[Any]):
 
     Reading ahead, on the caller's thread: by default as many batches as there are replicas, of iterables and functions
     (generators), and of what workers load or is in memory, whose copies to a GPU are started early. Other data that is
-    asked for single examples by this process (`num_workers=0`) is read when it is asked for, and so is data that
-    remembers its own position; with `InputOptions(prefetch=k)` k batches ahead. `InputOptions(prefetch=0)` never reads
-    ahead.
+    asked for single examples by this process (`num_workers=0`) is read when it is asked for; with
+    `InputOptions(prefetch=k)` k batches ahead. `InputOptions(prefetch=0)` never reads ahead.
 
     Random numbers: samplers draw from the stream that all replicas share, as in a run on one process. What examples
     draw when they are loaded (augmentation) comes from a stream of the replica's own. Where workers read
@@ -74,7 +73,6 @@ class DistributedDataset(Iterable[Any]):
         if resume is not None and resume["position"]:
             reader.fill()  # what was read ahead had been drawn when the state was taken
             self._drawing.restore(resume["random"])
-        progress.direct = depth == 0
         # What others do meanwhile must not matter: no random numbers are drawn, and none of the user's code runs here.
         ahead = self._options.prefetch != 0 and self._source.quiet
         if self._source.exclusive:
@@ -99,7 +97,7 @@ class DistributedDataset(Iterable[Any]):
         progress.began = self._drawing.capture()
         progress.generators = tuple(map(state_of, generators))
         progress.kept = self._source.kept() if resume is None else resume["kept"]
-        beginning = FROM_THE_START if resume is None else Position(skip, resume["loader"], resume["kept"])
+        beginning = FROM_THE_START if resume is None else Position(skip, resume["kept"])
         progress.steps = skip // self._place.elements_per_step
         self._drawing.begin()
         with self._drawing(), on_host(self._place.device):
@@ -166,9 +164,8 @@ class DistributedDataset(Iterable[Any]):
 
         The dataset must be made of the same data; the number of replicas may be another one. The global random
         generators are set when that iteration begins, so that the epochs after it are shuffled alike, too. Map-style
-        data is not loaded for what is left out; of iterable data the batches are read and dropped, unless the loader
-        has a `state_dict` of its own (torchdata's StatefulDataLoader). What examples draw when they are loaded on
-        several replicas (augmentation) begins anew.
+        data is not loaded for what is left out; of iterable data the batches are read and dropped. What examples draw
+        when they are loaded on several replicas (augmentation) begins anew.
 
         Raises:
             OptionError: It is no such state, or one of other input pipelines.

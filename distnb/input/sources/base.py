@@ -94,12 +94,10 @@ class Position(NamedTuple):
 
     Attributes:
         skip: Batches to leave out (elements, where replicas take turns).
-        state: What `Source.state` said, which stands for them.
         kept: What `Source.kept` said before the iteration that is gone on with; None for a new one.
     """
 
     skip: int = 0
-    state: Any = None
     kept: bool | None = None
 
 
@@ -112,7 +110,7 @@ class Source(ABC):
     Attributes:
         data: What the user distributed, for whoever looks at what a dataset leads to.
         quiet: Reading it runs none of the user's code in this process, and draws no random numbers once it has begun.
-        iterable: It is read from end to end, and does not itself remember where it stands.
+        iterable: It is read from end to end.
         exclusive: Only one iteration can be under way: starting a new one ends the last.
     """
 
@@ -139,10 +137,6 @@ class Source(ABC):
     @abstractmethod
     def peek(self) -> Any:
         """The structure of a first batch, or of part of one. Nothing is consumed; random numbers may be drawn."""
-
-    def state(self) -> Any:
-        """What the data itself remembers of the latest iteration, if it does; else None."""
-        return None
 
     def kept(self) -> bool:
         """Whether the next iteration uses workers that are there already, so that it draws no seed for them."""
