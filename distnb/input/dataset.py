@@ -15,7 +15,7 @@ from distnb.input.optional import AskedIterator
 from distnb.input.pipelines import Agree, Together
 from distnb.input.progress import Progress, as_state, checked_state
 from distnb.input.reading import Reader
-from distnb.input.sources.base import FROM_THE_START, Place, Position, Source
+from distnb.input.sources.base import FROM_THE_START, Place, Source, StartingPoint
 from distnb.input.sources.element_spec import spec_of
 from distnb.options import InputOptions
 
@@ -97,7 +97,7 @@ class DistributedDataset(Iterable[Any]):
         progress.began = self._drawing.capture()
         progress.generators = tuple(map(state_of, generators))
         progress.kept = self._source.kept() if resume is None else resume["kept"]
-        beginning = FROM_THE_START if resume is None else Position(skip, resume["kept"])
+        beginning = FROM_THE_START if resume is None else StartingPoint(skip, resume["kept"])
         progress.steps = skip // self._place.elements_per_step
         self._drawing.begin()
         with self._drawing(), on_host(self._place.device):

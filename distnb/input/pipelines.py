@@ -18,7 +18,7 @@ from distnb.errors import ProgramError, StructureError
 from distnb.input.batch_placement import BatchPlacement
 from distnb.input.cutting import count_examples, map_parts, slice_bounds
 from distnb.input.reading import Batch, may_be_empty, nothing_of
-from distnb.input.sources.base import FROM_THE_START, Load, Place, Position, Source, Turns
+from distnb.input.sources.base import FROM_THE_START, Load, Place, Source, StartingPoint, Turns
 from distnb.values.distributed import PerReplica
 
 __all__ = ["Agree", "Together", "TurnsSource"]
@@ -43,7 +43,7 @@ class TurnsSource(Source):
         self.iterable = batches.iterable
         self.exclusive = batches.exclusive
 
-    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: StartingPoint = FROM_THE_START) -> Iterator[Load]:
         if self._turns.pieces == 1:
             return _Taking(self._batches.start(beginning), self._turns, 0)
         return _Taking(self._batches.start(beginning._replace(skip=0)), self._turns, beginning.skip)

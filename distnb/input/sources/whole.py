@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from distnb.errors import ProgramError
 from distnb.input.draws import draws_at_start_only
-from distnb.input.sources.base import FROM_THE_START, Load, Place, Position, Shared, Source
+from distnb.input.sources.base import FROM_THE_START, Load, Place, Shared, Source, StartingPoint
 from distnb.input.sources.loaders import changed, generators_of, is_plain, iterator_beyond, own_seeds, peek_at
 from distnb.input.sources.workers import LoadedBatches, has_lost_workers, has_workers
 
@@ -40,7 +40,7 @@ class LoaderSource(Source):
         self.exclusive = ours and bool(loader.persistent_workers)
         self._ours = ours
 
-    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: StartingPoint = FROM_THE_START) -> Iterator[Load]:
         skip = beginning.skip
         if self.exclusive and has_lost_workers(self._loader):
             self._forget()
@@ -88,7 +88,7 @@ class PythonSource(Source):
         self._shared = shared
         self._started = False
 
-    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: StartingPoint = FROM_THE_START) -> Iterator[Load]:
         return _beyond(LoadedBatches(self._iterator(), self._shared, self._place), beginning.skip)
 
     def _iterator(self) -> Iterator[Any]:

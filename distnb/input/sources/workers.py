@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from distnb.errors import ProgramError
 from distnb.input.collating import CollateRule
 from distnb.input.draws import WorkerSeeds, draws_at_start_only, on_host
-from distnb.input.sources.base import FROM_THE_START, Load, Place, Position, Shared
+from distnb.input.sources.base import FROM_THE_START, Load, Place, Shared, StartingPoint
 from distnb.input.sources.loaders import changed, own_seeds
 from distnb.input.sources.samples import BatchRequest, Feed, SlicedSource
 
@@ -44,7 +44,7 @@ class WorkerSource(SlicedSource):
         self.quiet = draws_at_start_only(loader.batch_sampler)
         self.exclusive = bool(loader.persistent_workers)
 
-    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: StartingPoint = FROM_THE_START) -> Iterator[Load]:
         whole = self._rule.needs_whole_batches()
         # Persistent workers live in the copy, so it is kept; else attributes that the user changed since are seen.
         if beginning.kept not in (None, self.kept()):
