@@ -15,7 +15,7 @@ from distnb.runtime.base import Runtime
 from distnb.runtime.call_arguments import check_call, check_input_function, check_input_options, explained
 from distnb.strategies.aliases import METHODS
 from distnb.values.structure import flatten
-from distnb.variables.homes import several_strategies
+from distnb.variables.homes import homes
 
 if TYPE_CHECKING:
     from distnb.cluster.resolvers import ClusterResolver
@@ -77,7 +77,7 @@ class Strategy:
             strategy.spec = spec
             _made[spec] = strategy
             if sum(each.kind != choice.DEFAULT for each in _made) > 1:
-                several_strategies()
+                homes.several()
         return cast("Self", strategy)
 
     def __reduce__(self) -> tuple[Callable[[StrategySpec], Strategy], tuple[StrategySpec]]:
