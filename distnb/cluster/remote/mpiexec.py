@@ -14,7 +14,7 @@ from typing import Any
 
 from ipyparallel.cluster.launcher import MPILauncher
 
-from distnb.cluster.remote.base import BEARER, KEEPER, NodeAgentLauncher, Transport
+from distnb.cluster.remote.base import NODE_AGENT, WRAPPER, NodeAgentLauncher, Transport
 
 __all__ = ["MPI", "MPINodeAgentLauncher"]
 
@@ -22,13 +22,13 @@ _SESSIONS = "OMPI_MCA_orte_local_tmpdir_base"
 
 
 class MPINodeAgentLauncher(NodeAgentLauncher, MPILauncher):  # type: ignore[misc]
-    """Starts the keeper of one engine, and stays connected with it."""
+    """Starts the node agent of one engine, and stays connected with it."""
 
     n = 1
 
     def find_args(self) -> list[str]:
         """The command line: no word of it is secret."""
-        return [*BEARER, *super().find_args()]
+        return [*WRAPPER, *super().find_args()]
 
 
 class MPI(Transport):
@@ -52,7 +52,7 @@ class MPI(Transport):
     def _launcher(self, host: str, task: str, **settings: Any) -> MPINodeAgentLauncher:
         # Both kinds of mpiexec understand these. Open MPI would bind a single process to a single core.
         arguments = ["--bind-to", "none", *self._arguments, "--host", host]
-        return MPINodeAgentLauncher(mpi_args=arguments, program=[*KEEPER, task, "borne"], **settings)
+        return MPINodeAgentLauncher(mpi_args=arguments, program=[*NODE_AGENT, task, "wrapped"], **settings)
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
         """Open MPI, when it is ended, leaves the files of its session: they go with the cluster's."""

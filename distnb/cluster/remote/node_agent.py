@@ -9,7 +9,7 @@ kernel probes. A notebook that merely stands still confirms probes.
     probe   print, as a line of JSON, what this machine has
     serve   read an `Assignment` from standard input, keep its engine, and end with the engine's exit status
 
-A second argument, `borne`, says that a `bearer` listens to standard output, for beats and for the exit status.
+A second argument, `wrapped`, says that a `wrapper` listens to standard output, for beats and for the exit status.
 Standard output carries nothing but these; the engine's own goes to standard error.
 """
 
@@ -57,7 +57,7 @@ _FAILED = 1
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a keeper is told.
+    """What a node agent is told.
 
     Attributes:
         connection: How the engine reaches the notebook. Its `notebook_pid` means nothing there.
@@ -113,7 +113,7 @@ class NodeAgent:
 
         Args:
             why: What is to be written to the log; empty for nothing.
-            status: The keeper's exit status.
+            status: The node agent's exit status.
             asked: The notebook wants it: the engine may end by itself first. Else it is killed, as it would be beside
                 a notebook that has ended: were it to end by itself, its part of a program would count as finished.
         """
@@ -198,10 +198,10 @@ def _forward(source: int) -> None:
         pass
 
 
-def _await_end_of_input(keeper: NodeAgent) -> None:
+def _await_end_of_input(agent: NodeAgent) -> None:
     """A word says that the engine is not wanted any more. Without one the notebook is gone, or the way to it."""
     asked = bool(os.read(0, 4096))
-    keeper.let_go("" if asked else "the notebook let go of its engine here without a word; it is ended.", asked=asked)
+    agent.let_go("" if asked else "the notebook let go of its engine here without a word; it is ended.", asked=asked)
 
 
 def _probe() -> None:
@@ -214,8 +214,8 @@ def _probe() -> None:
     os.write(1, json.dumps(found).encode() + b"\n")  # at once: beats are written beside it
 
 
-def _borne(task: str) -> int:
-    """The same for a bearer."""
+def _wrapped(task: str) -> int:
+    """The same beside a wrapper."""
     threading.Thread(target=beat_for_ever, name="distnb-beats", daemon=True).start()
     status = _FAILED
     try:
@@ -226,9 +226,9 @@ def _borne(task: str) -> int:
             os.write(1, STATUS + b"%d\n" % status)
 
 
-def main(task: str, borne: str = "") -> int:
+def main(task: str, wrapped: str = "") -> int:
     """Do what the first argument says; returns the exit status."""
-    return _borne(task) if borne else _do(task)
+    return _wrapped(task) if wrapped else _do(task)
 
 
 def _do(task: str) -> int:
@@ -237,16 +237,16 @@ def _do(task: str) -> int:
         return 0
     try:
         with open(0, "rb", buffering=0, closefd=False) as told:  # what comes after the line is for another reader
-            keeper = NodeAgent(Assignment.decode(told.readline()))
+            agent = NodeAgent(Assignment.decode(told.readline()))
 
         def end(number: int, frame: FrameType | None) -> None:
             # Not the notebook, which says so on standard input: whoever rules this machine, such as Slurm's scancel.
-            keeper.let_go(f"told to end by {signal.Signals(number).name}; the engine here is ended.", KILLED + number)
+            agent.let_go(f"told to end by {signal.Signals(number).name}; the engine here is ended.", KILLED + number)
 
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, end)
-        threading.Thread(target=_await_end_of_input, args=(keeper,), name="distnb-input", daemon=True).start()
-        return keeper.keep()
+        threading.Thread(target=_await_end_of_input, args=(agent,), name="distnb-input", daemon=True).start()
+        return agent.keep()
     except StartError as error:
         print(error, file=sys.stderr, flush=True)
         return _FAILED

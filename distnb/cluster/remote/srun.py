@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distnb.cluster.remote.base import BEARER, KEEPER, CommandNodeAgentLauncher, NodeAgentLauncher, Transport
+from distnb.cluster.remote.base import NODE_AGENT, WRAPPER, CommandNodeAgentLauncher, NodeAgentLauncher, Transport
 from distnb.cluster.resolvers.host_list import expand_counts, expand_host_list
 from distnb.errors import OptionError, StartError
 
@@ -56,7 +56,17 @@ class Slurm(Transport):
 
     def _command(self, host: str, task: str) -> list[str]:
         # Of an option that is given twice srun takes the last: the user's before ours only where ours are but usual.
-        return [*BEARER, "srun", *_USUAL, *self._arguments, *_NEEDED, f"--nodelist={host}", *KEEPER, task, "borne"]
+        return [
+            *WRAPPER,
+            "srun",
+            *_USUAL,
+            *self._arguments,
+            *_NEEDED,
+            f"--nodelist={host}",
+            *NODE_AGENT,
+            task,
+            "wrapped",
+        ]
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
         """srun reads its options from variables too: those of the step that this process may be are not meant."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ipyparallel.cluster.launcher import SSHEngineLauncher
 
-from distnb.cluster.remote.base import KEEPER, NodeAgentLauncher, Transport
+from distnb.cluster.remote.base import NODE_AGENT, NodeAgentLauncher, Transport
 from distnb.cluster.remote.heartbeat import LOST_AFTER_S
 from distnb.errors import StartError
 
@@ -37,7 +37,7 @@ def _ssh_arguments(user_arguments: Sequence[str]) -> list[str]:
 
 
 class SSHNodeAgentLauncher(NodeAgentLauncher, SSHEngineLauncher):  # type: ignore[misc]
-    """Starts the keeper of one engine on another machine, and stays connected with it."""
+    """Starts the node agent of one engine on another machine, and stays connected with it."""
 
     def find_args(self) -> list[str]:
         """The command line: no word of it is secret."""
@@ -61,12 +61,14 @@ class SSH(Transport):
         self._arguments = _ssh_arguments(arguments)
 
     def launcher(self, host: str, **settings: Any) -> NodeAgentLauncher:
-        """ipyparallel's, with a keeper's end."""
-        return SSHNodeAgentLauncher(engine_cmd=[*KEEPER, "serve"], hostname=host, ssh_args=self._arguments, **settings)
+        """ipyparallel's, with a node agent's end."""
+        return SSHNodeAgentLauncher(
+            engine_cmd=[*NODE_AGENT, "serve"], hostname=host, ssh_args=self._arguments, **settings
+        )
 
     def probing(self, host: str) -> list[str]:
         """By the same ssh."""
-        return ["ssh", *self._arguments, host, _remote([*KEEPER, "probe"])]
+        return ["ssh", *self._arguments, host, _remote([*NODE_AGENT, "probe"])]
 
     def network_name(self, host: str) -> str:
         """What ssh's configuration makes of the name.

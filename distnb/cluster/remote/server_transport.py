@@ -10,10 +10,10 @@ from distnb.cluster.remote.base import CommandNodeAgentLauncher, NodeAgentLaunch
 from distnb.cluster.remote.secret import read_secret
 from distnb.cluster.worker_placement import split_address
 
-__all__ = ["Served"]
+__all__ = ["ServerTransport"]
 
 
-class Served(Transport):
+class ServerTransport(Transport):
     """Machines whose servers share a secret with this notebook; hosts are their addresses, host:port.
 
     Args:
@@ -28,15 +28,15 @@ class Served(Transport):
         self._secret = secret.absolute()
 
     def launcher(self, host: str, **settings: Any) -> NodeAgentLauncher:
-        """A process of this machine that calls: it gets the secret's path, never the secret."""
-        return CommandNodeAgentLauncher(engine_cmd=self._calling(host, "serve"), **settings)
+        """A client process of this machine: it gets the secret's path, never the secret."""
+        return CommandNodeAgentLauncher(engine_cmd=self._client(host, "serve"), **settings)
 
     def probing(self, host: str) -> list[str]:
-        """By the same kind of call."""
-        return self._calling(host, "probe")
+        """By the same client."""
+        return self._client(host, "probe")
 
-    def _calling(self, host: str, task: str) -> list[str]:
-        return [sys.executable, "-P", "-m", "distnb.cluster.remote.calling", host, str(self._secret), task]
+    def _client(self, host: str, task: str) -> list[str]:
+        return [sys.executable, "-P", "-m", "distnb.cluster.remote.server_client", host, str(self._secret), task]
 
     def network_name(self, host: str) -> str:
         """The address without its port."""
