@@ -19,22 +19,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
-
-from ipyparallel.cluster.launcher import LocalEngineLauncher
 
 from distnb import __version__
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
 from distnb.cluster.launcher import EngineEnded, EngineOrder, Launched, Launcher
 from distnb.cluster.local.capacity import Capacity, check_capacity, crowding
-from distnb.cluster.local.ipyparallel_launchers import Watched
 from distnb.cluster.local.orphans import end_group
-from distnb.cluster.local.processes import Processes, Reaped, describe_status
-from distnb.cluster.local.watcher import REPORT_PIPE, Watcher
-from distnb.cluster.process_environment import hash_seed, import_environment
+from distnb.cluster.local.processes import Processes, describe_status
+from distnb.cluster.local.watcher import REPORT_PIPE
+from distnb.cluster.process_environment import PYTHON_MODULE, hash_seed, import_environment
 from distnb.cluster.remote.heartbeat import LOST
 from distnb.cluster.remote.node_agent import KILLED, Assignment
 from distnb.errors import DistnbError, StartError
@@ -43,18 +39,16 @@ from distnb.topology import Device
 __all__ = [
     "NODE_AGENT",
     "WRAPPER",
-    "CommandNodeAgentLauncher",
     "Hosts",
-    "NodeAgentLauncher",
     "Transport",
     "plan_hosts",
     "probe",
 ]
 
-NODE_AGENT = (sys.executable, "-P", "-m", "distnb.cluster.remote.node_agent")
+NODE_AGENT = (*PYTHON_MODULE, "distnb.cluster.remote.node_agent")
 """The node agent's command, the same on every machine."""
 
-WRAPPER = (sys.executable, "-P", "-m", "distnb.cluster.remote.wrapper")
+WRAPPER = (*PYTHON_MODULE, "distnb.cluster.remote.wrapper")
 """The command that stands before another, which starts a node agent."""
 
 _PROBE_TIMEOUT_S = 90.0
@@ -62,70 +56,17 @@ _ENDING_S = 10.0
 _SAID_CHARS = 2000
 
 
-class NodeAgentLauncher(Watched):
-    """Starts the process that is connected with one engine's node agent; before a launcher of ipyparallel's."""
-
-    told = b""
-    inherited: Mapping[str, str] = os.environ
-    _input: IO[bytes]
-
-    def start(self) -> None:
-        """Start it and tell the node agent what to do."""
-        reports = os.path.join(self.profile_dir, REPORT_PIPE)
-        with open(self.output_file, "ab") as log, open(reports, "wb", buffering=0) as ready:
-            started = self._popen_process = subprocess.Popen(
-                self.args,
-                env={**self.inherited, **import_environment()},
-                stdin=subprocess.PIPE,
-                stdout=ready,
-                stderr=log,
-                start_new_session=True,
-            )
-        self.pid = started.pid
-        self.notify_start(self.pid)
-        assert started.stdin is not None
-        self._input = started.stdin
-        try:
-            self._input.write(self.told)
-            self._input.flush()
-        except BrokenPipeError:
-            pass  # it has ended already, and its log says why
-        self._start_waiting()
-
-    def let_go(self) -> None:
-        """Tell the node agent that its engine is not wanted any more."""
-        with suppress(OSError, ValueError):  # it may have ended
-            self._input.write(b"end\n")
-            self._input.close()
-
-    def _end(self, status: int | None) -> None:
-        with suppress(OSError):
-            self._input.close()
-        super()._end(status)
-
-
-class CommandNodeAgentLauncher(NodeAgentLauncher, LocalEngineLauncher):  # type: ignore[misc]
-    """Starts a node agent by `engine_cmd` as it is: ipyparallel would add what its own engines are told."""
-
-    def find_args(self) -> list[str]:
-        """The command line: no word of it is secret."""
-        return list(self.engine_cmd)
-
-
 class Transport(ABC):
     """How node agents on other machines are started, and talked to."""
 
     @abstractmethod
-    def launcher(self, host: str, **settings: Any) -> NodeAgentLauncher:
-        """A launcher of a node agent on a machine; its `told` is the node agent's standard input.
+    def command(self, host: str, task: str) -> list[str]:
+        """The command that runs a node agent on a machine, connected with its standard input and output; no word of it
+        is secret.
 
         Args:
-            settings: As ipyparallel's launchers take them.
+            task: What the node agent does, "serve" or "probe".
         """
-
-    @abstractmethod
-    def probing(self, host: str) -> list[str]:
-        """The command that prints what a machine's node agent answers to `probe`."""
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
         """The environment of the commands, but for what lets them import this distnb.
@@ -169,7 +110,7 @@ class Hosts(Launcher):
         )
         self._address = address
         self._transport = transport
-        self._launchers: dict[int, NodeAgentLauncher] = {}
+        self._inputs: dict[int, IO[bytes]] = {}  # of each process that is connected with a node agent
         self._logs: dict[int, Path] = {}
 
     def launch(
@@ -177,10 +118,9 @@ class Hosts(Launcher):
     ) -> None:
         """Start a node agent for each engine."""
         for order in orders:
-            pid = processes.launch(partial(self._start_node_agent, order), partial(ended, order.engine))
-            launched(order.engine, pid)
+            launched(order.engine, self._start_node_agent(order, processes, ended))
 
-    def _start_node_agent(self, order: EngineOrder, watcher: Watcher, ended: Reaped) -> int:
+    def _start_node_agent(self, order: EngineOrder, processes: Processes, ended: EngineEnded) -> int:
         host = self._hosts[order.engine]
         assignment = Assignment(
             self._connection,
@@ -192,23 +132,36 @@ class Hosts(Launcher):
             order.replaces,
             {"PYTHONHASHSEED": hash_seed()},
         )
-        launcher = self._transport.launcher(
-            host, identifier=str(order.engine), output_file=str(order.log), profile_dir=str(order.directory)
-        )
-        launcher.inherited = self._transport.environment(order.directory)
-        launcher.told, launcher.watcher, launcher.ended = assignment.encode(), watcher, ended
-        launcher.start()
-        self._launchers[launcher.pid] = launcher
         self._logs[order.engine] = order.log
-        return int(launcher.pid)
+
+        def told(pid: int, words: str, expected: bool) -> None:
+            with suppress(KeyError, OSError):
+                self._inputs.pop(pid).close()
+            ended(order.engine, pid, words, expected)
+
+        with open(order.log, "ab") as log, open(order.directory / REPORT_PIPE, "wb", buffering=0) as ready:
+            process = processes.start(
+                self._transport.command(host, "serve"),
+                told,
+                env={**self._transport.environment(order.directory), **import_environment()},
+                stdin=subprocess.PIPE,
+                stdout=ready,
+                stderr=log,
+            )
+        assert process.stdin is not None
+        self._inputs[process.pid] = process.stdin
+        with suppress(BrokenPipeError):  # it has ended already, and its log says why
+            process.stdin.write(assignment.encode())
+            process.stdin.flush()
+        return process.pid
 
     def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:
         """Tell the node agents that their engines are not wanted any more."""
 
         def let_go() -> None:
             for pid in pids:
-                if pid in self._launchers:
-                    self._launchers.pop(pid).let_go()
+                with suppress(KeyError, OSError, ValueError), self._inputs.pop(pid) as agent:  # it may have ended
+                    agent.write(b"end\n")
 
         return let_go
 
@@ -253,7 +206,7 @@ def probe(hosts: Sequence[str], transport: Transport) -> dict[str, tuple[int, Ca
     try:
         for host in hosts:
             asked[host] = subprocess.Popen(
-                transport.probing(host),
+                transport.command(host, "probe"),
                 env={**transport.environment(), **import_environment()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

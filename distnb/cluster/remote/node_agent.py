@@ -30,14 +30,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from distnb import __version__
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import available_gpus
 from distnb.cluster.local.capacity import this_machine
-from distnb.cluster.local.processes import Processes, Reaped
+from distnb.cluster.local.processes import Processes
 from distnb.cluster.local.watcher import Watcher
-from distnb.cluster.process_environment import engine_environment, engines_environment, without_another_place
+from distnb.cluster.process_environment import (
+    PYTHON_MODULE,
+    engine_environment,
+    engines_environment,
+    without_another_place,
+)
 from distnb.cluster.remote.heartbeat import Heartbeat
 from distnb.cluster.remote.network import address_towards, interface_of
 from distnb.cluster.remote.wrapper import STATUS, beat_for_ever
@@ -134,17 +140,25 @@ class NodeAgent:
         watcher = Watcher(directory.path, _report)
         processes = Processes(watcher)
         try:
-            start = partial(self._start_engine, self._environment(directory.path, interface))
-            pid = processes.launch(start, lambda pid, words, expected: self.let_go(status=_status_of(processes, pid)))
-            directory.end_with_owner(pid)
+            # Not our own standard error: ssh would wait for every process of the user's that has inherited it.
+            engine = processes.start(
+                [*PYTHON_MODULE, "distnb.engine"],
+                lambda pid, words, expected: self.let_go(status=_status_of(processes, pid)),
+                env=self._environment(directory.path, interface),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            directory.end_with_owner(engine.pid)
+            threading.Thread(target=_forward, args=(engine.stdout,), name="distnb-log", daemon=True).start()
             why, status, asked = self._reasons.get()
             if why:
                 with suppress(OSError):  # nobody may read it any more
                     print(f"distnb: {why}", file=sys.stderr, flush=True)
             if asked:
-                processes.end([pid])
+                processes.end([engine.pid])
             else:
-                processes.kill([pid])
+                processes.kill([engine.pid])
         finally:
             watcher.close()
         return status
@@ -156,26 +170,6 @@ class NodeAgent:
         own |= engine_environment(told.engine, device, replaces=told.replaces)
         return without_another_place(os.environ) | own | network_environment(interface) | dict(told.environment)
 
-    def _start_engine(self, environment: dict[str, str], watcher: Watcher, ended: Reaped) -> int:
-        # Not our own standard error: ssh would wait for everything that a process of the user's has inherited of it.
-        engine = subprocess.Popen(
-            [sys.executable, "-P", "-m", "distnb.engine"],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        assert engine.stdout is not None
-        threading.Thread(target=_forward, args=(engine.stdout.fileno(),), name="distnb-log", daemon=True).start()
-
-        def reaped(pid: int, status: int | None) -> None:
-            engine.returncode = status or 0  # so that subprocess does not wait for it too
-            ended(pid, status)
-
-        watcher.watch(engine.pid, partial(reaped, engine.pid))
-        return engine.pid
-
 
 def _status_of(processes: Processes, pid: int) -> int:
     status = processes.status(pid)
@@ -184,18 +178,14 @@ def _status_of(processes: Processes, pid: int) -> int:
 
 def _report(engine: int) -> None:
     """Tell the notebook that an engine serves: ssh's standard output ends in the pipe of reports there."""
-    try:
+    with suppress(OSError):  # the connection is gone, and others notice that
         os.write(1, b"%d\n" % engine)
-    except OSError:
-        pass  # the connection is gone, and others notice that
 
 
-def _forward(source: int) -> None:
-    try:
-        while data := os.read(source, 65536):
+def _forward(source: IO[bytes]) -> None:
+    with suppress(OSError):
+        while data := os.read(source.fileno(), 65536):
             os.write(2, data)
-    except OSError:
-        pass
 
 
 def _await_end_of_input(agent: NodeAgent) -> None:
