@@ -101,7 +101,7 @@ class Needs:
         self.names.append(name)
 
     def _look_behind(self, handle: Any) -> None:
-        """The names that an engine object's code reads, and what it holds: the notebook's objects, and other handles'."""
+        """What an engine object's code reads, and what it holds of the notebook's objects and of other handles'."""
         state = state_of_handle(handle)
         if state.identity in self._behind:
             return
