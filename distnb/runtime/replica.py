@@ -10,7 +10,7 @@ import torch
 
 from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.aggregation import Aggregation
-from distnb.collectives.algorithms.packs import Packs
+from distnb.collectives.algorithms.packing import Packs
 from distnb.collectives.gradients.gradient_sync import GradientSync
 from distnb.errors import DistributedValueError, OptionError
 from distnb.options import (
@@ -29,12 +29,13 @@ from distnb.runtime.central import setup
 from distnb.runtime.central.shared_optimizers import SharedOptimizers
 from distnb.runtime.central.shared_variables import SharedVariables
 from distnb.runtime.consistency.agreement import distributed
+from distnb.runtime.consistency.resynchronisation import resynchronise
 from distnb.runtime.consistency.sync_check import assert_in_sync
 from distnb.runtime.default_device import placed_on
 from distnb.runtime.in_process import local_components
 from distnb.runtime.randomness import streams
 from distnb.runtime.reduction.gathering import broadcast_tree, checked_axis, gather_tensor
-from distnb.runtime.reduction.rules import plain_value_error, reduce_alone, reduce_leaves, tensor_of
+from distnb.runtime.reduction.reducing import plain_value_error, reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.runtime.scopes.registration import Adoption
 from distnb.runtime.scopes.scope_watch import ScopeWatch
@@ -75,13 +76,11 @@ class Spmd:
         self._of_group: Aggregation | None = None
         self.preferences = (options.timeout_seconds, options.implementation is not CommunicationImplementation.RING)
         self._sync = GradientSync(
-            lambda: process.group,
+            self._aggregation,
             self._reduction,
             check_mean_loss=strategy.spec.option("check_mean_loss", True),
-            packs=self._packs,
-            sums=None if self._aggregation().exact else self._aggregation,
-            after_pass=lambda reached: self._adoption.running_statistics.average(reached),
             in_replica=contexts.in_replica,
+            after_pass=lambda reached: self._adoption.running_statistics.average(reached),
         )
         self._shared: SharedVariables | None = None
         self._optimizers: SharedOptimizers | None = None
@@ -92,6 +91,7 @@ class Spmd:
         self.home = ReplicaHome(self._adoption, self._aggregation)
         self._outsiders = OutsiderCheck(strategy, self._adoption.owns)
         self._open_scopes = 0
+        self._generation: int | None = None
 
     def _aggregation(self) -> Aggregation:
         """How this strategy adds up, on the group of the present generation."""
@@ -131,7 +131,7 @@ class Spmd:
             self._open_scopes += 1
             take_back = contexts.note_names()
             try:
-                self._heal("strategy.scope")
+                self._resynchronise("strategy.scope")
                 with ScopeWatch(self._adoption):
                     yield strategy
                 if self._shared is not None:
@@ -145,13 +145,15 @@ class Spmd:
             finally:
                 self._open_scopes -= 1
 
-    def _heal(self, within: str) -> None:
+    def _resynchronise(self, within: str) -> None:
         # A program that ended half-way through a step may have left the replicas' variables unequal.
         group = self._process.group
-        if self._sync.healed != group.generation:
+        if self._generation != group.generation:
             if group.size > 1:
                 group.note(within, ())
-            self._sync.heal(self._adoption.buffers())
+            self._generation = group.generation
+            if group.size > 1:
+                resynchronise(group, self._sync.groups, self._adoption.buffers())
             if self._optimizers is not None:
                 self._optimizers.tell_of_half_steps()
 
@@ -178,8 +180,8 @@ class Spmd:
             regions.leave("strategy.run", error)
             raise
         regions.leave()
-        if self._sync.healed != process.group.generation:
-            self._heal("strategy.run")  # an error was caught before, and the replicas met again in this call
+        if self._generation != process.group.generation:
+            self._resynchronise("strategy.run")  # an error was caught before, and the replicas met again in this call
         return result
 
     def _run_alone(self, strategy: Owner, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -199,8 +201,8 @@ class Spmd:
     def _run(self, strategy: Owner, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         __tracebackhide__ = True  # see Strategy.run
         process = self._process
-        if self._sync.healed != process.group.generation:
-            self._heal("strategy.run")
+        if self._generation != process.group.generation:
+            self._resynchronise("strategy.run")
         rank, size = process.rank, process.team.size
         note = BatchNote()
         own_args = [select(arg, rank, size, note) for arg in args]

@@ -96,7 +96,7 @@ class ReplicaContext:
         aggregation = self._communicating(options)
         if aggregation is None:
             return value
-        from distnb.runtime.reduction.replica_collectives import all_reduce_tree
+        from distnb.runtime.reduction.reducing import all_reduce_tree
 
         return all_reduce_tree(aggregation, op, value)
 
@@ -118,7 +118,7 @@ class ReplicaContext:
                 "of its own. Leave it out."
             )
         aggregation = self._communicating(options)
-        from distnb.runtime.reduction.replica_collectives import all_gather_tree
+        from distnb.runtime.reduction.gathering import all_gather_tree
 
         return all_gather_tree(aggregation, value, axis)
 

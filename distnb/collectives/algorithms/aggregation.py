@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from distnb.collectives.algorithms.base import CrossDeviceOps
-from distnb.collectives.algorithms.nccl import NcclAllReduce
-from distnb.collectives.algorithms.packs import Packs
-from distnb.collectives.algorithms.replicas import Replicas
-from distnb.collectives.algorithms.results import confirm_equal, unfit
+from distnb.collectives.algorithms.packing import Packs
+from distnb.collectives.algorithms.replicas import Replicas, require_like
+from distnb.collectives.digests import digest
 from distnb.collectives.group.entering import OWN
 from distnb.errors import OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
-    from distnb.collectives.gradients.buckets import Started
+    from distnb.collectives.algorithms.base import CrossDeviceOps
     from distnb.collectives.group.interface import Group
 
-__all__ = ["Aggregation"]
-
+__all__ = ["Aggregation", "Started"]
 
 _FIRST_RESULTS = 3
 # Of an algorithm of the user's so many results are compared with the other replicas': one that forgets to communicate
@@ -33,6 +30,13 @@ _BACKENDS = {
     CommunicationImplementation.RING: "gloo",
     CommunicationImplementation.NCCL: "nccl",
 }
+
+
+class Started(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Return when it is done, or raise ProgramAborted."""
 
 
 class Aggregation:
@@ -46,7 +50,7 @@ class Aggregation:
 
     Attributes:
         group, packs: As given.
-        exact: Whether the group itself adds up, so that distnb's own marks may ride with the data.
+        is_groups_own: Whether the group itself adds up, and may do so while a backward pass goes on.
     """
 
     def __init__(
@@ -58,8 +62,8 @@ class Aggregation:
     ) -> None:
         self.group = group
         self.packs = packs or Packs()
-        self.exact = ops is None or type(ops).reduce_implementation is NcclAllReduce.reduce_implementation
-        self._ops = None if self.exact else ops
+        self.is_groups_own = ops is None or ops.is_groups_own
+        self._ops = None if self.is_groups_own else ops
         self._replicas = Replicas(group)
         self._options = options
         own = self._ops is not None and not type(self._ops).__module__.startswith("distnb.")
@@ -105,15 +109,24 @@ class Aggregation:
             given = tensor.detach()
             total = self._ops.reduce_implementation(op, given, self._replicas)
             if total is not given:
-                if (got := unfit(total, given.shape, given.dtype)) is not None:
-                    raise OptionError(
-                        f"{type(self._ops).__name__}.reduce_implementation was given {given.dtype}{list(given.shape)} "
-                        f"and returned {got}. It must return a tensor of the same shape and dtype, dense and with data."
-                    )
+                what = f"{type(self._ops).__name__}.reduce_implementation was given {given.dtype}{list(given.shape)}"
+                require_like(total, given, what, "a tensor of")
                 tensor.copy_(total)
             if self._unconfirmed:
                 self._unconfirmed -= 1
-                confirm_equal(self.group, self._ops, tensor)
+                self._confirm_equal(self._ops, tensor)
+
+    def _confirm_equal(self, ops: CrossDeviceOps, total: torch.Tensor) -> None:
+        """Compare a result bit by bit with the other replicas'."""
+        self.group.note(f"{type(ops).__name__}.reduce.finished", (total,))  # as replicas are told that are still in it
+        digests = self.group.all_gather(torch.tensor([digest(total)], device=total.device))
+        unlike = [rank for rank, each in enumerate(digests) if not torch.equal(each, digests[0])]
+        if unlike:
+            raise OptionError(
+                f"{type(ops).__name__}.reduce_implementation returned another result on replica "
+                f"{', '.join(map(str, unlike))} than on replica 0. It must return the same bits on all of them, as "
+                "`replicas.all_reduce(tensor, op)` does, or `replicas.broadcast(total)` at its end."
+            )
 
     def all_reduce_start(self, tensor: torch.Tensor) -> Started:
         """Begin to sum in place; an algorithm of the strategy's own has done so when this returns."""

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.aggregation import Aggregation
-from distnb.collectives.algorithms.base import CrossDeviceOps
-from distnb.collectives.algorithms.packs import Packs
+from distnb.collectives.algorithms.packing import Packs
 from distnb.collectives.group import groups
 from distnb.collectives.group.interface import Group
 from distnb.errors import ContextError, DistributedValueError, OptionError
 from distnb.options import CommunicationOptions, ReduceOp
 from distnb.topology import Device, parse_device
 from distnb.values.distributed import DistributedValues
+
+if TYPE_CHECKING:
+    from distnb.collectives.algorithms.base import CrossDeviceOps
 
 __all__ = ["broadcast", "reduce"]
 

@@ -21,7 +21,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from distnb.collectives.gradients.mirrored_parameters import find_mirror
+from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.collectives.group.eager import always_eager
 from distnb.errors import GradientError
 from distnb.runtime.central.host_step import check_on_host, on_the_host

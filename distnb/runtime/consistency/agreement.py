@@ -8,7 +8,6 @@ since the same value on all replicas is to be that value.
 from __future__ import annotations
 
 import functools
-import hashlib
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distnb.accelerators import torch_device
+from distnb.collectives.digests import digest_of_text
 from distnb.errors import CollectiveError, CollectiveMismatchError
 from distnb.objects.plain import SCALARS
 from distnb.runtime import loader_batches
@@ -159,10 +159,6 @@ def _describe(kind: str, leaf: Any) -> str:
     return f"{type(leaf).__module__}.{type(leaf).__qualname__} {leaf!r}" if kind == "plain" else kind
 
 
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-
-
 def _compare(
     group: Group, spec: Spec, kinds: Sequence[str], leaves: Sequence[Any], batch: int
 ) -> tuple[list[bool], list[tuple[str, ...] | None] | None, bool, bool]:
@@ -173,7 +169,7 @@ def _compare(
         unlike things; whether all results are of the same kinds; and whether all were given one batch of a loader.
     """
     descriptions = [_describe(kind, leaf) for kind, leaf in zip(kinds, leaves, strict=True)]
-    mine = [_digest(repr(spec)), _digest("\n".join(descriptions))]
+    mine = [digest_of_text(repr(spec)), digest_of_text("\n".join(descriptions))]
     message = torch.tensor([*mine, batch], dtype=torch.int64, device=torch_device(group.device))
     others = [other.tolist() for other in group.all_gather(message)]
     same_batch = batch != 0 and all(other[-1] == batch for other in others)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from distnb.collectives.gradients.mirrored_parameters import find_mirror
+from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.errors import ContextError
 from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts
@@ -166,7 +166,7 @@ class Adoption:
                 "Mixing different Strategy objects: a parameter that another strategy made was registered in the "
                 f"scope of {self.strategy!r}. Make the model in the scope of the strategy that trains it."
             )
-        self._sync.adopt(parameter, key)
+        self._sync.register(parameter, key)
         if self.shared is not None:
             self.shared.expect(key.label + name, parameter)
         return True

@@ -20,9 +20,9 @@ from torch.nn.parameter import is_lazy
 
 from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.aggregation import Aggregation
+from distnb.collectives.algorithms.sums import combine
 from distnb.options import ReduceOp
 from distnb.runtime import contexts
-from distnb.runtime.reduction.packed_sums import combine_over_replicas
 
 if TYPE_CHECKING:
     from distnb.collectives.group.groups import Group
@@ -99,7 +99,7 @@ def _digest(tensor: torch.Tensor) -> int:
 
 def _aggregated(group: Group, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     floats = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
-    means = iter(combine_over_replicas(Aggregation(group), ReduceOp.MEAN, floats))
+    means = iter(combine(Aggregation(group), ReduceOp.MEAN, floats))
     return [
         next(means) if tensor.is_floating_point() or tensor.is_complex() else _largest(group, tensor)
         for tensor in tensors

@@ -120,5 +120,5 @@ def test_the_users_line_is_found() -> None:
     frame = backward_passes.calling_frame()
     assert frame is not None
     assert frame.f_code.co_name == "test_the_users_line_is_found"
-    assert backward_passes.describe_frame(frame).startswith("test_gradients_backward.py, line ")
+    assert backward_passes.describe_frame(frame).startswith("test_backward_passes.py, line ")
     assert backward_passes.describe_frame(None) == "a library's code"

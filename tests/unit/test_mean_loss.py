@@ -98,7 +98,7 @@ def test_it_names_operation_and_line() -> None:
     assert finding is not None
     text = str(finding.error(REPLICAS))
     assert "made by mse_loss with reduction='mean'" in text
-    assert "test_gradients_mean_loss.py, line " in text
+    assert "test_mean_loss.py, line " in text
     assert "about 3 times too large" in text
     assert "compute_average_loss" in text
     assert "gradient_reduction='mean'" in text
