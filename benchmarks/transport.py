@@ -32,10 +32,9 @@ from tornado.ioloop import IOLoop
 from zmq.auth.thread import ThreadAuthenticator
 
 from benchmarks.harness import Measure, Target, compare, report, timed
-from distnb.wire.channel import Link, OneClientKey, ProgramLink, UnixSocketLink
+from distnb.wire.channel import Link, OneClientKey, ProgramLink, Programs
 from distnb.wire.codec import Frame, decode, encode
 from distnb.wire.messages import Hello
-from distnb.wire.program_channels import Programs
 from distnb.wire.unix_socket import connect
 
 OURS, IPC, IPC_CURVE = "UNIX socket", "ZMQ ipc", "ZMQ ipc, CURVE"
@@ -127,9 +126,9 @@ def be_engine() -> None:
     if told["kind"] == BARE:
         echo_bare(told["url"])
     elif told["kind"] == OURS:
-        passage = connect(told["name"], told["token"], told["engine"])
-        assert passage is not None
-        asyncio.run(echo(UnixSocketLink(passage)))
+        connected = connect(told["name"], told["token"], told["engine"])
+        assert connected is not None
+        asyncio.run(echo(connected))
     else:
         asyncio.run(echo(IpcLink(told["url"], told["engine"], told["keys"])))
 
@@ -203,7 +202,7 @@ def hellos() -> list[Hello]:
 def ours() -> Iterator[Ways]:
     """Programs as they are."""
     programs = Programs(zmq.Context.instance().socket(zmq.ROUTER))
-    with engines(kind=OURS, name=programs.harbour.name, token=programs.harbour.token):
+    with engines(kind=OURS, name=programs.listener.name, token=programs.listener.token):
         programs.meet(hellos())
         ways = Ways(lambda message: programs.send(ENGINES, message), collector(programs))
         ways.collect(len(ENGINES))

@@ -40,7 +40,7 @@ from distnb.strategies import live
 from distnb.topology import Device, Team
 from distnb.values.structure import select
 from distnb.wire import codec, unix_socket
-from distnb.wire.channel import Link, ProgramLink, UnixSocketLink
+from distnb.wire.channel import Link, ProgramLink
 from distnb.wire.exchange import Result
 from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell, Unread
 
@@ -83,11 +83,9 @@ class Agent:
             "client_public": connection.client_public.encode(),
             "client_secret": connection.client_secret.encode(),
         }
-        near = unix_socket.connect(connection.harbour_name, connection.harbour_token, engine)
+        near = unix_socket.connect(connection.listener_name, connection.listener_token, engine)
         self._near = near is not None
-        self._programs: ProgramLink = (
-            UnixSocketLink(near) if near is not None else Link(context, engine, connection.program_url, **keys)
-        )
+        self._programs: ProgramLink = near or Link(context, engine, connection.program_url, **keys)
         pipes = {}
         logs = {}
         streams: tuple[tuple[int, Literal["stdout", "stderr"]], ...] = ((1, "stdout"), (2, "stderr"))

@@ -12,8 +12,8 @@ from distnb.errors import EngineDied, ReplicaStuck
 from distnb.notebook.interrupts import Interrupts
 from distnb.notebook.supervision import GiveUpOn
 from distnb.notebook.supervisor import Supervisor
+from distnb.wire.channel import Programs
 from distnb.wire.messages import CallFunction, Died, Hello, Reply, Unread
-from distnb.wire.program_channels import Programs
 
 __all__ = ["Dispatch", "Outcome"]
 

@@ -37,6 +37,6 @@ def status_of(cluster: Cluster, hellos: Mapping[int, Hello], stuck: Mapping[int,
     for engine, process in cluster.engines.items():
         state = process.ended or (f"busy with program {stuck[engine]}, which was ended" if engine in stuck else "idle")
         hello = hellos.get(engine)
-        pid, host = (hello.pid, hello.host) if hello else (process.pid, cluster.ground.host(engine))
+        pid, host = (hello.pid, hello.host) if hello else (process.pid, cluster.launcher.host(engine))
         rows.append(EngineStatus(engine, str(process.device), pid, host, state))
     return tuple(rows)

@@ -79,11 +79,13 @@ class Engines:
             client_public=self._keys.client_public,
             client_secret=self._keys.client_secret,
             notebook_pid=os.getpid(),
-            harbour_name=self._switchboard.programs.harbour.name,
-            harbour_token=self._switchboard.programs.harbour.token,
+            listener_name=self._switchboard.programs.listener.name,
+            listener_token=self._switchboard.programs.listener.token,
         )
-        plan, ground = self._plan, self._plan.ground(connection)
-        self._cluster = Cluster(plan.devices, connection, on_exit=self._on_exit, on_progress=on_progress, ground=ground)
+        plan, launcher = self._plan, self._plan.launcher(connection)
+        self._cluster = Cluster(
+            plan.devices, connection, on_exit=self._on_exit, on_progress=on_progress, launcher=launcher
+        )
         # torch loads here while it loads in the engines.
         self._cluster.start(meanwhile=_load_torch if self._store is None else self._store.serve)
         self._await(tuple(self._cluster.engines))
@@ -143,7 +145,7 @@ class Engines:
 
     def hosts(self) -> tuple[str, ...]:
         """The other machines where engines were started, those that are lost among them; empty for this one."""
-        return tuple(dict.fromkeys(filter(None, map(self.cluster.ground.host, self.ids))))
+        return tuple(dict.fromkeys(filter(None, map(self.cluster.launcher.host, self.ids))))
 
     def team(self, spec: StrategySpec) -> Team:
         """The engines that a strategy runs on, as `Teams.of` chooses them. Who calls it has the turn."""
@@ -162,7 +164,7 @@ class Engines:
         """
         stuck = self.supervisor.stuck
         if stuck:
-            self.dispatch.await_word([engine for engine in stuck if self.cluster.ground.host(engine)], _WORD_S)
+            self.dispatch.await_word([engine for engine in stuck if self.cluster.launcher.host(engine)], _WORD_S)
 
     # -- ending, and being replaced --------------------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ import zmq
 
 from distnb.notebook.events import EventHub
 from distnb.notebook.supervision import EndProgram, GiveUpOn, Order, Supervision
+from distnb.wire.channel import receive_from, send_frames
+from distnb.wire.codec import encode
 from distnb.wire.messages import Abort, Died, Hello, ProgramEnded
-from distnb.wire.zmq_sockets import receive_from, send_to
 
 __all__ = ["Supervisor"]
 
@@ -221,7 +222,7 @@ class Supervisor:
 
     def _send(self, engine: int, message: Any) -> None:
         try:
-            send_to(self._control, (engine,), message)  # an engine that is gone is no news here: its pidfd tells
+            send_frames(self._control, engine, encode(message))  # that one is gone is no news: its pidfd tells
         except zmq.ZMQError as error:
             if error.errno != zmq.ENOTSOCK:
                 raise

@@ -2,23 +2,31 @@
 
 The notebook binds two ROUTER sockets of ZeroMQ, over TCP with CURVE, which encrypts: a client whose public key is not
 the cluster's gets no byte through. Every engine connects a DEALER for control. Programs go to engines of the notebook's
-host by passages (`wire.passage`), several times as fast, and to all others by the second socket.
+host by UNIX sockets (`wire.unix_socket`), several times as fast, and to all others by the second ROUTER.
 """
 
 from __future__ import annotations
 
+import os
 import select
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from distnb.wire.codec import decode, encode
-from distnb.wire.program_channels import Programs
-from distnb.wire.unix_socket import UnixSocket, pack
-from distnb.wire.zmq_sockets import has_message, receive, send
+from distnb.errors import StartError
+from distnb.wire.codec import Frame, decode, encode
+from distnb.wire.messages import Hello
+from distnb.wire.unix_socket import Listener, Packet, UnixSocket, pack
 
-__all__ = ["Link", "OneClientKey", "UnixSocketLink", "ProgramLink", "Switchboard"]
+__all__ = ["Link", "OneClientKey", "ProgramLink", "Programs", "Switchboard", "receive_from", "send_frames"]
+
+# As plain numbers: combining members of an enumeration costs as much as sending.
+_POLLIN, _SNDMORE = int(zmq.POLLIN), int(zmq.SNDMORE)
+
+
+# -- the notebook's end ------------------------------------------------------------------------------------------------
 
 
 class OneClientKey:
@@ -59,13 +67,11 @@ class Switchboard:
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", OneClientKey(client_public))
         self._keys = (server_secret, server_public)
-        far = self._bind_socket()
-        self.program_url = _bind(far, host)
-        self.programs = Programs(far)
-        self.control = self._bind_socket()
-        self.control_url = _bind(self.control, host)
+        remote, self.program_url = self._bind(host)
+        self.programs = Programs(remote)
+        self.control, self.control_url = self._bind(host)
 
-    def _bind_socket(self) -> zmq.Socket[bytes]:
+    def _bind(self, host: str) -> tuple[zmq.Socket[bytes], str]:
         socket = self._context.socket(zmq.ROUTER)
         socket.curve_secretkey, socket.curve_publickey = self._keys
         socket.curve_server = True
@@ -74,7 +80,9 @@ class Switchboard:
         socket.router_mandatory = True
         socket.router_handover = True
         socket.linger = 0
-        return socket
+        socket.ipv6 = ":" in host
+        address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        return socket, f"{address}:{socket.bind_to_random_port(address)}"
 
     def close(self) -> None:
         """Close both ways and stop the authenticator. Waiting messages are dropped."""
@@ -84,83 +92,171 @@ class Switchboard:
         self._context.destroy(linger=0)
 
 
-def _bind(socket: zmq.Socket[bytes], host: str) -> str:
-    socket.ipv6 = ":" in host
-    address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
-    return f"{address}:{socket.bind_to_random_port(address)}"
+class Programs:
+    """Sends programs, and receives replies: by a UNIX socket to each engine of this host, by ZeroMQ to all others.
 
-
-class ProgramLink(Protocol):
-    """An engine's end of the way of programs."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether the notebook is known to be gone: nothing will come."""
-
-    def fileno(self) -> int:
-        """Readable when `receive` may have something."""
-
-    def send(self, message: Any) -> None:
-        """Send a message, copied: a replica goes on to change its tensors in place."""
-
-    def receive(self, linger_ms: int = 0) -> Any:
-        """The next message, or None when there is none yet.
-
-        Args:
-            linger_ms: How long to wait for one; not all do.
-
-        Raises:
-            MessageError: It cannot be read.
-        """
-
-
-class UnixSocketLink:
-    """An engine's end where it is on the notebook's host.
+    Not for several threads at once.
 
     Args:
-        passage: The way there.
+        remote: A bound ROUTER for engines of other hosts; closed with this.
+
+    Attributes:
+        listener: Where engines of this host connect.
     """
 
-    def __init__(self, passage: UnixSocket) -> None:
-        self._passage = passage
+    def __init__(self, remote: zmq.Socket[bytes]) -> None:
+        self.listener = Listener()
+        self._remote = remote
+        self._has_remote = False
+        self._sockets: dict[int, UnixSocket] = {}
+        self._engine_at: dict[int, int] = {}  # by the socket's descriptor
         self._epoll = select.epoll()
-        self._epoll.register(passage, select.EPOLLIN)
-        self._has_bell = False
 
-    @property
-    def ended(self) -> bool:
-        """Whether the notebook is gone."""
-        return self._passage.ended
+    def watch(self, descriptor: int) -> None:
+        """Let `wait` return when this descriptor is readable, too."""
+        self._epoll.register(descriptor, select.EPOLLIN)
 
-    def fileno(self) -> int:
-        """A descriptor that is readable when something has come since `receive` last gave nothing."""
-        return self._epoll.fileno()
-
-    def send(self, message: Any) -> None:
-        """Send a message, copied."""
-        self._passage.send(pack(encode(message)))
-
-    def receive(self, linger_ms: int = 0) -> Any:
-        """The next message, or None when there is none within so many milliseconds.
+    def meet(self, hellos: Iterable[Hello]) -> None:
+        """Engines have come up, and said hello on the other channel.
 
         Raises:
-            MessageError: It cannot be read.
+            StartError: One of this host is not connected.
         """
-        frames = self._passage.receive()
-        if frames is None:
-            self._listen_for_bell()
-            self._epoll.poll(0)  # the rings until now, which would hide the next; what they tell of is there
-            frames = self._passage.receive()
-        if frames is None and linger_ms and not self.ended and self._epoll.poll(linger_ms / 1000):
-            frames = self._passage.receive()
-        return None if frames is None else decode(frames)
+        try:
+            newcomers = self.listener.let_in()
+        except OSError as error:
+            raise StartError(
+                f"The notebook cannot open a connection to its engines ({os.strerror(error.errno or 0)}). Close files, "
+                "or allow it more (ulimit -n), and start them again."
+            ) from error
+        for engine, connected in newcomers.items():
+            self._lose(engine)
+            self._sockets[engine] = connected
+            self._engine_at[connected.fileno()] = engine
+            self.watch(connected.fileno())
+        for hello in hellos:
+            if hello.near and hello.engine not in self._sockets:
+                raise StartError(f"Engine {hello.engine} came to the notebook by a UNIX socket and was not recognised.")
+            if not hello.near and not self._has_remote:
+                self._has_remote = True
+                self.watch(int(self._remote.fileno()))
 
-    def _listen_for_bell(self) -> None:
-        """Once it was handed over: of the socket only the end is of interest, which needs no asking for."""
-        if not self._has_bell and self._passage.bell is not None:
-            self._has_bell = True
-            self._epoll.register(self._passage.bell, select.EPOLLIN | select.EPOLLET)
-            self._epoll.modify(self._passage, 0)
+    def _lose(self, engine: int) -> None:
+        connected = self._sockets.pop(engine, None)
+        if connected is not None:
+            del self._engine_at[connected.fileno()]
+            self._epoll.unregister(connected.fileno())
+            connected.close()
+
+    def send(self, engines: Iterable[int], message: Any) -> list[int]:
+        """Send a message to engines, copied: what it refers to may change when this returns.
+
+        Returns:
+            The engines that are not connected.
+
+        Raises:
+            zmq.ZMQError: This was closed.
+        """
+        frames = encode(message)
+        packets: Sequence[Packet] = ()
+        unreached = []
+        for engine in engines:
+            connected = self._sockets.get(engine)
+            if connected is None:
+                reached = send_frames(self._remote, engine, frames)
+            else:
+                packets = packets or pack(frames)
+                reached = connected.send_packets(packets)
+            if not reached:
+                unreached.append(engine)
+        return unreached
+
+    def wait(self, timeout_s: float | None = None) -> list[int]:
+        """Wait until something has come. For so long at most, if a time is given.
+
+        Returns:
+            The descriptors that are readable, for `receive`, those that are watched among them.
+        """
+        if self._has_remote and _has_message(self._remote):
+            return []  # its descriptor tells of what comes after it was last found empty
+        return [descriptor for descriptor, _ in self._epoll.poll(timeout_s)]
+
+    def receive(self, readable: Iterable[int]) -> Iterator[tuple[int, Any]]:
+        """What has come: of each engine of this host one message, the next, and all of others. Never blocks.
+
+        Args:
+            readable: What `wait` returned.
+
+        Raises:
+            MessageError: One cannot be read.
+        """
+        for descriptor in readable:
+            engine = self._engine_at.get(descriptor)
+            if engine is None:
+                continue
+            message = self._sockets[engine].receive()
+            if message is not None:
+                yield engine, message
+            elif self._sockets[engine].ended:
+                self._lose(engine)  # the process has ended, and those who follow processes tell so
+        if self._has_remote:
+            yield from receive_from(self._remote)
+
+    def close(self) -> None:
+        """Close all. What waits is dropped."""
+        self.listener.close()
+        for engine in list(self._sockets):
+            self._lose(engine)
+        self._epoll.close()
+        self._remote.close()
+
+
+def send_frames(socket: zmq.Socket[bytes], engine: int, frames: Sequence[Frame]) -> bool:
+    """Send a message to an engine by a ROUTER, copied. False if the engine is not connected.
+
+    Raises:
+        zmq.ZMQError: The socket is closed.
+    """
+    try:
+        _send(socket, [b"%d" % engine, *frames])
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EHOSTUNREACH:
+            raise
+        return False
+    return True
+
+
+def receive_from(socket: zmq.Socket[bytes]) -> Iterator[tuple[int, Any]]:
+    """All messages that have arrived at a ROUTER, each with the id of its engine. Never blocks."""
+    while _has_message(socket):
+        name = socket.recv()
+        frames = _receive(socket)
+        if name.isdigit():  # else it was said by a process whose place another has taken, and its name
+            yield int(name), decode(frames)
+
+
+def _send(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
+    for frame in frames[:-1]:
+        socket.send(frame, _SNDMORE)
+    socket.send(frames[-1])
+
+
+def _has_message(socket: zmq.Socket[bytes]) -> bool:
+    # Trying to receive would do, but the exception that says "nothing" costs as much as a message.
+    return bool(zmq.zmq_poll([(socket, _POLLIN)], 0))
+
+
+def _receive(socket: zmq.Socket[bytes]) -> list[Frame]:
+    """The rest of a message: its header, and its buffers without a copy."""
+    frame = socket.recv(copy=False)
+    frames: list[Frame] = [frame.bytes]
+    while frame.more:
+        frame = socket.recv(copy=False)
+        frames.append(frame.buffer)
+    return frames
+
+
+# -- an engine's end ---------------------------------------------------------------------------------------------------
 
 
 class Link:
@@ -200,8 +296,8 @@ class Link:
         return int(self.socket.fileno())
 
     def send(self, message: Any) -> None:
-        """Send a message, copied."""
-        send(self.socket, encode(message))
+        """Send a message, copied: a replica goes on to change its tensors in place."""
+        _send(self.socket, encode(message))
 
     def receive(self, linger_ms: int = 0) -> Any:
         """The next message, or None when there is none yet: what is waited for is told by the descriptor only.
@@ -209,8 +305,8 @@ class Link:
         Raises:
             MessageError: It cannot be read.
         """
-        return decode(receive(self.socket)) if has_message(self.socket) else None
+        return decode(_receive(self.socket)) if _has_message(self.socket) else None
 
-    def close(self) -> None:
-        """Close the socket, giving messages on their way one second."""
-        self.socket.close()
+
+ProgramLink = UnixSocket | Link
+"""An engine's end of the way of programs."""

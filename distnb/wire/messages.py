@@ -174,7 +174,7 @@ class Flush:
 class Hello:
     """An engine is up. Sent on both channels; on the program channel once its main loop serves it.
 
-    `near`: it has come to the notebook's harbour, and takes programs from there.
+    `near`: it is connected with the notebook by a UNIX socket, and takes programs from there.
     """
 
     engine: int

@@ -35,7 +35,7 @@ def descriptors() -> int:
     found = 0
     for each in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            found += "distnb-freight" in os.readlink(f"/proc/self/fd/{each}")
+            found += "distnb-buffer" in os.readlink(f"/proc/self/fd/{each}")
     return found
 
 
@@ -43,19 +43,19 @@ LOOK = f"""
 import contextlib, gc, os
 {inspect.getsource(descriptors)}
 gc.collect()
-mapped = open("/proc/self/maps").read().count("distnb-freight")
+mapped = open("/proc/self/maps").read().count("distnb-buffer")
 held = descriptors()
 """
 
 
 @contextlib.contextmanager
 def running(replicas: int, *, apart: bool = False) -> Iterator[ClusterWorld]:
-    """A cluster; its engines are as good as on another machine if they are not told of the notebook's harbour."""
+    """A cluster; its engines are as good as on another machine if they are not told where the notebook listens."""
     torch.set_num_threads(1)
     notebook = Process()
 
     def connection(**given: Any) -> Connection:
-        return Connection(**{**given, "harbour_name": "" if apart else given["harbour_name"]})
+        return Connection(**{**given, "listener_name": "" if apart else given["listener_name"]})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines_of_session, "Connection", connection)
@@ -94,9 +94,9 @@ def held_here() -> int:
     return descriptors()
 
 
-def freight_here() -> int:
+def buffers_here() -> int:
     gc.collect()
-    return Path("/proc/self/maps").read_text().count("distnb-freight")
+    return Path("/proc/self/maps").read_text().count("distnb-buffer")
 
 
 def look(world: ClusterWorld) -> tuple[list[int], list[int]]:
@@ -118,7 +118,7 @@ def test_there_and_back(kind: str, world: ClusterWorld, mapped: int) -> None:
     assert values(ns["mapped"]) == [mapped, mapped]
     back = np.asarray(ns["twice"].values[1])
     assert np.array_equal(back, sent * 2)
-    assert freight_here() == mapped
+    assert buffers_here() == mapped
     back[:] = 0  # the notebook's own
     run_all(world, [distributed("total = float((twice - big * 2).sum())")])
     assert ns["total"] == 0.0
@@ -159,7 +159,7 @@ def test_nothing_is_left_open(world: ClusterWorld, mapped: int) -> None:
         run_all(world, [distributed("copied = big + small[0] + other[1][0]")])
         assert ns["copied"].values[0][0] == ns["big"][0]
     assert held_here() == here
-    assert freight_here() == 0
+    assert buffers_here() == 0
     assert look(world)[1] == there
     del ns["big"], ns["small"], ns["other"], ns["copied"]
     gc.collect()
@@ -173,7 +173,7 @@ def test_arguments_of_calls_are_let_go(world: ClusterWorld) -> None:
 
     def mapped(x: Any = None) -> int:
         gc.collect()
-        return open("/proc/self/maps").read().count("distnb-freight")
+        return open("/proc/self/maps").read().count("distnb-buffer")
 
     for _ in range(3):
         array = np.ones(NBYTES // 8)
@@ -225,4 +225,4 @@ def test_an_engine_that_is_killed_amid() -> None:
         assert ns["lowest"] == 3.0
         assert all(values(ns["mapped"]))
         assert held_here() == here
-        assert freight_here() == 0
+        assert buffers_here() == 0

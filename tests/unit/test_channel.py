@@ -12,19 +12,19 @@ import pytest
 import zmq
 
 from distnb.errors import StartError
-from distnb.wire.channel import Link, ProgramLink, Switchboard, UnixSocketLink
+from distnb.wire.channel import Link, ProgramLink, Switchboard
 from distnb.wire.messages import Hello
-from distnb.wire.unix_socket import connect
+from distnb.wire.unix_socket import UnixSocket, connect
 
 SERVER_PUBLIC, SERVER_SECRET = zmq.curve_keypair()
 CLIENT_PUBLIC, CLIENT_SECRET = zmq.curve_keypair()
 
 
 @pytest.fixture
-def board() -> Iterator[Switchboard]:
-    board = Switchboard(server_secret=SERVER_SECRET, server_public=SERVER_PUBLIC, client_public=CLIENT_PUBLIC)
-    yield board
-    board.close()
+def switchboard() -> Iterator[Switchboard]:
+    switchboard = Switchboard(server_secret=SERVER_SECRET, server_public=SERVER_PUBLIC, client_public=CLIENT_PUBLIC)
+    yield switchboard
+    switchboard.close()
 
 
 @pytest.fixture
@@ -41,8 +41,8 @@ KEYS: dict[str, Any] = {
 }
 
 
-def read(board: Switchboard, timeout_s: float = 60) -> list[tuple[int, Any]]:
-    return list(board.programs.receive(board.programs.wait(timeout_s)))
+def read(switchboard: Switchboard, timeout_s: float = 60) -> list[tuple[int, Any]]:
+    return list(switchboard.programs.receive(switchboard.programs.wait(timeout_s)))
 
 
 def take(link: ProgramLink) -> Any:
@@ -55,117 +55,117 @@ def take(link: ProgramLink) -> Any:
 
 
 @contextmanager
-def links(board: Switchboard, context: zmq.Context[Any], *near: bool) -> Iterator[list[ProgramLink]]:
+def links(switchboard: Switchboard, context: zmq.Context[Any], *near: bool) -> Iterator[list[ProgramLink]]:
     """The ends of engines of the notebook's host, and of others, connected."""
     found: list[ProgramLink] = []
-    passages = []
-    harbour = board.programs.harbour
+    listener = switchboard.programs.listener
     for engine, is_near in enumerate(near):
-        passages.append(connect(harbour.name, harbour.token, engine) if is_near else None)
-        passage = passages[-1]
-        found.append(UnixSocketLink(passage) if passage else Link(context, engine, board.program_url, **KEYS))
+        connected = connect(listener.name, listener.token, engine) if is_near else None
+        found.append(connected or Link(context, engine, switchboard.program_url, **KEYS))
         found[-1].send("hello")
-    board.programs.meet(Hello(engine, 1, "here", "cpu", near=is_near) for engine, is_near in enumerate(near))
+    switchboard.programs.meet(Hello(engine, 1, "here", "cpu", near=is_near) for engine, is_near in enumerate(near))
     hellos: list[tuple[int, Any]] = []
     while len(hellos) < len(near):
-        hellos += read(board)
+        hellos += read(switchboard)
     assert sorted(hellos) == [(engine, "hello") for engine in range(len(near))]
     yield found
-    for passage in passages:
-        if passage is not None:
-            passage.close()
+    for link in found:
+        if isinstance(link, UnixSocket):
+            link.close()
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["of this host", "of another"])
 def test_messages_go_there_and_back_by_the_engines_id_in_order(
-    board: Switchboard, context: zmq.Context[Any], near: bool
+    switchboard: Switchboard, context: zmq.Context[Any], near: bool
 ) -> None:
     sizes = [10, 100_000, 20, 1_000_000, 1, 3_000_000]
-    with links(board, context, near, near) as ends:
+    with links(switchboard, context, near, near) as ends:
         for size in sizes:
-            assert board.programs.send((0, 1), {"array": np.arange(size)}) == []
+            assert switchboard.programs.send((0, 1), {"array": np.arange(size)}) == []
         for engine, end in enumerate(ends):
             for size in sizes:
                 array = take(end)["array"]
                 assert np.array_equal(array, np.arange(size))
                 end.send({"back": array})
                 array += 1  # sent is sent, and it can be written to
-                ((sender, message),) = read(board)
+                ((sender, message),) = read(switchboard)
                 assert sender == engine
                 assert np.array_equal(message["back"], np.arange(size))
             assert end.receive() is None
 
 
-def test_engines_of_this_host_and_of_others_together(board: Switchboard, context: zmq.Context[Any]) -> None:
-    with links(board, context, True, False) as ends:
+def test_engines_of_this_host_and_of_others_together(switchboard: Switchboard, context: zmq.Context[Any]) -> None:
+    with links(switchboard, context, True, False) as ends:
         for number in range(50):
-            assert board.programs.send((0, 1), number) == []
+            assert switchboard.programs.send((0, 1), number) == []
             assert [take(end) for end in ends] == [number, number]
             for end in ends:
                 end.send(("back", number))
             replies: list[tuple[int, Any]] = []
             while len(replies) < len(ends):
-                replies += read(board)
+                replies += read(switchboard)
             assert sorted(replies) == [(0, ("back", number)), (1, ("back", number))]
 
 
 def test_an_engine_that_ends_is_not_reached_any_more_and_another_takes_its_place(
-    board: Switchboard, context: zmq.Context[Any]
+    switchboard: Switchboard, context: zmq.Context[Any]
 ) -> None:
-    with links(board, context, True):
+    with links(switchboard, context, True):
         pass
-    assert read(board) == []
-    assert board.programs.send((0,), "hello") == [0]
-    with links(board, context, True) as (end,):
-        assert board.programs.send((0,), "hello") == []
+    assert read(switchboard) == []
+    assert switchboard.programs.send((0,), "hello") == [0]
+    with links(switchboard, context, True) as (end,):
+        assert switchboard.programs.send((0,), "hello") == []
         assert take(end) == "hello"
 
 
-def test_an_engine_that_is_not_recognised_is_an_error(board: Switchboard) -> None:
-    stranger = connect(board.programs.harbour.name, "another token", 0)
+def test_an_engine_that_is_not_recognised_is_an_error(switchboard: Switchboard) -> None:
+    stranger = connect(switchboard.programs.listener.name, "another token", 0)
     assert stranger is not None
     with pytest.raises(StartError, match="not recognised"):
-        board.programs.meet([Hello(0, 1, "here", "cpu", near=True)])
+        switchboard.programs.meet([Hello(0, 1, "here", "cpu", near=True)])
     stranger.close()
 
 
-def test_a_descriptor_that_is_watched_ends_the_waiting(board: Switchboard) -> None:
+def test_a_descriptor_that_is_watched_ends_the_waiting(switchboard: Switchboard) -> None:
     reading, writing = os.pipe()
-    board.programs.watch(reading)
-    assert board.programs.wait(0) == []
+    switchboard.programs.watch(reading)
+    assert switchboard.programs.wait(0) == []
     os.write(writing, b"x")
-    assert board.programs.wait(60) == [reading]
+    assert switchboard.programs.wait(60) == [reading]
     os.close(reading)
     os.close(writing)
 
 
-def become_far(board: Switchboard) -> None:
-    board.programs.meet([Hello(9, 1, "elsewhere", "cpu")])
+def become_far(switchboard: Switchboard) -> None:
+    switchboard.programs.meet([Hello(9, 1, "elsewhere", "cpu")])
 
 
-def test_another_key_gets_nothing_through(board: Switchboard, context: zmq.Context[Any]) -> None:
-    become_far(board)
+def test_another_key_gets_nothing_through(switchboard: Switchboard, context: zmq.Context[Any]) -> None:
+    become_far(switchboard)
     public, secret = zmq.curve_keypair()
-    link = Link(context, 1, board.program_url, server_public=SERVER_PUBLIC, client_public=public, client_secret=secret)
+    link = Link(
+        context, 1, switchboard.program_url, server_public=SERVER_PUBLIC, client_public=public, client_secret=secret
+    )
     link.socket.linger = 0
     link.send("run this")
-    assert read(board, 0.5) == []
+    assert read(switchboard, 0.5) == []
 
 
-def test_a_client_without_curve_gets_nothing_through(board: Switchboard, context: zmq.Context[Any]) -> None:
-    become_far(board)
+def test_a_client_without_curve_gets_nothing_through(switchboard: Switchboard, context: zmq.Context[Any]) -> None:
+    become_far(switchboard)
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
-    socket.connect(board.program_url)
+    socket.connect(switchboard.program_url)
     with suppress(zmq.Again):  # refused before it could send
         socket.send(b"run this", zmq.NOBLOCK)
-    assert read(board, 0.5) == []
+    assert read(switchboard, 0.5) == []
 
 
-def test_a_message_to_an_engine_that_is_not_there_is_not_lost_silently(board: Switchboard) -> None:
-    assert board.programs.send((9,), "hello") == [9]
+def test_a_message_to_an_engine_that_is_not_there_is_not_lost_silently(switchboard: Switchboard) -> None:
+    assert switchboard.programs.send((9,), "hello") == [9]
 
 
-def test_it_listens_on_loopback_only(board: Switchboard) -> None:
-    assert board.program_url.startswith("tcp://127.0.0.1:")
-    assert board.control_url.startswith("tcp://127.0.0.1:")
+def test_it_listens_on_loopback_only(switchboard: Switchboard) -> None:
+    assert switchboard.program_url.startswith("tcp://127.0.0.1:")
+    assert switchboard.control_url.startswith("tcp://127.0.0.1:")

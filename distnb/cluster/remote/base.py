@@ -165,7 +165,7 @@ class Hosts(Launcher):
         self._hosts = tuple(hosts)
         # Shared memory and the notebook's pid mean nothing there, and ipyparallel's controller stays on loopback.
         self._connection = dataclasses.replace(
-            connection, notebook_pid=0, harbour_name="", harbour_token="", controller=False
+            connection, notebook_pid=0, listener_name="", listener_token="", controller=False
         )
         self._address = address
         self._way = way

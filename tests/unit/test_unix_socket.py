@@ -20,8 +20,7 @@ import pytest
 from distnb.errors import MessageError
 from distnb.wire import shared_memory_buffer, unix_socket
 from distnb.wire.codec import Frame
-from distnb.wire.listener import Listener
-from distnb.wire.unix_socket import UnixSocket, connect, pack
+from distnb.wire.unix_socket import Listener, UnixSocket, connect, pack
 from tests.processes import wait_until
 
 LARGE = 5 << 20
@@ -31,45 +30,45 @@ Pair = tuple[UnixSocket, UnixSocket]
 
 
 @pytest.fixture
-def harbour() -> Iterator[Listener]:
-    harbour = Listener()
-    yield harbour
-    harbour.close()
+def listener() -> Iterator[Listener]:
+    listener = Listener()
+    yield listener
+    listener.close()
 
 
 @contextmanager
-def pairs(harbour: Listener, *engines: int) -> Iterator[list[Pair]]:
+def pairs(listener: Listener, *engines: int) -> Iterator[list[Pair]]:
     """For each engine both ends: the notebook's, and its own."""
-    theirs = {engine: come(harbour, engine) for engine in engines}
-    ours = harbour.let_in()
+    theirs = {engine: come(listener, engine) for engine in engines}
+    ours = listener.let_in()
     yield [(ours[engine], theirs[engine]) for engine in engines]
     for one in (*ours.values(), *theirs.values()):
         one.close()
 
 
 @pytest.fixture
-def pair(harbour: Listener) -> Iterator[Pair]:
-    with pairs(harbour, 3) as (pair,):
+def pair(listener: Listener) -> Iterator[Pair]:
+    with pairs(listener, 3) as (pair,):
         yield pair
 
 
-def come(harbour: Listener, engine: int, token: str = "") -> UnixSocket:
-    unix_socket = connect(harbour.name, token or harbour.token, engine)
-    assert unix_socket is not None
-    return unix_socket
+def come(listener: Listener, engine: int, token: str = "") -> UnixSocket:
+    connected = connect(listener.name, token or listener.token, engine)
+    assert connected is not None
+    return connected
 
 
 def receive(end: UnixSocket) -> list[Frame]:
     """The next message, waited for."""
     poll = select.poll()
     poll.register(end, select.POLLIN)
-    while (frames := end.receive()) is None:
+    while (frames := end.receive_frames()) is None:
         assert poll.poll(60_000)
     return frames
 
 
 def descriptors() -> Counter[str]:
-    """What is open. Not by number: a place that is kept free moves, and what other tests left may end meanwhile."""
+    """What is open. Not by number: what other tests left may end meanwhile."""
     found: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the listing's own
@@ -77,15 +76,15 @@ def descriptors() -> Counter[str]:
     return found
 
 
-def freight_in_memory() -> int:
+def buffers_in_memory() -> int:
     """Mappings and descriptors of this process that belong to frames."""
-    mapped = Path("/proc/self/maps").read_text().count("distnb-freight")
-    return mapped + sum("distnb-freight" in opened for opened in descriptors().elements())
+    mapped = Path("/proc/self/maps").read_text().count("distnb-buffer")
+    return mapped + sum("distnb-buffer" in opened for opened in descriptors().elements())
 
 
 def message() -> list[Frame]:
     rng = np.random.default_rng(0)
-    sizes = (40, LARGE, 7, MIDDLE, shared_memory_buffer.FREIGHT_NBYTES - 1, 2 * LARGE + 1, 2 * MIDDLE + 3, 0)
+    sizes = (40, LARGE, 7, MIDDLE, shared_memory_buffer.LARGE_NBYTES - 1, 2 * LARGE + 1, 2 * MIDDLE + 3, 0)
     return [b"\x80 header", *(rng.integers(0, 256, size, np.uint8).data for size in sizes)]
 
 
@@ -103,27 +102,27 @@ def same(frames: list[Frame], others: list[Frame]) -> bool:
 )
 def test_every_frame_arrives_in_its_place_both_ways(pair: Pair, frames: list[Frame]) -> None:
     for sender, receiver in (pair, pair[::-1]):
-        assert sender.send(pack(frames))
+        assert sender.send_packets(pack(frames))
         assert same(receive(receiver), frames)
-        assert receiver.receive() is None
+        assert receiver.receive_frames() is None
 
 
 def test_messages_keep_their_order_whatever_their_frames_need(pair: Pair) -> None:
     sender, receiver = pair
     messages = [[b"header", np.full(size, size % 251, np.uint8).data] for size in (9, 10**5, 2, 10**6, 1, 10**7, 5)]
     for one in messages:
-        assert sender.send(pack(one))
+        assert sender.send_packets(pack(one))
     for one in messages:
         assert same(receive(receiver), one)
 
 
-@pytest.mark.parametrize("nbytes", [2000, MIDDLE, LARGE], ids=["in the packet", "copied", "mapped"])
-def test_each_receiver_has_its_own_and_the_sender_too(harbour: Listener, nbytes: int) -> None:
+@pytest.mark.parametrize("nbytes", [2000, MIDDLE, LARGE], ids=["in the packet", "mapped", "large"])
+def test_each_receiver_has_its_own_and_the_sender_too(listener: Listener, nbytes: int) -> None:
     sent = np.zeros(nbytes, np.uint8)
-    with pairs(harbour, 0, 1) as ends:
+    with pairs(listener, 0, 1) as ends:
         packets = pack([b"header", sent.data])
         sent[:] = 9  # the sender may go on at once
-        assert all(sender.send(packets) for sender, _ in ends)
+        assert all(sender.send_packets(packets) for sender, _ in ends)
         first, second = (np.frombuffer(receive(receiver)[1], np.uint8) for _, receiver in ends)
         first += 1
         assert (first.min(), first.max()) == (1, 1)
@@ -131,7 +130,7 @@ def test_each_receiver_has_its_own_and_the_sender_too(harbour: Listener, nbytes:
 
 
 def test_the_memory_cannot_be_changed_by_who_has_the_descriptor() -> None:
-    memory = shared_memory_buffer.load([bytes(LARGE)])
+    memory = shared_memory_buffer.SharedMemoryBuffer(bytes(LARGE))
     with pytest.raises(PermissionError):
         os.pwrite(memory.descriptor, b"x", 0)
     with pytest.raises(PermissionError):
@@ -139,17 +138,17 @@ def test_the_memory_cannot_be_changed_by_who_has_the_descriptor() -> None:
 
 
 def test_more_large_frames_than_a_message_may_have_descriptors(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory_buffer, "_MOST_OWN", 2)
+    monkeypatch.setattr(unix_socket, "_MOST_BUFFERS", 2)
     frames: list[Frame] = [b"header", *(np.full(LARGE, value, np.uint8).data for value in range(5))]
     packets = pack(frames)
-    assert sum(memory is not None for _, memory in packets) == 3
-    pair[0].send(packets)
+    assert sum(memory is not None for _, memory in packets) == 2
+    pair[0].send_packets(packets)
     assert same(receive(pair[1]), frames)
 
 
 def test_where_there_is_no_room_for_a_mapping_it_is_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory_buffer, "_map", lambda descriptor, nbytes: None)
-    pair[0].send(pack(frames := message()))
+    pair[0].send_packets(pack(frames := message()))
     assert same(receive(pair[1]), frames)
 
 
@@ -162,39 +161,39 @@ def test_what_the_kernel_has_no_room_for_is_sent_later(pair: Pair, kind: str) ->
     fill: Frame = b"-" if kind == "small" else bytes(MIDDLE)
     count = 5000 if kind == "small" else 600  # the buffer of a UNIX socket takes some hundred packets
     for number in range(count):
-        assert sender.send(pack([b"%d" % number, fill]))  # nobody receives meanwhile
+        assert sender.send_packets(pack([b"%d" % number, fill]))  # nobody receives meanwhile
     for number in range(count):
         assert bytes(receive(receiver)[0]) == b"%d" % number
     wait_until(lambda: sender._sender is None, 60)
-    sender.send(pack([b"after"]))
+    sender.send_packets(pack([b"after"]))
     assert same(receive(receiver), [b"after"])
-    assert freight_in_memory() == 0
+    assert buffers_in_memory() == 0
 
 
 def test_a_receiver_that_ends_is_told_and_ends_the_sending(pair: Pair) -> None:
     sender, receiver = pair
     for _ in range(5000):
-        assert sender.send(pack([b"x" * 1000]))
+        assert sender.send_packets(pack([b"x" * 1000]))
     receiver.close()
     wait_until(lambda: sender._sender is None, 60)
-    assert not sender.send(pack([b"x"]))
+    assert not sender.send_packets(pack([b"x"]))
     assert sender.ended
 
 
 def test_what_was_sent_is_received_although_the_sender_has_ended(pair: Pair) -> None:
     sender, receiver = pair
-    sender.send(pack([b"last words"]))
-    receiver.send(pack([b"never read"]))
+    sender.send_packets(pack([b"last words"]))
+    receiver.send_packets(pack([b"never read"]))
     sender.close()
     assert same(receive(receiver), [b"last words"])
-    assert receiver.receive() is None
+    assert receiver.receive_frames() is None
     assert receiver.ended
 
 
 def test_closing_ends_what_would_be_sent_later(pair: Pair) -> None:
     sender = pair[0]
     for _ in range(5000):
-        sender.send(pack([b"x" * 1000]))
+        sender.send_packets(pack([b"x" * 1000]))
     thread = sender._sender
     assert thread is not None
     sender.close()
@@ -219,7 +218,7 @@ def test_a_closed_socket_has_its_number_until_nobody_waits_for_it(pair: Pair, mo
     monkeypatch.setattr(select, "poll", LatePoll)
     sender = pair[0]
     for _ in range(5000):
-        sender.send(pack([b"x" * 1000]))
+        sender.send_packets(pack([b"x" * 1000]))
     thread = sender._sender
     assert thread is not None
     sender.close()
@@ -238,48 +237,34 @@ def test_a_closed_socket_has_its_number_until_nobody_waits_for_it(pair: Pair, mo
 
 def test_memory_goes_with_what_is_built_on_it(pair: Pair) -> None:
     before = descriptors()
-    pair[0].send(pack(message()))
-    assert freight_in_memory() == 0  # it is on its way
+    pair[0].send_packets(pack(message()))
+    assert buffers_in_memory() == 0  # it is on its way
     kept = [np.frombuffer(frame, np.uint8) for frame in receive(pair[1]) if memoryview(frame).nbytes == LARGE]
     assert not descriptors() - before
-    assert freight_in_memory() == 1  # of two large frames one is kept
+    assert buffers_in_memory() == 1  # of several frames one is kept
     part = kept.pop()[5:10]
-    assert freight_in_memory() == 1
+    assert buffers_in_memory() == 1
     del part
-    assert freight_in_memory() == 0
+    assert buffers_in_memory() == 0
 
 
-def test_what_a_receiver_never_takes_costs_the_sender_nothing_and_ends_with_the_passage(harbour: Listener) -> None:
+def test_what_a_receiver_never_takes_costs_the_sender_nothing_and_ends_with_the_socket(listener: Listener) -> None:
     before = descriptors()
-    with pairs(harbour, 0, 1) as ends:
+    with pairs(listener, 0, 1) as ends:
         connected = descriptors()
         packets = pack(message())
         for sender, _ in ends:
-            sender.send(packets)
+            sender.send_packets(packets)
         del packets
         assert not descriptors() - connected
     assert not descriptors() - before
-    assert freight_in_memory() == 0
+    assert buffers_in_memory() == 0
 
 
-def test_a_process_with_no_descriptor_to_spare_receives_all_the_same(pair: Pair) -> None:
+def test_a_lost_descriptor_is_told_with_the_cure_and_the_next_message_arrives(pair: Pair) -> None:
     sender, receiver = pair
-    sender.send(pack(frames := message()))
-    with no_more_descriptors():
-        with pytest.raises(OSError, match="Too many open files"):
-            os.dup(0)
-        assert same(receive(receiver), frames)
-        sender.send(pack(frames))  # it cannot make memory: all goes in packets, then
-        assert same(receive(receiver), frames)
-
-
-def test_a_lost_descriptor_is_told_with_the_cure_and_the_next_message_arrives(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sender, receiver = pair
-    sender.send(pack(message()))
-    sender.send(pack([b"next", b"one"]))
-    monkeypatch.setattr(receiver, "_free_spare", lambda: None)
+    sender.send_packets(pack(message()))
+    sender.send_packets(pack([b"next", b"one"]))
     with no_more_descriptors(), pytest.raises(MessageError, match="as many files open as it may"):
         receive(receiver)
     assert same(receive(receiver), [b"next", b"one"])
@@ -306,7 +291,7 @@ def test_no_memory_for_it_sends_all_in_packets(pair: Pair, monkeypatch: pytest.M
         patch.setattr(os, "write", refuse)
         packets = pack(frames := message())
     assert not any(memory for _, memory in packets)
-    pair[0].send(packets)
+    pair[0].send_packets(packets)
     assert same(receive(pair[1]), frames)
     assert not descriptors() - before
 
@@ -314,39 +299,39 @@ def test_no_memory_for_it_sends_all_in_packets(pair: Pair, monkeypatch: pytest.M
 # -- who may ------------------------------------------------------------------------------------------------------------
 
 
-def test_another_token_is_not_let_in(harbour: Listener) -> None:
-    stranger = come(harbour, 0, token="0" * 64)
-    stranger.send(pack([b"run this"]))
-    assert harbour.let_in() == {}
-    assert stranger.receive() is None
+def test_another_token_is_not_let_in(listener: Listener) -> None:
+    stranger = come(listener, 0, token="0" * 64)
+    stranger.send_packets(pack([b"run this"]))
+    assert listener.let_in() == {}
+    assert stranger.receive_frames() is None
     assert stranger.ended
-    assert not stranger.send(pack([b"run this"]))
+    assert not stranger.send_packets(pack([b"run this"]))
     stranger.close()
 
 
-def test_another_user_is_not_let_in(harbour: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    stranger = come(harbour, 0)
+def test_another_user_is_not_let_in(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    stranger = come(listener, 0)
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    assert harbour.let_in() == {}
-    assert connect(harbour.name, harbour.token, 1) is None  # nor does an engine tell another user the token
+    assert listener.let_in() == {}
+    assert connect(listener.name, listener.token, 1) is None  # nor does an engine tell another user the token
     stranger.close()
 
 
-def test_a_silent_stranger_stops_nobody(harbour: Listener) -> None:
+def test_a_silent_stranger_stops_nobody(listener: Listener) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-        silent.connect(f"\0{harbour.name}")
-        with pairs(harbour, 1) as (pair,):
-            pair[0].send(pack([b"hello"]))
+        silent.connect(f"\0{listener.name}")
+        with pairs(listener, 1) as (pair,):
+            pair[0].send_packets(pack([b"hello"]))
             assert same(receive(pair[1]), [b"hello"])
             assert silent.recv(16) == b""
 
 
-def test_of_two_that_come_for_one_engine_the_later_stays(harbour: Listener) -> None:
-    old, new = come(harbour, 0), come(harbour, 0)
-    ours = harbour.let_in()
-    ours[0].send(pack([b"hello"]))
+def test_of_two_that_come_for_one_engine_the_later_stays(listener: Listener) -> None:
+    old, new = come(listener, 0), come(listener, 0)
+    ours = listener.let_in()
+    ours[0].send_packets(pack([b"hello"]))
     assert same(receive(new), [b"hello"])
-    assert old.receive() is None
+    assert old.receive_frames() is None
     assert old.ended
     for one in (old, new, *ours.values()):
         one.close()
