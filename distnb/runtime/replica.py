@@ -10,7 +10,7 @@ import torch
 
 from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.aggregation import Aggregation
-from distnb.collectives.algorithms.packing import Packs
+from distnb.collectives.algorithms.flat_packs import Packs
 from distnb.collectives.gradients.gradient_sync import GradientSync
 from distnb.errors import DistributedValueError, OptionError
 from distnb.options import (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from distnb.collectives.algorithms.packing import Packs
+from distnb.collectives.algorithms.flat_packs import Packs
 from distnb.collectives.algorithms.replicas import Replicas, require_like
 from distnb.collectives.digests import digest
 from distnb.collectives.group.entering import OWN

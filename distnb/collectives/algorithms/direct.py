@@ -9,7 +9,8 @@ import torch
 
 from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.aggregation import Aggregation
-from distnb.collectives.algorithms.packing import Packs
+from distnb.collectives.algorithms.flat_packs import Packs
+from distnb.collectives.algorithms.sums import combine
 from distnb.collectives.group import groups
 from distnb.collectives.group.interface import Group
 from distnb.errors import ContextError, DistributedValueError, OptionError
@@ -37,9 +38,7 @@ def reduce(ops: CrossDeviceOps, op: ReduceOp, value: Any, destinations: Any, opt
     aggregation = Aggregation(group, ops, Packs(count=ops.num_packs))
     if options is not None:
         aggregation = aggregation.told(options)
-    message = tensor.detach().to(torch_device(group.device), copy=True).contiguous()
-    aggregation.all_reduce(torch.view_as_real(message) if message.is_complex() else message, op)
-    return message.to(tensor.device)
+    return combine(aggregation, op, [tensor])[0]
 
 
 def broadcast(value: Any, destinations: Any) -> torch.Tensor:
@@ -48,7 +47,7 @@ def broadcast(value: Any, destinations: Any) -> torch.Tensor:
     if group is None:
         return tensor
     message = tensor.detach().to(torch_device(group.device), copy=True).contiguous()
-    group.broadcast(message.reshape(-1).view(torch.uint8), 0)
+    group.broadcast(message, 0)
     return message.to(tensor.device)
 
 

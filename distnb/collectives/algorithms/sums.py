@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distnb.accelerators import torch_device
-from distnb.collectives.algorithms.packing import Pack, Slot
+from distnb.collectives.algorithms.flat_packs import Pack, Slot
 from distnb.options import ReduceOp
 
 if TYPE_CHECKING:

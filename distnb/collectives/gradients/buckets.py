@@ -15,7 +15,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from distnb.collectives.algorithms.aggregation import Aggregation, Started
-from distnb.collectives.algorithms.packing import Pack, Packs, Slot
+from distnb.collectives.algorithms.flat_packs import Pack, Packs, Slot
 from distnb.collectives.gradients.parameter_groups import AGGREGATED, ParameterGroup, Weighting
 from distnb.errors import GradientError
 

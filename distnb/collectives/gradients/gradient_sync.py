@@ -15,17 +15,11 @@ from typing import Any, Literal
 import torch
 
 from distnb.collectives.algorithms.aggregation import Aggregation
-from distnb.collectives.algorithms.packing import Packs
-from distnb.collectives.gradients.backward_passes import (
-    calling_frame,
-    describe_frame,
-    listen,
-    nesting_seen,
-    stop_listening,
-)
+from distnb.collectives.algorithms.flat_packs import Packs
+from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES, calling_frame, describe_frame
 from distnb.collectives.gradients.buckets import Bucket, BucketPlan, large_packs
 from distnb.collectives.gradients.finishing import finish, finish_with_graph, keep_equal, keep_local
-from distnb.collectives.gradients.mean_loss import Finding, MeanLossCheck
+from distnb.collectives.gradients.mean_loss import MeanLossCheck
 from distnb.collectives.gradients.optimizer_steps import changed_by_hand, guard_optimizers, note_versions
 from distnb.collectives.gradients.parameter_groups import (
     AGGREGATED,
@@ -35,7 +29,7 @@ from distnb.collectives.gradients.parameter_groups import (
     refuse_wrapping,
 )
 from distnb.collectives.gradients.replica_comparison import agree, check_equal
-from distnb.errors import OptionError
+from distnb.errors import MeanLossError, OptionError
 
 __all__ = ["GradientSync"]
 
@@ -49,7 +43,7 @@ class _Pass:
         synced: Whether gradients are aggregated at its end, and not kept under `no_sync`.
         equal: Whether all replicas do the same in it, so that nothing is added up.
         create_graph: Whether the gradients will be differentiated.
-        finding: The mean loss that it began with.
+        mean_loss: The error if it began with a mean loss, to be raised if it reaches mirrored parameters.
         weighting: What this replica's gradients count; None where that takes communication to know.
         slice_size: The size of this replica's slice.
     """
@@ -58,7 +52,7 @@ class _Pass:
     synced: bool
     equal: bool
     create_graph: bool
-    finding: Finding | None
+    mean_loss: MeanLossError | None
     weighting: Weighting | None
     slice_size: int | None
 
@@ -158,7 +152,7 @@ class GradientSync:
         if group not in self.groups:
             self.groups.append(group)
         group.append(parameter)
-        listen(self)
+        BACKWARD_PASSES.listen(self)
         guard_optimizers()
         refuse_wrapping()
 
@@ -209,7 +203,7 @@ class GradientSync:
 
     def detach(self) -> None:
         """Let go of all parameters: their gradients are this process's own again."""
-        stop_listening(self)
+        BACKWARD_PASSES.stop_listening(self)
         for group in self.groups:
             group.forget()
         self._drop(list(self.groups))
@@ -226,7 +220,7 @@ class GradientSync:
         self._enter_generation(aggregation)
         this = self._begun(aggregation, create_graph)
         if self._mean_loss is not None and not this.equal:
-            this.finding = self._mean_loss.look(roots, aggregation.group.size, *(self._slice or (None, None)))
+            this.mean_loss = self._mean_loss.look(roots, aggregation.group.size, *(self._slice or (None, None)))
         for group in self.groups:
             version = group.layout_version
             group.begin_pass()
@@ -252,8 +246,8 @@ class GradientSync:
         touched = tuple([group for group in self.groups if self._is_touched(group)])
         reached: Sequence[ParameterGroup] = ()
         if touched:
-            if this.finding is not None:
-                raise this.finding.error(this.aggregation.group.size)
+            if this.mean_loss is not None:
+                raise this.mean_loss
             if this.equal:
                 check_equal(this.aggregation.group, touched, describe_frame(calling_frame()))
                 keep_equal(touched)
@@ -335,9 +329,9 @@ class GradientSync:
 
     def _start(self, plan: BucketPlan, bucket: Bucket) -> bool:
         this = self._pass
-        if this is None or not this.synced or this.equal or this.create_graph or this.finding is not None:
+        if this is None or not this.synced or this.equal or this.create_graph or this.mean_loss is not None:
             return False
-        if this.weighting is None or nesting_seen():
+        if this.weighting is None or BACKWARD_PASSES.nesting_seen:
             return False
         plan.start_bucket(bucket, this.aggregation, this.weighting)
         return True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -17,37 +16,11 @@ import torch
 from distnb.collectives.gradients.backward_passes import calling_frame, describe_frame
 from distnb.errors import MeanLossError
 
-__all__ = ["Finding", "MeanLossCheck"]
+__all__ = ["MeanLossCheck"]
 
 _MEAN, _SUM = 1, 2  # ATen's numbers for `reduction=`
 _MAX_NODES = 256
 _LISTS_OF_SCALARS = ("StackBackward0", "CatBackward0")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A mean that reaches a backward pass.
-
-    Attributes:
-        operation: What made it, for the message.
-        place: The user's line that began the pass.
-    """
-
-    operation: str
-    place: str
-
-    def error(self, replicas: int) -> MeanLossError:
-        """The error for it, once the pass is known to have reached mirrored parameters."""
-        return MeanLossError(
-            f"The loss at {self.place} is {self.operation}: a mean over this replica's slice of the batch. Gradients "
-            f"of mirrored parameters are summed over the {replicas} replicas, so every step would be about {replicas} "
-            "times too large. Either scale the loss by the global batch: take the loss per example (reduction='none') "
-            "and distnb.nn.compute_average_loss(per_example, global_batch_size=...), with "
-            "distnb.nn.scale_regularization_loss for terms that do not depend on the batch. Or keep the mean and have "
-            "gradients averaged: MirroredStrategy(gradient_reduction='mean'), "
-            "`%%distribute mirrored --gradients mean`. If the loss is meant as it is, divide it by the number of "
-            "replicas, or switch this check off: MirroredStrategy(check_mean_loss=False)."
-        )
 
 
 class MeanLossCheck:
@@ -59,8 +32,10 @@ class MeanLossCheck:
 
     def look(
         self, roots: Sequence[Any], replicas: int, slice_size: int | None, batch_size: int | None
-    ) -> Finding | None:
-        """The mean behind a pass that is about to start; None if there is none, or this kind was looked at before.
+    ) -> MeanLossError | None:
+        """The error for a pass that is about to start, to be raised if it reaches mirrored parameters.
+
+        None if there is no mean behind it, or this kind was looked at before.
 
         Args:
             roots: The tensors that `backward` was called on.
@@ -78,7 +53,17 @@ class MeanLossCheck:
             if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn is not None:
                 operation = _Tail(replicas, slice_size, batch_size).find(root.grad_fn)
                 if operation is not None:
-                    return Finding(operation, describe_frame(frame))
+                    return MeanLossError(
+                        f"The loss at {describe_frame(frame)} is {operation}: a mean over this replica's slice of the "
+                        f"batch. Gradients of mirrored parameters are summed over the {replicas} replicas, so every "
+                        f"step would be about {replicas} times too large. Either scale the loss by the global batch: "
+                        "take the loss per example (reduction='none') and "
+                        "distnb.nn.compute_average_loss(per_example, global_batch_size=...), with "
+                        "distnb.nn.scale_regularization_loss for terms that do not depend on the batch. Or keep the "
+                        "mean and have gradients averaged: MirroredStrategy(gradient_reduction='mean'), "
+                        "`%%distribute mirrored --gradients mean`. If the loss is meant as it is, divide it by the "
+                        "number of replicas, or switch this check off: MirroredStrategy(check_mean_loss=False)."
+                    )
         self._seen[key] = frame.f_code
         return None
 

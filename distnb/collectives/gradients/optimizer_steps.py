@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distnb.collectives.digests import digest
-from distnb.collectives.gradients.backward_passes import any_aggregates
+from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.gradients.parameter_groups import AGGREGATED, Mirror, ParameterGroup, find_mirror
 from distnb.collectives.group.eager import always_eager
 from distnb.errors import UnsyncedGradientError
@@ -64,7 +64,7 @@ def guard_optimizers() -> None:
 
 @always_eager
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    if not any_aggregates():
+    if not BACKWARD_PASSES.any_aggregates():
         return None
     known = _known.get(optimizer)
     if known is None:
@@ -111,7 +111,7 @@ def _with_global_loss(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
 @always_eager
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     known = _known.get(optimizer)
-    if known is not None and any_aggregates():
+    if known is not None and BACKWARD_PASSES.any_aggregates():
         for (counts, place, parameter), version in zip(known.mirrored, known.versions, strict=True):
             counts[place] += parameter._version - version
 

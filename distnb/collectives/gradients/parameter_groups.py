@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from distnb.collectives.algorithms.packing import Slot
+from distnb.collectives.algorithms.flat_packs import Slot
 from distnb.collectives.digests import digest
 from distnb.errors import GradientError
 

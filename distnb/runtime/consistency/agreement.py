@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,20 +31,21 @@ __all__ = ["Agreement", "distributed"]
 
 
 class Agreement:
-    """The structures that the functions of one program have been seen to return, on every replica.
-
-    Attributes:
-        is_left_to_caller: See `left_to_caller`.
-    """
+    """The structures that the functions of one program have been seen to return, on every replica."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, set[Any]] = {}
         self._told_of_batch = False
-        self.is_left_to_caller = False
+        self._is_left_to_caller = False
 
-    def left_to_caller(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def left_to_caller(self) -> Iterator[None]:
         """Compare nothing meanwhile: whoever calls gets every replica's result, and compares them itself."""
-        return _LeftToCaller(self)
+        before, self._is_left_to_caller = self._is_left_to_caller, True
+        try:
+            yield
+        finally:
+            self._is_left_to_caller = before
 
     def forget(self) -> None:
         """A new program begins. What an earlier one agreed on may have been interrupted half-way."""
@@ -64,7 +65,7 @@ class Agreement:
             StructureError: Replicas returned different structures.
             DistributedValueError: The function returned a distributed value.
         """
-        if self.is_left_to_caller and type(result) in SCALARS:
+        if self._is_left_to_caller and type(result) in SCALARS:
             return result
         # What is in here all replicas had in common: whether they communicate must not depend on one of them alone.
         seen = self._seen.setdefault(_code_of(fn), set())
@@ -75,7 +76,7 @@ class Agreement:
         leaves, shape = flatten(result)
         kinds = tuple([_kind(leaf) for leaf in leaves])
         spec: Spec = shape.spec
-        if self.is_left_to_caller:
+        if self._is_left_to_caller:
             return self._wrap(group, shape, leaves, [kind != "tensor" for kind in kinds])
         signature: Any = (spec, kinds)
         plain = [place for place, kind in enumerate(kinds) if kind == "plain"]
@@ -118,21 +119,6 @@ class Agreement:
         return unflatten(
             shape, [leaf if same else PerReplica.own(rank, leaf, size, None, kinds) for leaf, same, kinds in three]
         )
-
-
-class _LeftToCaller(AbstractContextManager[None]):
-    # A class, since it is around every call from the notebook: a generator would cost three times as much.
-
-    __slots__ = ("_agreement", "_before")
-
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
-
-    def __enter__(self) -> None:
-        self._before, self._agreement.is_left_to_caller = self._agreement.is_left_to_caller, True
-
-    def __exit__(self, *error: object) -> None:
-        self._agreement.is_left_to_caller = self._before
 
 
 def _code_of(fn: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from distnb.accelerators import torch_device
-from distnb.collectives.algorithms.packing import Pack, Packs, Slot
+from distnb.collectives.algorithms.flat_packs import Pack, Packs, Slot
 from distnb.collectives.digests import digest_of_text
 from distnb.errors import StructureError
 

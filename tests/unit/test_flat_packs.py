@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from distnb.collectives.algorithms.packing import Pack, Packs, Slot
+from distnb.collectives.algorithms.flat_packs import Pack, Packs, Slot
 from distnb.collectives.gradients.buckets import Bucket
 from distnb.collectives.gradients.parameter_groups import AGGREGATED, Weighting
 
