@@ -35,8 +35,8 @@ from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError, ProgramAborted
 from distnb.input import iterations
 from distnb.input.sources import children
-from distnb.runtime import contexts, spmd, step_count
-from distnb.strategies import live
+from distnb.runtime import spmd, step_count
+from distnb.runtime.this_process import this_process
 from distnb.topology import Device, Team
 from distnb.values.structure import select
 from distnb.wire import codec, unix_socket
@@ -110,8 +110,8 @@ class Agent:
         self._adapt_shell(logs)
         here = str(torch_device(device))
         codec.place_storage = lambda kind: "cpu" if kind == "cpu" else here
-        contexts.note_names = self._namespace.note_names
-        self._connect_live()
+        this_process.note_names = self._namespace.note_names
+        this_process.live_sink = self._control.live
 
     def serve(self) -> None:
         """Begin to serve on the running event loop of this thread, and say hello."""
@@ -348,12 +348,6 @@ class Agent:
         sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)
         self._shell.display_pub = ReplicaDisplayPublisher(engine, control, self._shell.display_pub, parent=self._shell)
         unattended.install(self._shell)
-
-    def _connect_live(self) -> None:
-        def sink(values: dict[str, Any], place: step_count.Place) -> None:
-            self._control.live(values, place)
-
-        live.sink = sink
 
 
 def install(shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> Agent:

@@ -26,9 +26,8 @@ from distnb.notebook.namespace import module_watch
 from distnb.notebook.output.live_model import VariableRow
 from distnb.notebook.remote_runtime import Remote
 from distnb.objects.modes import cell_began
-from distnb.runtime import choice
 from distnb.runtime.base import Owner
-from distnb.strategies import live
+from distnb.runtime.this_process import this_process
 from distnb.widgets.front import Front
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class Extension:
         failures.before_raising.append(self.front.catch_up)
         failures.callers_lines.append(self._callers_lines)
         module_watch.versions.append(self._version_of)
-        live.sink = self.front.live
+        this_process.live_sink = self.front.live
         self.front.variables = self._variables
         sessions.on_change.append(self._follow)
         self._follow(sessions.current())
@@ -110,10 +109,10 @@ class Extension:
         failures.before_raising.remove(self.front.catch_up)
         failures.callers_lines.remove(self._callers_lines)
         module_watch.versions.remove(self._version_of)
-        live.sink = None
+        this_process.live_sink = None
         sessions.on_change.remove(self._follow)
         if sessions.current() is None:
-            choice.register_remote(None)
+            this_process.remote = None
         self.front.close()
 
     def _callers_lines(self, error: BaseException) -> list[str]:
@@ -135,7 +134,7 @@ class Extension:
         def remote(strategy: Any) -> Remote:
             return Remote(lambda: self._cluster.ensure(_request_of(strategy)))
 
-        choice.register_remote(remote, sessions.machines)
+        this_process.remote, this_process.machines = remote, sessions.machines
 
     def _variables(self, since_program: int) -> list[VariableRow]:
         session = sessions.current()

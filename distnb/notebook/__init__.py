@@ -105,7 +105,7 @@ def start(
     from distnb.cluster.remote.hosts import read_host_options
     from distnb.notebook.remote_runtime import Remote
     from distnb.notebook.session import Session
-    from distnb.runtime import choice
+    from distnb.runtime.this_process import this_process
 
     with _lock:
         running = current()
@@ -127,7 +127,7 @@ def start(
             on_progress=on_progress,
         )
         _current = session
-        choice.register_remote(lambda strategy: Remote(require), machines)
+        this_process.remote, this_process.machines = (lambda strategy: Remote(require)), machines
         atexit.register(stop)
         for tell in on_change:
             tell(session)

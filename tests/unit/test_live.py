@@ -13,7 +13,7 @@ import pytest
 
 from distnb.errors import OptionError
 from distnb.notebook.output.live_model import HERE, MOST_POINTS, Curve, Line, LiveModel, VariableRow
-from distnb.strategies import live as live_module
+from distnb.runtime.this_process import this_process
 from distnb.strategies.live import TextProgress, live
 from distnb.topology import Device, Team
 from distnb.values import PerReplica
@@ -31,7 +31,7 @@ TEAM = Team((0, 1), (Device("cpu", 0), Device("cpu", 1)), 1, "", 0)
 @pytest.fixture
 def points(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     taken: list[dict[str, Any]] = []
-    monkeypatch.setattr(live_module, "sink", lambda point, place: taken.append(point))
+    monkeypatch.setattr(this_process, "live_sink", lambda point, place: taken.append(point))
     return taken
 
 

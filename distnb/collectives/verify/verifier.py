@@ -23,8 +23,6 @@ _ADVICE: Final = (
     "Every replica must call the same collectives, in the same order, with tensors of the same shape and dtype."
 )
 _ADVICE_ON: Final = {  # by what the names of operations contain
-    ".state_dict(": "state_dict() of a model that was made in a scope brings its buffers together, so all replicas "
-    "call it. To save on one of them, call it before `if distnb.is_chief():`.",
     ".step(": "step() under central storage is taken by all replicas together: each has variables that it updates for "
     "all.",
     ".scope(": "What is made in strategy.scope() is made equal on all replicas, so all of them enter it; what only one "

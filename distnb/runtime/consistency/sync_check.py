@@ -8,7 +8,7 @@ import torch
 
 from distnb.collectives.digests import digest
 from distnb.errors import OutOfSyncError
-from distnb.runtime.scopes.scope_buffers import is_scope_buffer
+from distnb.runtime.scopes.registration import is_scope_buffer
 from distnb.values.structure import flatten, paths
 from distnb.variables.sync_on_read import SyncOnReadVariable
 
