@@ -9,7 +9,7 @@ import torch
 
 from distnb.collectives.algorithms.flat_packs import Pack, Packs, Slot
 from distnb.collectives.gradients.buckets import Bucket
-from distnb.collectives.gradients.parameter_groups import AGGREGATED, Weighting
+from distnb.collectives.gradients.parameter_groups import AGGREGATED
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_bucket_is_written_again_while_nobody_else_holds_its_memory(keep: Any,
 
     def summed() -> torch.Tensor:
         group.params[0].grad = torch.ones(3)
-        bucket.start(Alone(), Weighting())  # type: ignore[arg-type]
+        bucket.start(Alone(), 1.0)  # type: ignore[arg-type]
         (view,), used = bucket.finish()
         assert used is None
         assert view in AGGREGATED
@@ -135,7 +135,7 @@ def test_a_bucket_tells_which_gradients_no_replica_had() -> None:
     groups: Any = [OneParameter(), OneParameter()]
     groups[0].params[0].grad = torch.ones(3)
     bucket = Bucket([(group, 0) for group in groups], [Slot.like(torch.zeros(3))] * 2, salt=5)
-    bucket.start(Alone(), Weighting())  # type: ignore[arg-type]
+    bucket.start(Alone(), 1.0)  # type: ignore[arg-type]
     views, used = bucket.finish()
     assert used == [True, False]
     assert [view.tolist() for view in views] == [[1.0] * 3, [0.0] * 3]

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distnb.collectives.algorithms.aggregation import Aggregation, Started
 from distnb.collectives.algorithms.flat_packs import Pack, Packs, Slot
-from distnb.collectives.gradients.parameter_groups import AGGREGATED, ParameterGroup, Weighting
+from distnb.collectives.gradients.parameter_groups import AGGREGATED, ParameterGroup
 from distnb.errors import GradientError
 
 __all__ = ["Bucket", "BucketPlan", "large_packs"]
@@ -65,12 +65,12 @@ class Bucket:
         """During a pass: whether there was no gradient before it."""
         return not any(group.aside for group in self._groups)
 
-    def start(self, aggregation: Aggregation, weighting: Weighting) -> None:
+    def start(self, aggregation: Aggregation, scale: float) -> None:
         """Pack the gradients, and what was gathered under no_sync, and begin to add them up."""
-        gradients, scale = self.fresh(), weighting.scale
+        gradients = self.fresh()
         if any(group.local for group in self._groups):
             pairs = zip(self.members, gradients, strict=True)
-            gradients = [group.contribution(place, gradient, weighting) for (group, place), gradient in pairs]
+            gradients = [group.contribution(place, gradient, scale) for (group, place), gradient in pairs]
             scale = 1.0
         pack = self._pack = self._idle_pack()
         self._complete = pack.fill(gradients, scale)
@@ -187,14 +187,14 @@ class BucketPlan:
 
     # Reducing --------------------------------------------------------------------------------------------
 
-    def start_bucket(self, bucket: Bucket, aggregation: Aggregation, weighting: Weighting) -> None:
+    def start_bucket(self, bucket: Bucket, aggregation: Aggregation, scale: float) -> None:
         """Start the next bucket."""
         if self.launched >= _UNDER_WAY:
             self.buckets[self.launched - _UNDER_WAY].wait()
-        bucket.start(aggregation, weighting)
+        bucket.start(aggregation, scale)
         self.launched += 1
 
-    def start_rest(self, aggregation: Aggregation, weighting: Weighting) -> None:
+    def start_rest(self, aggregation: Aggregation, scale: float) -> None:
         """After the pass: start the buckets that have not started during it.
 
         Raises:
@@ -210,7 +210,7 @@ class BucketPlan:
                         "on this process aggregates at the end of the pass, where this is allowed."
                     )
         for bucket in self.buckets[self.launched :]:
-            self.start_bucket(bucket, aggregation, weighting)
+            self.start_bucket(bucket, aggregation, scale)
 
     def reset(self) -> None:
         """Be ready for the next pass."""

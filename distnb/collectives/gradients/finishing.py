@@ -9,14 +9,14 @@ import torch
 from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.sums import all_reduce, sum_sparse
 from distnb.collectives.gradients.buckets import BucketPlan, Member
-from distnb.collectives.gradients.parameter_groups import AGGREGATED, ParameterGroup, Weighting
+from distnb.collectives.gradients.parameter_groups import AGGREGATED, ParameterGroup
 from distnb.errors import GradientError, UnsyncedGradientError
 from distnb.options import ReduceOp
 
 __all__ = ["finish", "finish_with_graph", "keep_equal", "keep_local"]
 
 
-def finish(plan: BucketPlan, aggregation: Aggregation, weighting: Weighting) -> None:
+def finish(plan: BucketPlan, aggregation: Aggregation, scale: float) -> None:
     """Wait for a plan's buckets, gather what is sparse, and set the gradients."""
     totals: dict[Member, torch.Tensor | None] = {}
     for bucket in plan.buckets:
@@ -29,7 +29,7 @@ def finish(plan: BucketPlan, aggregation: Aggregation, weighting: Weighting) -> 
             totals.update(zip(bucket.members, present, strict=True))
     if plan.sparse:
         with torch.no_grad():
-            for (group, place), gradient in _contributions(plan.sparse, aggregation, weighting).items():
+            for (group, place), gradient in _contributions(plan.sparse, aggregation, scale).items():
                 if gradient is None:
                     totals[group, place] = None
                 else:
@@ -38,10 +38,10 @@ def finish(plan: BucketPlan, aggregation: Aggregation, weighting: Weighting) -> 
     _set(plan, totals)
 
 
-def finish_with_graph(plan: BucketPlan, aggregation: Aggregation, weighting: Weighting) -> None:
+def finish_with_graph(plan: BucketPlan, aggregation: Aggregation, scale: float) -> None:
     """Add up a plan's gradients so that the sums can be differentiated again, and set them."""
     members = [member for bucket in plan.buckets for member in bucket.members] + plan.sparse
-    totals = _contributions(members, aggregation, weighting)
+    totals = _contributions(members, aggregation, scale)
     dense = {member: gradient.to_dense() for member, gradient in totals.items() if gradient is not None}
     sums = all_reduce(aggregation, ReduceOp.SUM, list(dense.values()))
     totals.update(zip(dense, sums, strict=True))
@@ -49,10 +49,10 @@ def finish_with_graph(plan: BucketPlan, aggregation: Aggregation, weighting: Wei
 
 
 def _contributions(
-    members: Sequence[Member], aggregation: Aggregation, weighting: Weighting
+    members: Sequence[Member], aggregation: Aggregation, scale: float
 ) -> dict[Member, torch.Tensor | None]:
     """What this replica gives to each gradient: zeros where only others have one, None where nobody has."""
-    own = [group.contribution(place, group.params[place].grad, weighting) for group, place in members]
+    own = [group.contribution(place, group.params[place].grad, scale) for group, place in members]
     slots = [group.slots[place] for group, place in members]
     used = torch.tensor([gradient is not None for gradient in own], dtype=torch.int64, device=slots[0].device)
     aggregation.group.all_reduce(used)
@@ -109,9 +109,8 @@ def _require_aggregated(group: ParameterGroup, place: int, before: torch.Tensor)
         )
 
 
-def keep_local(groups: Sequence[ParameterGroup], weighting: Weighting) -> None:
+def keep_local(groups: Sequence[ParameterGroup], scale: float) -> None:
     """Under no_sync: add the new gradients to the old ones, and remember that they are this replica's own."""
-    ratio = weighting.scale / weighting.local_scale if weighting.local_scale else 0.0
     for group in groups:
         for place, gradient in enumerate(group.fresh()):
             if gradient is None:
@@ -124,8 +123,8 @@ def keep_local(groups: Sequence[ParameterGroup], weighting: Weighting) -> None:
                     "count the first once for each replica. Call optimizer.zero_grad() before the first pass under "
                     "no_sync(), and run only the last pass before a step outside."
                 )
-            if ratio != 1.0:
-                gradient = gradient * ratio if ratio else torch.zeros_like(gradient)
+            if scale != 1.0:
+                gradient = gradient * scale if scale else torch.zeros_like(gradient)
             group.params[place].grad = gradient if before is None else _sum(before, gradient)
             group.local.add(place)
 

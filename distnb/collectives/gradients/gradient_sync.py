@@ -24,7 +24,6 @@ from distnb.collectives.gradients.optimizer_steps import changed_by_hand, guard_
 from distnb.collectives.gradients.parameter_groups import (
     AGGREGATED,
     ParameterGroup,
-    Weighting,
     is_mirrored,
     refuse_wrapping,
 )
@@ -44,8 +43,7 @@ class _Pass:
         equal: Whether all replicas do the same in it, so that nothing is added up.
         create_graph: Whether the gradients will be differentiated.
         mean_loss: The error if it began with a mean loss, to be raised if it reaches mirrored parameters.
-        weighting: What this replica's gradients count; None where that takes communication to know.
-        slice_size: The size of this replica's slice.
+        scale: Multiplies this replica's gradients.
     """
 
     aggregation: Aggregation
@@ -53,17 +51,12 @@ class _Pass:
     equal: bool
     create_graph: bool
     mean_loss: MeanLossError | None
-    weighting: Weighting | None
-    slice_size: int | None
+    scale: float
 
-    def weighting_on(self, device: torch.device) -> Weighting:
-        """What this replica's gradients count, if need be by a small sum over the replicas, all of which call this."""
-        if self.weighting is None:
-            total = torch.tensor([self.slice_size], dtype=torch.float64, device=device)
-            self.aggregation.group.all_reduce(total)
-            share = (self.slice_size or 0) / max(float(total), 1.0)
-            self.weighting = Weighting(share, share)
-        return self.weighting
+    @property
+    def may_overlap(self) -> bool:
+        """Whether buckets may start before the pass has ended."""
+        return self.synced and not (self.equal or self.create_graph) and self.mean_loss is None
 
 
 @dataclass
@@ -122,7 +115,7 @@ class GradientSync:
         self._overlapped: dict[ParameterGroup, BucketPlan] = {}
         self._pass: _Pass | None = None
         self._unsynced = 0
-        self._slice: tuple[int, int | None] | None = None
+        self._slice: tuple[int, int] | None = None
         self._generation: int | None = None
         self._made = 0
 
@@ -165,14 +158,12 @@ class GradientSync:
         finally:
             self._unsynced -= 1
 
-    def weight(self, n: int | None, total: int | None = None) -> None:
-        """Say how large this replica's slice of the current batch is; `run` does.
+    def weight(self, n: int | None, total: int | None) -> None:
+        """Say how large this replica's slice of the current batch is, and the whole batch; `run` does.
 
-        Args:
-            n: The slice's size; None when there is no distributed batch: then all replicas count alike.
-            total: The whole batch's size where it is known; saves finding it out by communication.
+        Without a distributed batch they are None, and all replicas count alike.
         """
-        self._slice = None if n is None else (n, total)
+        self._slice = None if n is None or total is None else (n, total)
 
     def note_equal(self) -> None:
         """What was registered since is equal on all replicas."""
@@ -192,7 +183,7 @@ class GradientSync:
         if not self._in_replica() or not isinstance(loss, torch.Tensor):
             return loss
         aggregation = self._aggregation()
-        total = loss.detach() * self._begun(aggregation).weighting_on(loss.device).scale
+        total = loss.detach() * self._scale(aggregation.group.size)
         aggregation.group.all_reduce(total)
         return total
 
@@ -218,25 +209,21 @@ class GradientSync:
         if not self.groups or aggregation.group.size == 1:
             return
         self._enter_generation(aggregation)
-        this = self._begun(aggregation, create_graph)
-        if self._mean_loss is not None and not this.equal:
-            this.mean_loss = self._mean_loss.look(roots, aggregation.group.size, *(self._slice or (None, None)))
+        size, equal, mean_loss = aggregation.group.size, not self._in_replica(), None
+        if self._mean_loss is not None and not equal:
+            mean_loss = self._mean_loss.look(roots, size, *(self._slice or (None, None)))
         for group in self.groups:
             version = group.layout_version
             group.begin_pass()
             if group in self._overlapped and group.layout_version != version:
                 self._forget_entries([group])
-        self._pass = this
+        self._pass = _Pass(aggregation, not self._unsynced, equal, create_graph, mean_loss, self._scale(size))
 
-    def _begun(self, aggregation: Aggregation, create_graph: bool = False) -> _Pass:
-        weighting: Weighting | None = Weighting()
-        size, total = self._slice or (None, None)
-        if self._reduction == "mean":
-            equal = 1 / aggregation.group.size
-            weighting = Weighting(equal, equal)
-            if size is not None:
-                weighting = None if total is None else Weighting(size / max(total, 1), equal)
-        return _Pass(aggregation, not self._unsynced, not self._in_replica(), create_graph, None, weighting, size)
+    def _scale(self, replicas: int) -> float:
+        if self._reduction == "sum":
+            return 1.0
+        size, total = self._slice or (1, replicas)
+        return size / max(total, 1)
 
     def end(self) -> None:
         """The pass is over: its gradients are aggregated, and added to what was there before."""
@@ -256,7 +243,7 @@ class GradientSync:
                 reached = self._reduce(this, touched)
                 self._count(reached)
             else:
-                keep_local(touched, this.weighting or Weighting(float(bool(this.slice_size))))
+                keep_local(touched, this.scale)
         for group in self.groups:
             group.end_pass()
         self._pass = None
@@ -293,12 +280,11 @@ class GradientSync:
             entry = next((each for each in self._varying if set(touched) <= set(each.groups)), None)
         if entry is None or not entry.is_current:
             entry = self._agree(this, touched)
-        weighting = this.weighting or this.weighting_on(next(iter(entry.groups[0].slots.values())).device)
         for plan in entry.plans:
             if not this.create_graph:
-                plan.start_rest(this.aggregation, weighting)
+                plan.start_rest(this.aggregation, this.scale)
         for plan in entry.plans:
-            (finish_with_graph if this.create_graph else finish)(plan, this.aggregation, weighting)
+            (finish_with_graph if this.create_graph else finish)(plan, this.aggregation, this.scale)
         return entry.groups
 
     def _agree(self, this: _Pass, touched: tuple[ParameterGroup, ...]) -> _Entry:
@@ -329,11 +315,9 @@ class GradientSync:
 
     def _start(self, plan: BucketPlan, bucket: Bucket) -> bool:
         this = self._pass
-        if this is None or not this.synced or this.equal or this.create_graph or this.mean_loss is not None:
+        if this is None or not this.may_overlap or BACKWARD_PASSES.nesting_seen:
             return False
-        if this.weighting is None or BACKWARD_PASSES.nesting_seen:
-            return False
-        plan.start_bucket(bucket, this.aggregation, this.weighting)
+        plan.start_bucket(bucket, this.aggregation, this.scale)
         return True
 
     def _has_started(self, group: ParameterGroup) -> bool:

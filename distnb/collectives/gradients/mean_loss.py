@@ -51,7 +51,7 @@ class MeanLossCheck:
             return None
         for root in roots:
             if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn is not None:
-                operation = _Tail(replicas, slice_size, batch_size).find(root.grad_fn)
+                operation = _unscaled_mean(root.grad_fn, replicas, slice_size, batch_size)
                 if operation is not None:
                     return MeanLossError(
                         f"The loss at {describe_frame(frame)} is {operation}: a mean over this replica's slice of the "
@@ -68,56 +68,43 @@ class MeanLossCheck:
         return None
 
 
-class _Tail:
-    """The scalar end of one graph."""
-
-    def __init__(self, replicas: int, slice_size: int | None, batch_size: int | None) -> None:
-        self._replicas = replicas
-        self._batch_size = batch_size
-        known = slice_size is not None and slice_size > 1 and slice_size != batch_size
-        self._slice_size = slice_size if known else None
-
-    def find(self, root: Any) -> str | None:
-        """Describe the first mean under this node that is not scaled for the replicas."""
-        waiting: list[tuple[Any, tuple[float, ...]]] = [(root, ())]
-        visited: set[tuple[Any, tuple[float, ...]]] = set()
-        while waiting and len(visited) < _MAX_NODES:
-            node, factors = waiting.pop()
-            if (node, factors) in visited or _extent(node) != 1:
-                continue
-            visited.add((node, factors))
-            if not self._scaled(factors):
-                operation = self._mean(node, factors)
-                if operation is not None:
-                    return operation
-            waiting.extend(_inputs(node, factors))
-        return None
-
-    def _scaled(self, factors: tuple[float, ...]) -> bool:
-        """Whether the user divided by the number of replicas, or by the global batch."""
-        wanted = [1 / self._replicas]
-        if self._batch_size:
-            wanted.append(1 / self._batch_size)
+def _unscaled_mean(root: Any, replicas: int, slice_size: int | None, batch_size: int | None) -> str | None:
+    """Describe the first mean in the scalar end of a graph that is not scaled for the replicas."""
+    scales = [1 / replicas, *([1 / batch_size] if batch_size else [])]
+    waiting: list[tuple[Any, tuple[float, ...]]] = [(root, ())]
+    visited: set[tuple[Any, tuple[float, ...]]] = set()
+    while waiting and len(visited) < _MAX_NODES:
+        node, factors = waiting.pop()
+        if (node, factors) in visited or _extent(node) != 1:
+            continue
+        visited.add((node, factors))
         candidates = (*factors, math.prod(factors))
-        return any(math.isclose(factor, value, rel_tol=1e-3) for factor in candidates for value in wanted)
+        if not any(math.isclose(factor, scale, rel_tol=1e-3) for factor in candidates for scale in scales):
+            operation = _mean(node, factors, slice_size, batch_size)
+            if operation is not None:
+                return operation
+        waiting.extend(_inputs(node, factors))
+    return None
 
-    def _mean(self, node: Any, factors: tuple[float, ...]) -> str | None:
-        name = node.name()
-        if name.startswith("MeanBackward"):
-            return "made by mean()" if _reduces_batch(node) else None
-        reduction = getattr(node, "_saved_reduction", None)
-        if reduction == _MEAN:
-            return f"made by {_function(name)} with reduction='mean'"
-        # A divisor can only be told from the global batch size where that one is known.
-        if self._batch_size and (reduction == _SUM or name.startswith("SumBackward")):
-            summed = math.prod(getattr(node, "_saved_self_sym_sizes", ()))
-            for count, what in (
-                (self._slice_size, "the size of this replica's slice"),
-                (summed, "the number of summands"),
-            ):
-                if count and count > 1 and any(math.isclose(factor, 1 / count, rel_tol=1e-6) for factor in factors):
-                    return f"a sum divided by {count}, {what}"
-        return None
+
+def _mean(node: Any, factors: tuple[float, ...], slice_size: int | None, batch_size: int | None) -> str | None:
+    """Describe a node if it is a mean over a batch, or a sum that is divided like one."""
+    name = node.name()
+    if name.startswith("MeanBackward"):
+        return "made by mean()" if _reduces_batch(node) else None
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction == _MEAN:
+        return f"made by {_function(name)} with reduction='mean'"
+    # A divisor can only be told from the global batch size where that one is known.
+    if batch_size and (reduction == _SUM or name.startswith("SumBackward")):
+        summands = math.prod(getattr(node, "_saved_self_sym_sizes", ()))
+        counts = [(summands, "the number of summands")]
+        if slice_size != batch_size:
+            counts.insert(0, (slice_size or 0, "the size of this replica's slice"))
+        for count, what in counts:
+            if count > 1 and any(math.isclose(factor, 1 / count, rel_tol=1e-6) for factor in factors):
+                return f"a sum divided by {count}, {what}"
+    return None
 
 
 def _extent(node: Any) -> int:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +24,6 @@ __all__ = [
     "AGGREGATED",
     "Mirror",
     "ParameterGroup",
-    "Weighting",
     "find_mirror",
     "is_mirrored",
     "mark_aggregated",
@@ -112,18 +111,6 @@ def refuse_wrapping() -> None:
         original(self, module, *args, **kwargs)
 
     DistributedDataParallel.__init__ = checked  # type: ignore[method-assign]
-
-
-class Weighting(NamedTuple):
-    """What this replica's gradients count in the sum over the replicas.
-
-    Attributes:
-        scale: Multiplies the gradients that the pass made; 0 for an empty slice, whatever they hold.
-        local_scale: Multiplies what was gathered under no_sync.
-    """
-
-    scale: float = 1.0
-    local_scale: float = 1.0
 
 
 class _Gone:
@@ -254,15 +241,19 @@ class ParameterGroup:
         """After a pass: the gradients that it made, by place."""
         return [parameter.grad for parameter in self.params]
 
-    def contribution(self, place: int, fresh: torch.Tensor | None, weighting: Weighting) -> torch.Tensor | None:
-        """What this replica gives: the pass's gradient and what was gathered under no_sync, scaled."""
-        scaled = fresh
-        if fresh is not None and weighting.scale != 1.0:
-            scaled = fresh * weighting.scale if weighting.scale else torch.zeros_like(fresh)
+    def contribution(self, place: int, fresh: torch.Tensor | None, scale: float) -> torch.Tensor | None:
+        """What this replica gives: the pass's gradient, scaled, and what was gathered under no_sync.
+
+        Args:
+            place: Whose gradient.
+            fresh: The gradient that the pass made.
+            scale: Multiplies that gradient; 0 gives zeros whatever it holds.
+        """
+        if fresh is not None and scale != 1.0:
+            fresh = fresh * scale if scale else torch.zeros_like(fresh)
         if place not in self.local:
-            return scaled
-        own = self.aside[place] * weighting.local_scale
-        return own if scaled is None else own + scaled
+            return fresh
+        return self.aside[place] if fresh is None else self.aside[place] + fresh
 
     def end_pass(self, *, failed: bool = False) -> None:
         """Give back the gradients to which nothing was added, all of them if the pass failed, and hold nothing more."""

@@ -42,7 +42,7 @@ def mean_losses_are_errors(r: Replica) -> None:
     r.sync.weight(7, 7 * r.size)
     with pytest.raises(MeanLossError, match="a sum divided by 7"):
         (F.cross_entropy(model(x), target, reduction="sum") / 7).backward()
-    r.sync.weight(None)
+    r.sync.weight(None, None)
 
 
 @case
