@@ -80,17 +80,20 @@ class Remote:
         """A dataset that every replica reads its slices of."""
         keywords = {"batch_size": batch_size, "options": options}
         handle = self._session().call(strategy.spec, "distribute_dataset", (dataset,), keywords)
-        return RemoteDataset(handle, partial(self._call, strategy))
+        return RemoteDataset(handle, partial(self._call, strategy), self._note_batch)
 
     def distribute_datasets_from_function(
         self, strategy: Owner, fn: Callable[[InputContext], Any], options: InputOptions | None
     ) -> Any:
         """A dataset whose pipelines a function makes on the engines."""
         handle = self._session().call(strategy.spec, "distribute_datasets_from_function", (fn,), {"options": options})
-        return RemoteDataset(handle, partial(self._call, strategy))
+        return RemoteDataset(handle, partial(self._call, strategy), self._note_batch)
 
-    def _call(self, strategy: Owner, function: Callable[..., Any], *args: Any) -> Any:
-        return self._session().call(strategy.spec, "", (function, *args), {})
+    def _call(self, strategy: Owner, function: Callable[..., Any], *args: Any, wait: bool = True) -> Any:
+        return self._session().call(strategy.spec, "", (function, *args), {}, wait=wait)
+
+    def _note_batch(self, batch: Any) -> None:
+        self._session().namespace.batch = batch
 
     def no_sync(self, strategy: Owner) -> AbstractContextManager[None]:
         """Gradients belong to a function that `run` calls, or to a distributed cell, and so does this."""

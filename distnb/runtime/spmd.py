@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from distnb.accelerators import use
-from distnb.collectives.group import groups
 from distnb.collectives.group.eager import always_eager
-from distnb.collectives.group.groups import Group
+from distnb.collectives.group.groups import groups
+from distnb.collectives.group.interface import Group
 from distnb.runtime import contexts, randomness
 from distnb.runtime.base import Owner
 from distnb.runtime.consistency.agreement import Agreement

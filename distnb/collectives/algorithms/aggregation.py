@@ -11,7 +11,7 @@ import torch
 from distnb.collectives.algorithms.flat_packs import Packs
 from distnb.collectives.algorithms.replicas import Replicas, require_like
 from distnb.collectives.digests import digest
-from distnb.collectives.group.entering import OWN
+from distnb.collectives.group.process_group import OWN
 from distnb.errors import OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 

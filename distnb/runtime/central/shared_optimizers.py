@@ -26,7 +26,7 @@ from distnb.runtime.central.shared_variables import SharedVariables
 
 if TYPE_CHECKING:
     from distnb.collectives.gradients.gradient_sync import GradientSync
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["SharedOptimizers"]
 

@@ -22,7 +22,7 @@ from distnb.collectives.shared_memory.segment import SharedMemory
 from distnb.errors import OutOfSyncError
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["SharedVariables"]
 

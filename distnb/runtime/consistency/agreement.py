@@ -24,7 +24,7 @@ from distnb.values.structure import Spec, flatten, is_immutable, unflatten, unli
 from distnb.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["Agreement", "distributed"]
 

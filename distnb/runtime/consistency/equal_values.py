@@ -13,7 +13,7 @@ from distnb.collectives.digests import digest_of_text
 from distnb.errors import StructureError
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["make_equal"]
 

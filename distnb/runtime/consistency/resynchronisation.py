@@ -27,7 +27,7 @@ from distnb.runtime.consistency.sync_check import contents
 from distnb.runtime.reduction.gathering import broadcast_tree
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["Buffers", "resynchronise"]
 

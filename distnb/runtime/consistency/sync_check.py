@@ -13,7 +13,7 @@ from distnb.values.structure import flatten, paths
 from distnb.variables.sync_on_read import SyncOnReadVariable
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["assert_in_sync", "contents", "drift_report"]
 

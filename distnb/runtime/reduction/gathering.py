@@ -16,7 +16,7 @@ from distnb.values.structure import flatten, unflatten
 
 if TYPE_CHECKING:
     from distnb.collectives.algorithms.aggregation import Aggregation
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = [
     "all_gather_tree",

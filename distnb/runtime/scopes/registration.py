@@ -25,7 +25,7 @@ from distnb.variables.variable import Variable, component_of, settings_of
 
 if TYPE_CHECKING:
     from distnb.collectives.gradients.gradient_sync import GradientSync
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
     from distnb.runtime.central.shared_variables import SharedVariables
 
 __all__ = ["Registration", "is_scope_buffer"]

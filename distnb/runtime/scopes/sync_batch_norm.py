@@ -13,7 +13,7 @@ from distnb.options import ReduceOp
 from distnb.runtime.this_process import this_process
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["install"]
 
