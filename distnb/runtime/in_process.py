@@ -95,8 +95,7 @@ class InProcess:
 
     def gather(self, strategy: Owner, value: Any, axis: int) -> Any:
         """The value itself, once rank and axis are checked."""
-        from distnb.runtime.reduction.gathering import checked_axis
-        from distnb.runtime.reduction.reducing import tensor_of
+        from distnb.runtime.reduction.reducing import checked_axis, tensor_of
 
         value = select(value, 0, 1)
         for leaf in flatten(value)[0]:

@@ -34,8 +34,8 @@ from distnb.runtime.consistency.resynchronisation import resynchronise
 from distnb.runtime.consistency.sync_check import assert_in_sync
 from distnb.runtime.in_process import local_components
 from distnb.runtime.randomness import streams
-from distnb.runtime.reduction.gathering import broadcast_tree, checked_axis, gather_tensor
-from distnb.runtime.reduction.reducing import plain_value_error, reduce_alone, reduce_leaves, tensor_of
+from distnb.runtime.reduction.gathering import broadcast_tree, gather_tensor
+from distnb.runtime.reduction.reducing import checked_axis, plain_value_error, reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.runtime.scopes.registration import Registration, is_scope_buffer
 from distnb.runtime.scopes.unmanaged import UnmanagedCheck

@@ -11,7 +11,7 @@ from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.sums import all_reduce
 from distnb.errors import CollectiveMismatchError, DistributedValueError, OptionError, StructureError
 from distnb.options import ReduceOp
-from distnb.runtime.reduction.reducing import tensor_of
+from distnb.runtime.reduction.reducing import checked_axis, tensor_of
 from distnb.values.structure import flatten, unflatten
 
 if TYPE_CHECKING:
@@ -23,32 +23,10 @@ __all__ = [
     "broadcast_bytes",
     "broadcast_like",
     "broadcast_tree",
-    "checked_axis",
     "gather_tensor",
 ]
 
 _MAX_AXES = 13
-
-
-def checked_axis(axis: object, tensor: torch.Tensor, method: str) -> int:
-    """The axis as a number from 0.
-
-    Raises:
-        OptionError: It is no whole number or out of range, or the tensor has no axis.
-    """
-    if isinstance(axis, bool) or not isinstance(axis, int):
-        raise OptionError(f"{method} needs one whole number as axis and got {axis!r}.")
-    if tensor.ndim == 0:
-        raise OptionError(
-            f"{method} along axis {axis}: the value is a scalar on each replica and has no axis. Give it one first "
-            "(value.reshape(1)), or use reduce."
-        )
-    if not -tensor.ndim <= axis < tensor.ndim:
-        raise OptionError(
-            f"{method} along axis {axis}: the value has shape {tuple(tensor.shape)}, so axis is in [{-tensor.ndim}, "
-            f"{tensor.ndim})."
-        )
-    return axis % tensor.ndim
 
 
 def gathered_parts(group: Group, tensor: torch.Tensor, axis: int, method: str) -> list[torch.Tensor]:

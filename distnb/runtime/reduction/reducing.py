@@ -18,7 +18,7 @@ from distnb.values.structure import flatten, unflatten
 if TYPE_CHECKING:
     from distnb.collectives.algorithms.aggregation import Aggregation
 
-__all__ = ["all_reduce_tree", "plain_value_error", "reduce_alone", "reduce_leaves", "tensor_of"]
+__all__ = ["all_reduce_tree", "checked_axis", "plain_value_error", "reduce_alone", "reduce_leaves", "tensor_of"]
 
 
 # A bool is an int, too, so it stands first.
@@ -87,26 +87,33 @@ def _refuse_bool(tensor: torch.Tensor, op: ReduceOp, method: str) -> None:
         )
 
 
-def _axes_of(axis: Any, tensor: torch.Tensor) -> tuple[int, ...]:
-    """The axes of `reduce`, each from 0, without doubles.
+def checked_axis(axis: object, tensor: torch.Tensor, method: str) -> int:
+    """The axis as a number from 0.
 
     Raises:
-        OptionError: No whole number, tuple or list of them; out of range; or the value is a scalar.
+        OptionError: It is no whole number or out of range, or the tensor has no axis.
     """
-    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
-    for one in axes:
-        if isinstance(one, bool) or not isinstance(one, int):
-            raise OptionError(f"reduce needs axis=None, a whole number, or a tuple of them, and got {axis!r}.")
-        if not -tensor.ndim <= one < tensor.ndim:
-            what = (
-                "is a scalar on each replica and has no axis"
-                if tensor.ndim == 0
-                else f"has shape {tuple(tensor.shape)}"
-            )
-            raise OptionError(
-                f"reduce with axis={axis!r}: the value {what}. Use axis=None to combine the replicas only."
-            )
-    return tuple(sorted({one % tensor.ndim for one in axes}))
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        wanted = "axis=None, a whole number, or a tuple of them," if method == "reduce" else "one whole number as axis"
+        raise OptionError(f"{method} needs {wanted} and got {axis!r}.")
+    if tensor.ndim == 0:
+        other = "use axis=None to combine the replicas only" if method == "reduce" else "use reduce"
+        raise OptionError(
+            f"{method} along axis {axis}: the value is a scalar on each replica and has no axis. Give it one first "
+            f"(value.reshape(1)), or {other}."
+        )
+    if not -tensor.ndim <= axis < tensor.ndim:
+        raise OptionError(
+            f"{method} along axis {axis}: the value has shape {tuple(tensor.shape)}, so axis is in [{-tensor.ndim}, "
+            f"{tensor.ndim})."
+        )
+    return axis % tensor.ndim
+
+
+def _axes_of(axis: Any, tensor: torch.Tensor) -> tuple[int, ...]:
+    """The axes of `reduce`, each from 0, without doubles."""
+    axes = axis if isinstance(axis, (tuple, list)) else (axis,)
+    return tuple(sorted({checked_axis(one, tensor, "reduce") for one in axes}))
 
 
 def _for_mean(tensor: torch.Tensor) -> torch.Tensor:
