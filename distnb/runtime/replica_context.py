@@ -160,7 +160,7 @@ class ReplicaContext:
         self._check()
         if self._aggregation is None or self.num_replicas_in_sync == 1:
             return None
-        return self._aggregation if options is None else self._aggregation.told(options)
+        return self._aggregation if options is None else self._aggregation.with_options(options)
 
     def _check(self) -> None:
         if self._aggregation is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -69,7 +69,7 @@ class Aggregation:
         own = self._ops is not None and not type(self._ops).__module__.startswith("distnb.")
         self._unconfirmed = _FIRST_RESULTS if own else 0
 
-    def told(self, options: CommunicationOptions) -> Aggregation:
+    def with_options(self, options: CommunicationOptions) -> Aggregation:
         """The same replicas, communicating as one call says. Every replica must say the same.
 
         Raises:
@@ -88,24 +88,30 @@ class Aggregation:
             self.group.process_group.note((f"{OWN}options", None, repr(options), "cpu"))
         return made
 
-    def communicating(self) -> AbstractContextManager[None]:
-        """A context for collectives that go as the call was told."""
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """A context for collectives that communicate as the options say."""
         options = self._options
         if options is None:
-            return nullcontext()
-        ring = options.implementation is CommunicationImplementation.RING
-        return _preferring(self.group, options.timeout_seconds, not ring)
+            yield
+            return
+        process_group = self.group.process_group
+        in_memory = options.implementation is not CommunicationImplementation.RING
+        before = process_group.prefer(options.timeout_seconds, in_memory)
+        try:
+            yield
+        finally:
+            process_group.prefer(*before)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Replace the tensor (contiguous, of real numbers) by the sum or mean over all replicas."""
-        with self.communicating():
-            self._all_reduce(tensor, op)
-
-    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        if self._ops is None or not tensor.numel():
+        if self._options is None and self._ops is None:
             self.group.all_reduce(tensor, op.value.lower())
             return
-        with torch.no_grad():
+        with self.communicating(), torch.no_grad():
+            if self._ops is None or not tensor.numel():
+                self.group.all_reduce(tensor, op.value.lower())
+                return
             given = tensor.detach()
             total = self._ops.reduce_implementation(op, given, self._replicas)
             if total is not given:
@@ -134,15 +140,6 @@ class Aggregation:
             return self.group.all_reduce_start(tensor)
         self.all_reduce(tensor)
         return _DONE
-
-
-@contextmanager
-def _preferring(group: Group, patience_s: float | None, in_memory: bool) -> Iterator[None]:
-    before = group.process_group.prefer(patience_s, in_memory)
-    try:
-        yield
-    finally:
-        group.process_group.prefer(*before)
 
 
 class _Done:

@@ -37,7 +37,7 @@ def reduce(ops: CrossDeviceOps, op: ReduceOp, value: Any, destinations: Any, opt
         return tensor
     aggregation = Aggregation(group, ops, Packs(count=ops.num_packs))
     if options is not None:
-        aggregation = aggregation.told(options)
+        aggregation = aggregation.with_options(options)
     return combine(aggregation, op, [tensor])[0]
 
 
