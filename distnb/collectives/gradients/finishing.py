@@ -71,18 +71,15 @@ def _contributions(
 
 def _set(plan: BucketPlan, totals: dict[Member, torch.Tensor | None]) -> None:
     """Set gradients: what was aggregated before the pass plus what is now. None: no replica had one."""
-    for group in plan.groups:
-        group.unused = set()
     add_to, added = [], []
     for (group, place), total in totals.items():
         before = None if place in group.local else group.aside.get(place)  # the total has what is local
         group.local.discard(place)
         parameter = group.params[place]
         if total is None:
-            group.unused.add(place)
-        elif before is None:
+            continue
+        if before is None:
             parameter.grad = total
-            AGGREGATED.add(total)
         else:
             _require_aggregated(group, place, before)
             if total.requires_grad or before.requires_grad or before.is_sparse or total.is_sparse:
@@ -91,6 +88,7 @@ def _set(plan: BucketPlan, totals: dict[Member, torch.Tensor | None]) -> None:
                 parameter.grad = before
                 add_to.append(before)
                 added.append(total)
+        if parameter.grad is not None:  # the parameter may be gone
             AGGREGATED.add(parameter.grad)
     if add_to:
         with torch.no_grad():
@@ -132,7 +130,6 @@ def keep_local(groups: Sequence[ParameterGroup], scale: float) -> None:
 def keep_equal(groups: Sequence[ParameterGroup]) -> None:
     """Outside `strategy.run`, where they are equal: add the new gradients to the old ones; they count as aggregated."""
     for group in groups:
-        group.unused = set()
         for place, gradient in enumerate(group.fresh()):
             if gradient is not None:
                 before = group.aside.get(place)

@@ -121,15 +121,12 @@ def _judge(optimizer: torch.optim.Optimizer, unknown: Sequence[Mirror], used: in
     wrong = [
         mirror
         for mirror in unknown
-        if _in_pass(mirror)
-        or mirror.place in mirror.group.local
-        or mirror.place in mirror.group.unused
-        or mirror.group.serial <= used
+        if _in_pass(mirror) or mirror.place in mirror.group.local or mirror.group.serial <= used
     ]
     if not wrong:
         return
     first = wrong[0]
-    parameter = first.parameter()
+    parameter = first.group.references[first.place]()
     shape = list(parameter.shape) if parameter is not None else "?"
     if _in_pass(first):
         cause = "they are the sums over all replicas at the end of the backward pass, and it is still under way"

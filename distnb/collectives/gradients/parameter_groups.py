@@ -76,7 +76,6 @@ def mark_aggregated(tensor: torch.Tensor) -> None:
 class Mirror:
     """A mirrored parameter's place."""
 
-    parameter: weakref.ref[torch.nn.Parameter]
     sync: weakref.ref[GradientSync]
     group: ParameterGroup
     place: int
@@ -152,7 +151,6 @@ class ParameterGroup:
         aside: During a pass: the gradients that there were before it, by place.
         local: Places whose gradient is still this replica's own, made under `no_sync`.
         serial: The number of the last aggregation that this group had part in.
-        unused: Places that had no gradient on any replica in that aggregation.
         versions: How often each parameter was written to, as far as all replicas did so alike, by place.
         slots: How the gradients look that take part, by place.
         layout_version: Grows when the slots may have changed.
@@ -175,7 +173,6 @@ class ParameterGroup:
         self.aside: dict[int, torch.Tensor] = {}
         self.local: set[int] = set()
         self.serial = 0
-        self.unused: set[int] = set()
         self.versions: dict[int, int] = {}
         self.slots: dict[int, Slot] = {}
         self.layout_version = 0
@@ -196,7 +193,7 @@ class ParameterGroup:
                 self._on_extinct(self)
 
         reference = weakref.ref(parameter, gone)
-        _mirrors[identity] = Mirror(reference, self._sync, self, len(self.references))
+        _mirrors[identity] = Mirror(self._sync, self, len(self.references))
         self.references.append(reference)
         self.layout_version += 1
         self._alive += 1
