@@ -60,8 +60,7 @@ def agree(
         place: The user's line, for errors.
 
     Returns:
-        The groups in the order of their making on replica 0, with slots that are sparse where one replica's are; and
-        whether the pass reached all of them on every replica.
+        The groups, in one order on all replicas; and whether the pass reached all of them on every replica.
 
     Raises:
         GradientError: The replicas' models differ.
@@ -91,13 +90,7 @@ def _same_in_order(proposals: Sequence[_Proposal]) -> bool:
 
 
 def _agreed(group: ParameterGroup | None, proposals: Sequence[_Proposal], names: Sequence[Identity]) -> ParameterGroup:
-    """One group, after its layouts and values on all replicas have been compared.
-
-    Args:
-        group: The group; None if this replica has none.
-        proposals: What every replica told.
-        names: What the group is called by each.
-    """
+    """One group, called by such names on the replicas, after its layouts and values on all have been compared."""
     where = _where(proposals)
     layouts = [proposal.layouts.get(name) for proposal, name in zip(proposals, names, strict=True)]
     missing = [rank for rank, layout in enumerate(layouts) if layout is None]
@@ -163,16 +156,7 @@ def _where(proposals: Sequence[_Proposal]) -> str:
 
 
 def check_equal(replicas: _Replicas, groups: Sequence[ParameterGroup], place: str) -> None:
-    """Compare the new gradients of all replicas, which compute the same outside `strategy.run`: by sums and norms.
-
-    Args:
-        replicas: All of them; all call this.
-        groups: Those that the pass has reached.
-        place: The user's line.
-
-    Raises:
-        UnsyncedGradientError: They differ.
-    """
+    """Raise if the replicas, which compute the same outside `strategy.run`, have new gradients that differ."""
     mine = [[_measured(gradient) for gradient in group.fresh()] for group in groups]
     told = replicas.all_gather_object(mine)
     unlike = [rank for rank, other in enumerate(told) if not _close(told[0], other)]
