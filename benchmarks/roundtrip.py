@@ -10,7 +10,6 @@ most 0.15 ms a call. Ray takes part where it is installed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import logging
@@ -21,7 +20,7 @@ from typing import Any
 import ipyparallel
 
 from benchmarks.bare_zmq import BareZmq, nothing
-from benchmarks.harness import Comparison, Measure, Target, compare, report, timed
+from benchmarks.harness import Comparison, Measure, Target, compare, options, report, timed
 
 DISTNB, IPYPARALLEL, RAY, ZMQ = "distnb strategy.run", "ipyparallel apply_sync", "Ray actors", "bare ZMQ"
 
@@ -107,19 +106,16 @@ def zmq_measures(calls: int) -> Iterator[tuple[Measure, Measure]]:
 
 def main() -> int:
     """Run it. Returns 1 when a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--calls", type=int, default=50)
-    options = parser.parse_args()
+    given = options(__doc__, rounds=7, calls=50)
 
     makers = {DISTNB: distnb_measures, IPYPARALLEL: ipyparallel_measures, RAY: ray_measures, ZMQ: zmq_measures}
     if importlib.util.find_spec("ray") is None:
         print("Ray is not installed: no comparison with it (pip install ray).")
         del makers[RAY]
     with contextlib.ExitStack() as stack:
-        pairs = {name: stack.enter_context(make(options.calls)) for name, make in makers.items()}
-        blocking = compare({name: pair[0] for name, pair in pairs.items()}, rounds=options.rounds)
-        pipelined = compare({name: pair[1] for name, pair in pairs.items()}, rounds=options.rounds)
+        pairs = {name: stack.enter_context(make(given.calls)) for name, make in makers.items()}
+        blocking = compare({name: pair[0] for name, pair in pairs.items()}, rounds=given.rounds)
+        pipelined = compare({name: pair[1] for name, pair in pairs.items()}, rounds=given.rounds)
     return 0 if show(blocking, pipelined) else 1
 
 
