@@ -178,6 +178,15 @@ class SharedSum:
         communicator = work.communicator
         communicator.watch(work)
         try:
+            for rank in ranks:
+                words = self._words[rank]
+                while (posted := words[_POSTED]) < own:
+                    self._sleep(rank, _POSTED, posted, communicator, work.number)
+        finally:
+            communicator.finished(work)
+
+    def posted(self, own: int, ranks: Sequence[int]) -> bool:
+        """Whether these have come to that operation."""
         return all(self._words[rank][_POSTED] >= own for rank in ranks)
 
     def done(self, own: int) -> None:
