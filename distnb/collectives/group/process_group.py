@@ -535,7 +535,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             staging = Staging(device)
             tensors = staging.host(tensors, written=written)
         inner = getattr(backends.backends["cpu"], method)(tensors, *rest)
-        return MessageWork(current, inner, None, staging, self._time_limit_s)
+        return MessageWork(current, inner, staging, self._time_limit_s)
 
     # -- subgroups ---------------------------------------------------------------------------------------------------
 
