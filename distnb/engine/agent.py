@@ -28,13 +28,13 @@ from distnb.engine.executor import Executor
 from distnb.engine.guard import Guard
 from distnb.engine.namespace import object_operations
 from distnb.engine.namespace.engine_namespace import EngineNamespace
-from distnb.engine.namespace.engine_objects import Objects
+from distnb.engine.namespace.engine_objects import ObjectsOfTeams
 from distnb.engine.output import error_reports, progress_bars, telemetry
 from distnb.engine.output.streams import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError, ProgramAborted
-from distnb.input import iterations
-from distnb.input.sources import children
+from distnb.input import dataset as datasets
+from distnb.input.sources import workers
 from distnb.runtime import spmd, step_count
 from distnb.runtime.this_process import this_process
 from distnb.topology import Device, Team
@@ -75,7 +75,7 @@ class Agent:
         self._guard = Guard()
         self._failure: BaseException | None = None  # keeps the frames of a failed program until its reply is out
         place = str(torch_device(device))
-        self._objects = Objects(shell.user_ns, "cpu" if place.startswith("cpu") else place)
+        self._objects = ObjectsOfTeams(shell.user_ns, "cpu" if place.startswith("cpu") else place)
         self._namespace = EngineNamespace(shell.user_ns, self._objects, engine=engine)
         context: zmq.Context[Any] = zmq.Context()
         keys: dict[str, Any] = {
@@ -210,7 +210,7 @@ class Agent:
         """Run one program to its end and describe how it ended. Never raises."""
         replica = message.team.rank_of(self._engine)
         step_count.watch_optimizers()
-        iterations.program_began()
+        datasets.program_began()
         self._control.program_began(message.program, replica, measured=not isinstance(message, Apply))
         try:
             reply = self._handlers[type(message)](message, replica)
@@ -226,7 +226,7 @@ class Agent:
         return reply
 
     def _failed(self, program: int, error: BaseException, value: Any = None) -> Reply:
-        iterations.program_failed()
+        datasets.program_failed()
         ended = groups.failure()
         if isinstance(ended, CollectiveMismatchError) and type(error) is RuntimeError:
             # C++ (DistributedDataParallel's) waits know no exceptions of ours.
@@ -268,16 +268,16 @@ class Agent:
             failed = error
             if self._guard.interrupted:
                 # They do not hear of the interrupt, and a DataLoader waits five seconds for each in mid-item.
-                children.end(set(multiprocessing.active_children()) - there)
+                workers.end_processes(set(multiprocessing.active_children()) - there)
         renew = groups.program_ended(failed is not None)
-        effects, interrupt = None, None
+        results, interrupt = None, None
         if mark is not None:
-            effects, interrupt = self._described(program, partial(self._namespace.finish, mark))
+            results, interrupt = self._described(program, partial(self._namespace.finish, mark))
         failed = interrupt or failed
         try:
             if failed is None:
-                return Reply(program, "ok", value=effects, renew=renew, changed=spmd.changed_by_hand())
-            return self._failed(program, failed, effects)
+                return Reply(program, "ok", value=results, renew=renew, changed=spmd.changed_by_hand())
+            return self._failed(program, failed, results)
         finally:
             failed = interrupt = None  # its traceback holds this frame: a cycle would keep all that the cell held
 
@@ -310,12 +310,12 @@ class Agent:
         try:
             return self._run_together(message.program, message.team, replica, body)
         except BaseException as error:  # noqa: BLE001  # what it did until then is told, as of a cell
-            effects, _ = self._described(message.program, self._namespace.give_up_call)
-            return self._failed(message.program, error, effects)
+            results, _ = self._described(message.program, self._namespace.give_up_call)
+            return self._failed(message.program, error, results)
 
     def _apply(self, message: Apply, replica: int) -> Reply:
         def body() -> Any:
-            return self._namespace.apply(message)
+            return object_operations.carry_out(self._namespace, message)
 
         if message.operation in object_operations.QUIET:
             return Reply(message.program, "ok", value=self._guard.call(message.program, body))

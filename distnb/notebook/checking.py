@@ -28,7 +28,7 @@ def drift_reports(user_ns: Mapping[str, Any], names: Sequence[str] = ()) -> dict
     mirrored = [
         name
         for name, value in user_ns.items()
-        if isinstance(value, RemoteMirrored) and not name.startswith("_") and not state_of_handle(value).space.ended
+        if isinstance(value, RemoteMirrored) and not name.startswith("_") and not state_of_handle(value).tracked.ended
     ]
     return {name: _report(user_ns[name]) for name in names or mirrored}
 

@@ -29,13 +29,13 @@ def variables(user_ns: Mapping[str, Any], devices: Mapping[int, str], since_prog
         if name.startswith("_") or type(value) not in HANDLES:
             continue
         state = state_of_handle(value)
-        if not state.space.ended and state.identity[0] >= since_program:
+        if not state.tracked.ended and state.identity[0] >= since_program:
             rows.append(_row(name, state, devices, mirrored=isinstance(value, Mirrored)))
     return rows
 
 
 def _row(name: str, state: RemoteState, devices: Mapping[int, str], *, mirrored: bool) -> VariableRow:
-    engines = state.space.key[0]
+    engines = state.tracked.key[0]
     replicas = [replica for replica in sorted(state.facts) if replica not in state.lost]
     summaries = [state.facts[replica].summary for replica in replicas]
     known = [summary for summary in summaries if summary is not None]

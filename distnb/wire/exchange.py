@@ -1,4 +1,4 @@
-"""What notebook and engines tell each other of names and objects: snapshots one way, effects the other."""
+"""What notebook and engines tell each other of names and objects: snapshots one way, results the other."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = [
     "Reloads",
     "Request",
     "Snapshot",
-    "SpaceKey",
+    "TeamKey",
     "Summary",
     "follow",
     "is_bare",
     "former",
 ]
 
-SpaceKey = tuple[tuple[int, ...], int]
+TeamKey = tuple[tuple[int, ...], int]
 """The engines whose objects belong together, and how often that group was made anew."""
 
 
@@ -109,13 +109,12 @@ class Snapshot:
     """What a program needs of the notebook's namespace.
 
     Attributes:
-        space: The engines whose objects it is about.
+        team: The engines whose objects it is about.
         serial: Its number; objects that the program makes are called by it.
         names: All that is to be in the namespace; None where it may stay as it is.
         imports: Modules by the names that are bound to them.
         sections: Names whose values are compared after the program, whether they are bound or not.
         pack: What the engines lack of these values.
-        early: How many values in it are functions and classes: they come before all others.
         plain: Immutable values and handles, by name, that the engines lack.
         arguments: Of a call, with `NamedArgument`s in them; packed unless they are bare.
         fresh: What was sent before is not certain to have arrived: all that is needed is here.
@@ -130,13 +129,12 @@ class Snapshot:
         modules: Submodules to be imported, and what became of local modules since, by name.
     """
 
-    space: SpaceKey
+    team: TeamKey
     serial: int
     names: tuple[str, ...] | None = None
     imports: Mapping[str, str] = field(default_factory=dict)
     sections: tuple[str, ...] = ()
     pack: Packed | None = None
-    early: int = 0
     plain: Packed | None = None
     arguments: Packed | tuple[tuple[Any, ...], dict[str, Any]] | None = None
     fresh: bool = False
