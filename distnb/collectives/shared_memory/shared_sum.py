@@ -296,7 +296,7 @@ class SharedWork:
 
     def is_completed(self) -> bool:
         """Whether all have come whose tensors this replica reads."""
-        return self._tensor is None or self._shared.posted(self._own, self.sources)
+        return self._shared.posted(self._own, self.sources)
 
     def __del__(self) -> None:
         # Nobody waits for it: the others' data is not needed any more.
