@@ -35,12 +35,8 @@ class Agreement:
 
     def __init__(self) -> None:
         self._seen: dict[Any, set[Any]] = {}
-<<<<<<< HEAD
         self._told_of_batch = False
-        self.is_left_to_caller = False
-=======
         self._is_left_to_caller = False
->>>>>>> main
 
     @contextmanager
     def left_to_caller(self) -> Iterator[None]:
@@ -158,13 +154,8 @@ def _compare(
         unlike things; whether all results are of the same kinds; and whether `batch`, a digest, is equal and not 0.
     """
     descriptions = [_describe(kind, leaf) for kind, leaf in zip(kinds, leaves, strict=True)]
-<<<<<<< HEAD
-    mine = [_digest(repr(spec)), _digest("\n".join(descriptions))]
-    message = torch.tensor([*mine, batch], dtype=torch.int64, device=torch_device(group.device))
-=======
     mine = [digest_of_text(repr(spec)), digest_of_text("\n".join(descriptions))]
-    message = torch.tensor(mine, dtype=torch.int64, device=torch_device(group.device))
->>>>>>> main
+    message = torch.tensor([*mine, batch], dtype=torch.int64, device=torch_device(group.device))
     others = [other.tolist() for other in group.all_gather(message)]
     same_batch = batch != 0 and all(other[2] == batch for other in others)
     if all(other[:2] == mine for other in others):
