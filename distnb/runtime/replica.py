@@ -146,14 +146,15 @@ class Spmd:
                 self._open_scopes -= 1
 
     def _resynchronise(self, within: str) -> None:
-        # A program that ended half-way through a step may have left the replicas' variables unequal.
+        """A program that ended half-way through a step may have left the replicas' variables unequal."""
         group = self._process.group
-        if self._sync.healed != group.generation:
-            if group.size > 1:
-                group.note(within, ())
-            if self._optimizers is not None:
-                self._optimizers.end_half_steps()
-            self._sync.heal(self._registration.buffers())
+        if self._sync.healed == group.generation:
+            return
+        if group.size > 1:
+            group.note(within, ())
+        if self._optimizers is not None:
+            self._optimizers.end_half_steps()
+        self._sync.heal(self._registration.buffers())
 
     # Computing on replicas --------------------------------------------------------------------------------------
 
@@ -166,73 +167,46 @@ class Spmd:
     ) -> Any:
         """Call the function once, as this replica, with this replica's components of the arguments."""
         __tracebackhide__ = True  # see Strategy.run
-        process = self._process
-        if process.team.size == 1:
-            return self._run_alone(fn, args, kwargs)
-        regions = process.group.regions
+        if self._process.team.size == 1:
+            return self._call(fn, args, kwargs)  # one replica has nobody to agree with
+        regions = self._process.group.regions
         regions.enter()
         try:
-            result = self._run(fn, args, kwargs)
+            self._resynchronise("strategy.run")
+            result = self._process.agreement.regroup(self._process.group, fn, self._call(fn, args, kwargs))
         except BaseException as error:
             regions.leave("strategy.run", error)
             raise
         regions.leave()
-        if self._sync.healed != process.group.generation:
-            self._resynchronise("strategy.run")  # an error was caught before, and the replicas met again in this call
+        self._resynchronise("strategy.run")  # an error was caught within, and the replicas met again in this call
         return result
 
-    def _run_alone(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """One replica has nobody to agree with: little more than a call."""
+    def _call(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         __tracebackhide__ = True  # see Strategy.run
-        note = BatchNote()
-        own_args = [select(arg, 0, 1, note) for arg in args]
-        own_kwargs = {name: select(arg, 0, 1, note) for name, arg in kwargs.items()} if kwargs else {}
-        replica = ReplicaContext(
-            self._strategy, 0, 1, self._of_group or self._aggregation(), note.batch_size, note.slice_size
-        )
-        with step_count.calling:
-            result = self._call(replica, fn, own_args, own_kwargs)
-        step_count.examples += note.slice_size or 0
-        return result
-
-    def _run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        __tracebackhide__ = True  # see Strategy.run
-        process = self._process
-        if self._sync.healed != process.group.generation:
-            self._resynchronise("strategy.run")
+        process, note = self._process, BatchNote()
         rank, size = process.rank, process.team.size
-        note = BatchNote()
         own_args = [select(arg, rank, size, note) for arg in args]
         own_kwargs = {name: select(arg, rank, size, note) for name, arg in kwargs.items()} if kwargs else {}
-        aggregation = self._aggregation()
-        replica = ReplicaContext(self._strategy, rank, size, aggregation, note.batch_size, note.slice_size)
-        self._unmanaged.before_run(fn, own_args, own_kwargs)
-        self._sync.weight(note.slice_size, note.batch_size)
-        with step_count.calling:
-            result = self._call(replica, fn, own_args, own_kwargs)
-        if note.slice_size:
-            step_count.examples += note.slice_size
-        return process.agreement.regroup(process.group, fn, result)
-
-    def _call(self, replica: ReplicaContext, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        __tracebackhide__ = True  # see Strategy.run
-        stack = contexts.entries()
-        several = replica.num_replicas_in_sync > 1
+        replica = ReplicaContext(self._strategy, rank, size, self._aggregation(), note.batch_size, note.slice_size)
+        stack, several = contexts.entries(), size > 1
+        if several:
+            self._unmanaged.before_run(fn, own_args, own_kwargs)
+            self._sync.weight(note.slice_size, note.batch_size)
         stack.append((self._strategy, replica))
         if several:
-            streams.enter(replica.replica_id_in_sync_group)
+            streams.enter(rank)
         try:
-            if self._process.device.type == "cpu":
-                return fn(*args, **kwargs)
-            with placed_on(self._process.device):
-                return fn(*args, **kwargs)
+            with step_count.calling, placed_on(process.device):
+                result = fn(*own_args, **own_kwargs)
         except TypeError as error:
-            check_fits(error, fn, args, kwargs)
+            check_fits(error, fn, own_args, own_kwargs)
             raise
         finally:
             if several:
                 streams.leave()
             stack.pop()
+        step_count.examples += note.slice_size or 0
+        return result
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes within gather gradients on this replica only."""
