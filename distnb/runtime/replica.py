@@ -10,7 +10,7 @@ import torch
 
 from distnb.accelerators import placed_on, torch_device
 from distnb.collectives.algorithms.aggregation import Aggregation
-from distnb.collectives.algorithms.packs import Packs
+from distnb.collectives.algorithms.flat_packs import Packs
 from distnb.collectives.gradients.gradient_sync import GradientSync
 from distnb.errors import DistributedValueError, OptionError
 from distnb.input.distribute import distribute, distribute_from_function
@@ -30,11 +30,12 @@ from distnb.runtime.central import setup
 from distnb.runtime.central.shared_optimizers import SharedOptimizers
 from distnb.runtime.central.shared_variables import SharedVariables
 from distnb.runtime.consistency.agreement import distributed
+from distnb.runtime.consistency.resynchronisation import resynchronise
 from distnb.runtime.consistency.sync_check import assert_in_sync
 from distnb.runtime.in_process import local_components
 from distnb.runtime.randomness import streams
-from distnb.runtime.reduction.gathering import broadcast_tree, checked_axis, gather_tensor
-from distnb.runtime.reduction.rules import plain_value_error, reduce_alone, reduce_leaves, tensor_of
+from distnb.runtime.reduction.gathering import broadcast_tree, gather_tensor
+from distnb.runtime.reduction.reducing import checked_axis, plain_value_error, reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.runtime.scopes.registration import Registration, is_scope_buffer
 from distnb.runtime.scopes.unmanaged import UnmanagedCheck
@@ -75,13 +76,11 @@ class Spmd:
         self._of_group: Aggregation | None = None
         self.preferences = (options.timeout_seconds, options.implementation is not CommunicationImplementation.RING)
         self._sync = GradientSync(
-            lambda: process.group,
+            self._aggregation,
             self._reduction,
             check_mean_loss=strategy.spec.option("check_mean_loss", True),
-            packs=self._packs,
-            sums=None if self._aggregation().exact else self._aggregation,
-            after_pass=lambda reached: self._registration.running_statistics.average(reached),
             in_replica=contexts.in_replica,
+            after_pass=lambda reached: self._registration.running_statistics.average(reached),
         )
         self._shared: SharedVariables | None = None
         self._optimizers: SharedOptimizers | None = None
@@ -92,6 +91,7 @@ class Spmd:
         self.home = ReplicaHome(self._registration, self._aggregation)
         self._unmanaged = UnmanagedCheck(strategy, self._registration.owns)
         self._open_scopes = 0
+        self._generation: int | None = None
 
     def _aggregation(self) -> Aggregation:
         """How this strategy adds up, on the group of the present generation."""
@@ -146,15 +146,16 @@ class Spmd:
                 self._open_scopes -= 1
 
     def _resynchronise(self, within: str) -> None:
-        """A program that ended half-way through a step may have left the replicas' variables unequal."""
+        # A program that ended half-way through a step may have left the replicas' variables unequal.
         group = self._process.group
-        if self._sync.healed == group.generation:
-            return
-        if group.size > 1:
-            group.note(within, ())
-        if self._optimizers is not None:
-            self._optimizers.end_half_steps()
-        self._sync.heal(self._registration.buffers())
+        if self._generation != group.generation:
+            if group.size > 1:
+                group.note(within, ())
+            if self._optimizers is not None:
+                self._optimizers.end_half_steps()
+            self._generation = group.generation
+            if group.size > 1:
+                resynchronise(group, self._sync.groups, self._registration.buffers())
 
     # Computing on replicas --------------------------------------------------------------------------------------
 
@@ -167,46 +168,73 @@ class Spmd:
     ) -> Any:
         """Call the function once, as this replica, with this replica's components of the arguments."""
         __tracebackhide__ = True  # see Strategy.run
-        if self._process.team.size == 1:
-            return self._call(fn, args, kwargs)  # one replica has nobody to agree with
-        regions = self._process.group.regions
+        process = self._process
+        if process.team.size == 1:
+            return self._run_alone(fn, args, kwargs)
+        regions = process.group.regions
         regions.enter()
         try:
-            self._resynchronise("strategy.run")
-            result = self._process.agreement.regroup(self._process.group, fn, self._call(fn, args, kwargs))
+            result = self._run(fn, args, kwargs)
         except BaseException as error:
             regions.leave("strategy.run", error)
             raise
         regions.leave()
-        self._resynchronise("strategy.run")  # an error was caught within, and the replicas met again in this call
+        if self._generation != process.group.generation:
+            self._resynchronise("strategy.run")  # an error was caught before, and the replicas met again in this call
         return result
 
-    def _call(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run_alone(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """One replica has nobody to agree with: little more than a call."""
         __tracebackhide__ = True  # see Strategy.run
-        process, note = self._process, BatchNote()
+        note = BatchNote()
+        own_args = [select(arg, 0, 1, note) for arg in args]
+        own_kwargs = {name: select(arg, 0, 1, note) for name, arg in kwargs.items()} if kwargs else {}
+        replica = ReplicaContext(
+            self._strategy, 0, 1, self._of_group or self._aggregation(), note.batch_size, note.slice_size
+        )
+        with step_count.calling:
+            result = self._call(replica, fn, own_args, own_kwargs)
+        step_count.examples += note.slice_size or 0
+        return result
+
+    def _run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        __tracebackhide__ = True  # see Strategy.run
+        process = self._process
+        if self._generation != process.group.generation:
+            self._resynchronise("strategy.run")
         rank, size = process.rank, process.team.size
+        note = BatchNote()
         own_args = [select(arg, rank, size, note) for arg in args]
         own_kwargs = {name: select(arg, rank, size, note) for name, arg in kwargs.items()} if kwargs else {}
-        replica = ReplicaContext(self._strategy, rank, size, self._aggregation(), note.batch_size, note.slice_size)
-        stack, several = contexts.entries(), size > 1
-        if several:
-            self._unmanaged.before_run(fn, own_args, own_kwargs)
-            self._sync.weight(note.slice_size, note.batch_size)
+        aggregation = self._aggregation()
+        replica = ReplicaContext(self._strategy, rank, size, aggregation, note.batch_size, note.slice_size)
+        self._unmanaged.before_run(fn, own_args, own_kwargs)
+        self._sync.weight(note.slice_size, note.batch_size)
+        with step_count.calling:
+            result = self._call(replica, fn, own_args, own_kwargs)
+        if note.slice_size:
+            step_count.examples += note.slice_size
+        return process.agreement.regroup(process.group, fn, result)
+
+    def _call(self, replica: ReplicaContext, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        __tracebackhide__ = True  # see Strategy.run
+        stack = contexts.entries()
+        several = replica.num_replicas_in_sync > 1
         stack.append((self._strategy, replica))
         if several:
-            streams.enter(rank)
+            streams.enter(replica.replica_id_in_sync_group)
         try:
-            with step_count.calling, placed_on(process.device):
-                result = fn(*own_args, **own_kwargs)
+            if self._process.device.type == "cpu":
+                return fn(*args, **kwargs)
+            with placed_on(self._process.device):
+                return fn(*args, **kwargs)
         except TypeError as error:
-            check_fits(error, fn, own_args, own_kwargs)
+            check_fits(error, fn, args, kwargs)
             raise
         finally:
             if several:
                 streams.leave()
             stack.pop()
-        step_count.examples += note.slice_size or 0
-        return result
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes within gather gradients on this replica only."""

@@ -160,7 +160,10 @@ class Strategy:
         return tensor.device
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context whose backward passes gather gradients on each replica; the next pass outside aggregates them."""
+        """A context whose backward passes gather gradients on each replica; the next pass outside aggregates them.
+
+        Gradients of all replicas cannot be added to: call `zero_grad()` before the first pass within.
+        """
         return self.runtime.no_sync()
 
     def assert_in_sync(self, value: Any) -> None:
