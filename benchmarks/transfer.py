@@ -2,7 +2,7 @@
 
     python -m benchmarks.transfer [--rounds 7] [--megabytes 100]
 
-distnb: a changed tensor that a cell reads travels with it (one replica), and `.numpy()` of a handle fetches it. What
+distnb: a changed tensor that a cell reads is sent with it (one replica), and `.numpy()` of a handle fetches it. What
 is fetched is also summed, by all contenders: memory that is shared costs its price when it is first looked at.
 """
 
@@ -66,7 +66,7 @@ def _copy_and_sum(into: Any, array: Any) -> None:
 
 
 def _changed(tensor: torch.Tensor, call: Callable[[], object]) -> Callable[[], float]:
-    """A measure in which the tensor was changed before: else nothing would have to travel."""
+    """A measure in which the tensor was changed before: else nothing would have to be sent."""
 
     def measure() -> float:
         tensor.add_(1.0)
