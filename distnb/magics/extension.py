@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from distnb import notebook as sessions
 from distnb.magics import tracebacks
 from distnb.magics.breakpoints import Breakpoints
 from distnb.magics.cell_request import CellRequest
@@ -21,14 +20,10 @@ from distnb.magics.local_cell import LocalCells, StrategyName
 from distnb.magics.lock_care import LockCare
 from distnb.magics.presenting import presented
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
-from distnb.notebook import failures
-from distnb.notebook.namespace import module_watch
+from distnb.notebook import compose
 from distnb.notebook.output.live_model import VariableRow
-from distnb.notebook.remote_runtime import Remote
 from distnb.objects.modes import cell_began
-from distnb.runtime import choice
 from distnb.runtime.base import Owner
-from distnb.strategies import live
 from distnb.widgets.front import Front
 
 if TYPE_CHECKING:
@@ -41,7 +36,7 @@ __all__ = ["Extension"]
 _RUN_CELL = InteractiveShell.run_cell_async.__code__
 
 
-class Extension:
+class Extension(compose.FrontEnd):
     """distnb in one shell.
 
     Args:
@@ -80,13 +75,9 @@ class Extension:
         tracebacks.install(shell)
         shell.events.register("pre_run_cell", self._before)
         shell.events.register("post_run_cell", self._after)
-        failures.before_raising.append(self.front.catch_up)
-        failures.callers_lines.append(self._callers_lines)
-        module_watch.versions.append(self._version_of)
-        live.sink = self.front.live
         self.front.variables = self._variables
-        sessions.on_change.append(self._follow)
-        self._follow(sessions.current())
+        self.live = self.front.live
+        compose.attach(self)
         # The cell that loads the extension may go on to use it.
         self._lock_care.install()
         self._breakpoints.choose()
@@ -107,38 +98,36 @@ class Extension:
         shell.events.unregister("post_run_cell", self._after)
         for kind, name in (("line", "distnb"), ("cell", "distribute")):
             shell.magics_manager.magics[kind].pop(name, None)
-        failures.before_raising.remove(self.front.catch_up)
-        failures.callers_lines.remove(self._callers_lines)
-        module_watch.versions.remove(self._version_of)
-        live.sink = None
-        sessions.on_change.remove(self._follow)
-        if sessions.current() is None:
-            choice.register_remote(None)
+        compose.attach(None)
         self.front.close()
 
-    def _callers_lines(self, error: BaseException) -> list[str]:
+    def catch_up(self) -> None:
+        """Show what replicas wrote."""
+        self.front.catch_up()
+
+    def callers_lines(self, error: BaseException) -> list[str]:
+        """As IPython draws them."""
         return tracebacks.callers_lines(self._shell, error)
 
-    def _version_of(self, module: str) -> object:
+    def module_version(self, name: str) -> object:
         """When the file was written that %autoreload last looked at; it changes modules without reloading them."""
         reloader = getattr(self._shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
         if reloader is None:
             return None
-        version = reloader.modules_mtimes.get(module)
-        file = getattr(sys.modules.get(module), "__file__", None)
+        version = reloader.modules_mtimes.get(name)
+        file = getattr(sys.modules.get(name), "__file__", None)
         return None if reloader.failed.get(file) == version else version
 
-    def _follow(self, session: Session | None) -> None:
-        """A session began, or ended. Strategies of several replicas start a cluster when there is none."""
+    def follow(self, session: Session | None) -> None:
+        """Show what happens on this one."""
         self.front.attach(session)
 
-        def remote(strategy: Any) -> Remote:
-            return Remote(lambda: self._cluster.ensure(_request_of(strategy)))
-
-        choice.register_remote(remote, sessions.machines)
+    def session_for(self, strategy: Owner) -> Session:
+        """The running session; a cluster is started when there is none."""
+        return self._cluster.ensure(_request_of(strategy))
 
     def _variables(self, since_program: int) -> list[VariableRow]:
-        session = sessions.current()
+        session = compose.current()
         if session is None:
             return []
         from distnb.notebook.variable_placement import variables
@@ -152,7 +141,7 @@ class Extension:
             result: Of the cell; None if a stop came between two of IPython's own steps.
             stop: The user has asked for their end.
         """
-        session = sessions.current()
+        session = compose.current()
         if session is None:
             return
         try:

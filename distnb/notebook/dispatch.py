@@ -218,7 +218,7 @@ class Dispatch:
         for engine, message in self._programs.receive(ready):
             well = self._take(engine, message)
             if well:
-                self._supervisor.replied(engine, (well,))
+                self._supervisor.replied(engine, well)
 
     def _take(self, engine: int, message: Any) -> int:
         """Take in a reply. Its program, if that went well, and no event tells of its end; else 0."""

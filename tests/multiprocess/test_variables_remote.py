@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import distnb
-from distnb.notebook.checking import drift_reports
+from distnb.notebook.variable_placement import drift_reports
 from tests.multiprocess.sessions import run_cell, started
 
 pytestmark = pytest.mark.timeout(170)
@@ -79,7 +79,7 @@ def test_what_is_read_together(names: dict[str, Any]) -> None:
 
 def test_saving_on_one_replica(names: dict[str, Any]) -> None:
     """In a cell: whichever replica it is, and whether the other goes on or is done; the next cell works."""
-    session = distnb.notebook.current()
+    session = distnb.notebook.compose.current()
     assert session is not None
     spec = names["strategy"].spec
     for replica, then in ((0, ""), (1, ""), (1, "torch.distributed.barrier()\n")):
