@@ -179,6 +179,6 @@ def left() -> list[str]:
             command = " ".join(process.cmdline())
         except psutil.Error:
             continue
-        if "distnb." in command and "sh -c" not in command:
+        if ("distnb." in command or "guardian.py" in command) and "sh -c" not in command:
             found.append(command)
     return found

@@ -1,4 +1,4 @@
-"""What an engine must know to reach the notebook, and the private directory where that is written.
+"""What an engine must know to reach the notebook.
 
 Secrets are files that only the user can read, never arguments or environment variables: other users of the machine
 can list those.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,15 +20,12 @@ __all__ = [
     "Keys",
     "connection_path",
     "make_keys",
-    "make_run_directory",
-    "remove_run_directory",
 ]
 
 CONNECTION_VARIABLE = "DISTNB_CONNECTION"
 """Environment variable that holds the path of the connection file."""
 
 _FILE_NAME = "connection.json"
-_PREFIX = "distnb-"
 
 
 @dataclass(frozen=True)
@@ -107,30 +102,3 @@ class Connection:
 def connection_path(directory: Path) -> Path:
     """Where the connection file of a cluster lies in its run directory."""
     return directory / _FILE_NAME
-
-
-def make_run_directory() -> Path:
-    """A new directory (mode 0700) for one cluster's secrets, logs and sockets.
-
-    It is made in XDG_RUNTIME_DIR where that exists (it lives in memory), else in the directory for temporary files.
-
-    Raises:
-        StartError: It could not be made.
-    """
-    for parent in (os.environ.get("XDG_RUNTIME_DIR"), None):
-        if parent is not None and not os.access(parent, os.W_OK | os.X_OK):
-            continue
-        try:
-            return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        except OSError as error:
-            failure = error
-    raise StartError(
-        f"No directory for the cluster's secrets could be made: {failure}. "
-        "Set TMPDIR to a directory that you may write."
-    )
-
-
-def remove_run_directory(directory: str | os.PathLike[str]) -> None:
-    """Remove a directory that `make_run_directory` made; nothing else, and silently when it is gone."""
-    if os.path.basename(os.path.normpath(directory)).startswith(_PREFIX):
-        shutil.rmtree(directory, ignore_errors=True)

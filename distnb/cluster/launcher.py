@@ -63,15 +63,14 @@ class Launcher(ABC):
             OSError: A process could not be started.
         """
 
-    @abstractmethod
     def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:
         """What asks engines to end; None where a signal does."""
+        return None
 
-    @abstractmethod
     def host(self, engine: int) -> str:
         """The name of an engine's machine; "" for this one."""
+        return ""
 
-    @abstractmethod
     def describe(self, engine: int, status: int | None, words: str) -> str:
         """How an engine ended, in words that follow its name.
 
@@ -79,10 +78,11 @@ class Launcher(ABC):
             status: The exit status of its process here.
             words: The same in words, as of a process of this machine.
         """
+        return words
 
-    @abstractmethod
     def lost_with(self, engine: int, status: int | None) -> tuple[int, ...]:
         """Other engines that are gone for the same reason: their machine cannot be reached any more."""
+        return ()
 
 
 class ThisMachine(Launcher):
@@ -115,19 +115,3 @@ class ThisMachine(Launcher):
             for order in orders
         ]
         fork_engines(orders, shared, own, processes, launched, ended)
-
-    def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:
-        """A signal does that here."""
-        return None
-
-    def host(self, engine: int) -> str:
-        """This machine."""
-        return ""
-
-    def describe(self, engine: int, status: int | None, words: str) -> str:
-        """As of any process."""
-        return words
-
-    def lost_with(self, engine: int, status: int | None) -> tuple[int, ...]:
-        """None: the notebook would be gone too."""
-        return ()

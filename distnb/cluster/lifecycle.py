@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from distnb.cluster.connection import Connection, connection_path, make_run_directory, remove_run_directory
+from distnb.cluster.connection import Connection, connection_path
 from distnb.cluster.launcher import EngineOrder, Launcher, ThisMachine
-from distnb.cluster.local.orphans import end_group, forget_group, record_group
+from distnb.cluster.local.orphans import end_group
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.local.watcher import Watcher
+from distnb.cluster.run_directory import RunDirectory
 from distnb.errors import NoClusterError, StartError
 from distnb.topology import Device
 
 __all__ = ["Cluster", "EngineProcess"]
 
 _START_TIMEOUT_S = 180.0
-_CONTROLLER_TRIES = 3
 _LOG_LINES = 15
 
 OnExit = Callable[[int, int, str], None]
@@ -59,7 +59,7 @@ class Cluster:
         on_exit: Called with (engine, pid, status in words) in the watcher's thread when an engine ends unasked.
         on_progress: Called with a line of text, in the thread that starts, each time there is news.
         agent: Module whose `install(shell, connection, engine, device)` makes an engine of a process.
-        ground: Where the engines run; None for this machine.
+        launcher: What starts the engines; None for this machine's.
     """
 
     def __init__(
@@ -70,22 +70,19 @@ class Cluster:
         on_exit: OnExit = lambda engine, pid, status: None,
         on_progress: OnProgress = lambda text: None,
         agent: str = "distnb.engine.agent",
-        ground: Launcher | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self.devices = tuple(devices)
         self._connection = connection
         self._on_exit = on_exit
         self._on_progress = on_progress
         self._agent = agent
-        self.ground = ground if ground is not None else ThisMachine(self.devices)
+        self.launcher = launcher or ThisMachine(self.devices)
         self._lock = threading.RLock()  # one start, stop or restart at a time
         self._engines: dict[int, EngineProcess] = {}
         self._processes: Processes | None = None
-        self._directory: Path | None = None
-        self._controller_pid: int | None = None
-        self._controller_tries = 0
-        self._stopping = False
-        self._controller_trouble = ""
+        self._run_directory: RunDirectory | None = None
+        self._controller: int | None = None
         self._owner = os.getpid()
 
     # -- what there is ----------------------------------------------------------------------------------------------
@@ -114,23 +111,22 @@ class Cluster:
     @property
     def directory(self) -> Path:
         """The private directory of this cluster: secrets and logs. Raises NoClusterError when it is not running."""
-        if self._directory is None:
+        if self._run_directory is None:
             raise NoClusterError("This cluster is not running, so it has no files. Start one with %distnb start.")
-        return self._directory
+        return self._run_directory.path
 
     @property
     def client_file(self) -> Path:
         """For `ipyparallel.Client(path)`: ipyparallel's own way to these engines. It appears soon after the start."""
         return self.directory / "security" / "ipcontroller-client.json"
 
-    @property
-    def controller_trouble(self) -> str:
-        """Why ipyparallel's controller is not there; empty while all is well. Our own channel does not need it."""
-        return self._controller_trouble
-
     def log_tail(self, engine: int, lines: int = _LOG_LINES) -> str:
         """The last lines that an engine wrote outside programs, indented."""
-        return _tail(self._log_path(engine), lines)
+        try:
+            text = self._log_path(engine).read_text(errors="replace").rstrip().splitlines()[-lines:]
+        except OSError:
+            text = []
+        return "\n".join(f"    {line}" for line in text) or "    (it is empty)"
 
     def _log_path(self, engine: int) -> Path:
         return self.directory / "log" / f"engine-{engine}.log"
@@ -151,20 +147,18 @@ class Cluster:
             if self.running:
                 raise StartError(f"This cluster is already running ({_engines(len(self._engines))}). Stop it first.")
             atexit.register(self.stop)
-            self._stopping = False
             try:
-                self._directory = make_run_directory()
-                (self._directory / "log").mkdir()
-                self._processes = Processes(Watcher(self._directory, self._engine_ready))
+                self._run_directory = RunDirectory()
+                (self.directory / "log").mkdir()
+                self._processes = Processes(Watcher(self.directory, self._engine_ready))
                 names = ", ".join(map(str, self.devices))
                 self._on_progress(f"starting {_engines(len(self.devices))} on {names}")
-                # Last of all: each engine sees to it that the file goes with this process.
-                self._connection.write(self._directory)
+                self._connection.write(self.directory)
                 self._launch(self._processes, range(len(self.devices)))
                 meanwhile()
                 self._wait_until_ready(self._processes, range(len(self.devices)), timeout_s)
-                # Its imports would take the cores from the engines', and nothing of ours waits for it.
-                self._launch_guardian(self._processes)
+                if self.launcher.has_controller:  # last: its imports would take the cores from the engines'
+                    self._launch_controller(self._processes)
             except BaseException:
                 self.stop()
                 raise
@@ -214,14 +208,26 @@ class Cluster:
         ]
         with processes.changed:
             try:
-                self.ground.launch(orders, processes, self._engine_launched, self._engine_ended)
+                self.launcher.launch(orders, processes, self._engine_launched, self._engine_ended)
             except OSError as error:
                 which = f"engine{'s' if len(orders) > 1 else ''} {', '.join(map(str, engines))}"
                 raise StartError(f"The process of {which} could not be started: {error}.") from error
 
     def _engine_launched(self, engine: int, pid: int) -> None:
         self._engines[engine] = EngineProcess(engine, pid, self.devices[engine])
-        record_group(self.directory, pid)
+        self._end_with_notebook(pid)
+
+    def _end_with_notebook(self, pid: int) -> None:
+        if self._run_directory is not None:
+            self._run_directory.end_with_owner(pid)
+
+    def _launch_controller(self, processes: Processes) -> None:
+        """Start ipyparallel's controller. Only ipyparallel's own channel needs it."""
+        from distnb.cluster.local.ipyparallel_launchers import launch_controller
+
+        start = partial(launch_controller, self.directory, self.directory / "log" / "controller.log")
+        self._controller = processes.launch(start, lambda pid, status, expected: None)
+        self._end_with_notebook(self._controller)
 
     def _wait_until_ready(self, processes: Processes, engines: Iterable[int], timeout_s: float) -> None:
         wanted, told = tuple(engines), -1
@@ -263,19 +269,19 @@ class Cluster:
                 processes.changed.notify_all()
 
     def _engine_ended(self, engine: int, pid: int, words: str, expected: bool) -> None:
-        processes, directory = self._processes, self._directory
+        processes, directory = self._processes, self._run_directory
         if processes is None or directory is None:
             return
-        forget_group(directory, pid)
+        directory.forget(pid)
         status = processes.status(pid)
-        self._bury(processes, engine, pid, self.ground.describe(engine, status, words), expected)
+        self._bury(processes, engine, pid, self.launcher.describe(engine, status, words), expected)
         if expected:
             return
-        for other in self.ground.lost_with(engine, status):
+        for other in self.launcher.lost_with(engine, status):
             process = self._engines.get(other)  # none while the cluster starts
             if process is not None and not process.ended:
                 end_group(process.pid)  # it is reaped in this thread, so the number is still its own
-                self._bury(processes, other, process.pid, self.ground.describe(other, status, words), False)
+                self._bury(processes, other, process.pid, self.launcher.describe(other, status, words), False)
 
     def _bury(self, processes: Processes, engine: int, pid: int, status: str, expected: bool) -> None:
         """Note an engine's end, once."""
@@ -288,62 +294,14 @@ class Cluster:
         if not expected:
             self._on_exit(engine, pid, status)
 
-    # -- ipyparallel's controller -----------------------------------------------------------------------------------
-
-    def _launch_guardian(self, processes: Processes) -> None:
-        """The controller, which is the guard too; where it cannot reach the engines, the guard alone."""
-        if self.ground.has_controller:
-            self._launch_controller(processes)
-            return
-        from distnb.cluster.local.ipyparallel_launchers import launch_guard
-
-        self._controller_trouble = "ipyparallel's own channel is not there for engines on other machines."
-        start = partial(launch_guard, self.directory, self.directory / "log" / "guard.log")
-        self._controller_pid = processes.launch(start, lambda pid, status, expected: None)
-
-    def _launch_controller(self, processes: Processes) -> None:
-        from distnb.cluster.local.ipyparallel_launchers import launch_controller
-
-        self._controller_tries += 1
-        for stale in (self.directory / "security").glob("ipcontroller-*.json"):
-            stale.unlink(missing_ok=True)
-        log = self.directory / "log" / f"controller-{self._controller_tries}.log"
-        with processes.changed:
-            start = partial(launch_controller, self.directory, log)
-            self._controller_pid = processes.launch(start, partial(self._controller_ended, log))
-        record_group(self.directory, self._controller_pid)
-
-    def _controller_ended(self, log: Path, pid: int, status: str, expected: bool) -> None:
-        """In the watcher's thread. That another process took one of its ports in the meantime is the usual reason."""
-        processes = self._processes
-        if expected or processes is None:
-            return
-        with processes.changed:
-            if self._stopping:
-                return
-            # Later the engines are already joined to it, and would not find another.
-            early = not self.client_file.exists()
-            if early and self._controller_tries < _CONTROLLER_TRIES:
-                self._launch_controller(processes)
-                return
-        self._controller_trouble = (
-            f"ipyparallel's controller {status}. The last lines of its log:\n{_tail(log, _LOG_LINES)}"
-        )
-
     # -- end --------------------------------------------------------------------------------------------------------
 
-    def _end(
-        self,
-        processes: Processes,
-        engines: Iterable[int],
-        others: Sequence[int] = (),
-        ask: Callable[[], None] | None = None,
-    ) -> None:
-        """End engines, and other processes: they are let go, then come SIGTERM and SIGKILL."""
+    def _end(self, processes: Processes, engines: Iterable[int], ask: Callable[[], None] | None = None) -> None:
+        """End engines: they are let go, then come SIGTERM and SIGKILL."""
         with processes.changed:  # no engine gets another process meanwhile
-            pids = {self._engines[engine].pid for engine in engines}.union(others)
+            pids = [*{self._engines[engine].pid for engine in engines if engine in self._engines}]
             processes.expect(pids)
-        processes.end([*pids], ask or self.ground.letting_go([*pids]), self.ground.patience_s)
+        processes.end(pids, ask or self.launcher.letting_go(pids), self.launcher.patience_s)
 
     def stop(self, ask: Callable[[], None] | None = None) -> None:
         """End every process of the cluster and remove its files. Does nothing when it is not running.
@@ -357,40 +315,25 @@ class Cluster:
         if os.getpid() != self._owner:
             return  # a forked child: these are not its processes
         with self._lock:
-            processes, directory = self._processes, self._directory
-            if processes is not None:
-                with processes.changed:
-                    self._stopping = True  # no controller is started any more
-            guardian = [] if self._controller_pid is None else [self._controller_pid]
-            # Whoever kills this process from here on leaves no key behind: the engines need theirs no more, and the
-            # guardian, which removes what is left, ends last.
+            processes, directory = self._processes, self._run_directory
             if directory is not None:
-                connection_path(directory).unlink(missing_ok=True)
+                connection_path(directory.path).unlink(missing_ok=True)
             try:
                 if processes is not None:
                     self._end(processes, [*self._engines], ask=ask)
             finally:
-                self._processes = self._directory = self._controller_pid = None
+                controller = [] if self._controller is None else [self._controller]
+                self._processes = self._run_directory = self._controller = None
                 atexit.unregister(self.stop)
-                if directory is not None:
-                    remove_run_directory(directory)
-                if processes is not None:
-                    try:
-                        processes.kill(guardian)
-                    finally:
+                try:
+                    if processes is not None:
+                        processes.kill(controller)
+                finally:
+                    if processes is not None:
                         processes.watcher.close()
-                if directory is not None:
-                    remove_run_directory(directory)  # what the guardian wrote meanwhile
+                    if directory is not None:
+                        directory.remove()
 
 
 def _engines(n: int) -> str:
     return f"{n} engine" if n == 1 else f"{n} engines"
-
-
-def _tail(path: Path, lines: int) -> str:
-    """The last lines of a log, without those empty lines at its end, indented."""
-    try:
-        text = path.read_text(errors="replace").rstrip().splitlines()[-lines:]
-    except OSError:
-        text = []
-    return "\n".join(f"    {line}" for line in text) or "    (it is empty)"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from distnb.accelerators import use
-from distnb.cluster.connection import CONNECTION_VARIABLE, Connection, remove_run_directory
+from distnb.cluster.connection import CONNECTION_VARIABLE, Connection
 from distnb.cluster.local.orphans import die_with
 from distnb.cluster.local.watcher import report
 from distnb.cluster.process_environment import (
@@ -41,7 +41,7 @@ def main() -> None:
     connection = Connection.read(path)
     if os.getpgid(0) != os.getpid():
         os.setsid()  # a terminal's Ctrl-C is for the notebook; and what ends with us is exactly our group
-    die_with(connection.notebook_pid, first=lambda: remove_run_directory(path.parent))
+    die_with(connection.notebook_pid)
     keep_temporary_sockets_in(path.parent)
     log = os.fdopen(os.dup(2), "w")
     load()

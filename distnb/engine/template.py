@@ -12,16 +12,12 @@ import importlib
 import json
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from distnb.cluster.connection import CONNECTION_VARIABLE, Connection, remove_run_directory
 from distnb.cluster.local.orphans import signalled_at_end_of_parent
 from distnb.cluster.process_environment import AGENT_VARIABLE, DEVICE_VARIABLE, ENGINE_VARIABLE
 from distnb.topology import parse_device
@@ -29,8 +25,6 @@ from distnb.topology import parse_device
 __all__ = ["fork_engines", "load"]
 
 _PACKET_NBYTES = 1 << 20
-_THREAD_ENDED = signal.SIGUSR1  # not SIGTERM: with that the notebook ends us, and its directory stays
-_ENDS_WITHIN_S = 5.0
 _FORKED = ("cpu", "cuda")  # torch's import touches no such device; of others the import may be what opens one
 
 
@@ -47,9 +41,13 @@ def load() -> None:
 
 def fork_engines() -> None:
     """Fork the engines that the notebook names. Returns in each of these, and never in the calling process."""
-    _end_with_notebook()
+    # No thread could watch the notebook: a process with threads is not to fork. The kernel ends this one.
+    signalled_at_end_of_parent(signal.SIGKILL)
     with socket.socket(fileno=0) as notebook:
-        orders = json.loads(notebook.recv(_PACKET_NBYTES))
+        told = notebook.recv(_PACKET_NBYTES)
+        if not told:
+            os._exit(1)
+        orders = json.loads(told)
         fit = any(_may_fork(order["environment"]) for order in orders) and _load_for_forking()
         begin, let_begin = os.pipe()
         for order in orders:
@@ -61,30 +59,6 @@ def fork_engines() -> None:
         if notebook.recv(_PACKET_NBYTES):
             os.write(let_begin, b"." * len(orders))
     os._exit(0)
-
-
-def _end_with_notebook() -> None:
-    directory = Path(os.environ[CONNECTION_VARIABLE])
-    notebook_pid = Connection.read(directory).notebook_pid
-
-    def end(number: int, frame: FrameType | None) -> None:
-        # The kernel tells of the thread that started us, which may be gone some time before its process is.
-        if os.getppid() != notebook_pid or _ends(notebook_pid):
-            remove_run_directory(directory.parent)
-        os._exit(1)
-
-    signal.signal(_THREAD_ENDED, end)
-    signalled_at_end_of_parent(_THREAD_ENDED)  # no thread could watch it: a process with threads is not to fork
-    if os.getppid() != notebook_pid:
-        end(_THREAD_ENDED, None)
-
-
-def _ends(pid: int) -> bool:
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    return bool(select.select([process], [], [], _ENDS_WITHIN_S)[0])
 
 
 def _may_fork(environment: Mapping[str, str]) -> bool:
@@ -105,7 +79,6 @@ def _become(order: Mapping[str, Any], notebook: socket.socket, begin: int, fit: 
     Args:
         fit: Whether it may go on with what was loaded before the fork.
     """
-    signal.signal(_THREAD_ENDED, signal.SIG_DFL)
     # Threads that live on through a fork are not there in the new process, and locks that they hold are never released.
     fit = fit and len(os.listdir(f"/proc/{os.getppid()}/task")) == 1
     os.setsid()  # a terminal's Ctrl-C is for the notebook; and what ends with us is exactly our group

@@ -95,8 +95,10 @@ class Engines:
             listener_name=self._switchboard.programs.listener.name,
             listener_token=self._switchboard.programs.listener.token,
         )
-        plan, ground = self._plan, self._plan.ground(connection)
-        self._cluster = Cluster(plan.devices, connection, on_exit=self._on_exit, on_progress=on_progress, ground=ground)
+        plan, launcher = self._plan, self._plan.launcher(connection)
+        self._cluster = Cluster(
+            plan.devices, connection, on_exit=self._on_exit, on_progress=on_progress, launcher=launcher
+        )
         # torch loads here while it loads in the engines.
         self._cluster.start(meanwhile=_load_torch if self._store is None else self._store.serve)
         self._await(tuple(self._cluster.engines))
@@ -157,13 +159,13 @@ class Engines:
         for engine, process in self.cluster.engines.items():
             busy = f"busy with program {stuck[engine]}, which was ended" if engine in stuck else "idle"
             hello = hellos.get(engine)
-            pid, host = (hello.pid, hello.host) if hello else (process.pid, self.cluster.ground.host(engine))
+            pid, host = (hello.pid, hello.host) if hello else (process.pid, self.cluster.launcher.host(engine))
             rows.append(EngineStatus(engine, str(process.device), pid, host, process.ended or busy))
         return tuple(rows)
 
     def hosts(self) -> tuple[str, ...]:
         """The other machines where engines were started, those that are lost among them; empty for this one."""
-        return tuple(dict.fromkeys(filter(None, map(self.cluster.ground.host, self.ids))))
+        return tuple(dict.fromkeys(filter(None, map(self.cluster.launcher.host, self.ids))))
 
     def team(self, spec: StrategySpec) -> Team:
         """The engines that a strategy runs on, as `Teams.of` chooses them. Who calls it has the turn."""
@@ -182,7 +184,7 @@ class Engines:
         """
         stuck = self.supervisor.stuck
         if stuck:
-            self.dispatch.await_word([engine for engine in stuck if self.cluster.ground.host(engine)], _WORD_S)
+            self.dispatch.await_word([engine for engine in stuck if self.cluster.launcher.host(engine)], _WORD_S)
 
     # -- ending, and being replaced --------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class Teams:
         if generation is None:
             generation = self._generation
         devices = tuple(cluster.engines[engine].device for engine in engines)
-        hosts = tuple(cluster.ground.host(engine) for engine in engines)
+        hosts = tuple(cluster.launcher.host(engine) for engine in engines)
         directory = "" if self._store is not None else str(cluster.directory)
         return Team(tuple(engines), devices, generation, *self._address, hosts, directory)
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import ipyparallel
 import psutil
 import pytest
 
 from distnb.cluster.lifecycle import Cluster
-from distnb.cluster.local import ipyparallel_launchers
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.errors import NoClusterError, StartError
 from tests import processes
@@ -179,26 +175,6 @@ def test_stop_asks_first() -> None:
     cluster.stop(ask)
     assert asked == [True]
     assert_nothing_left(cluster)
-
-
-def test_a_controller_that_fails_at_once_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, pids = ipyparallel_launchers.launch_controller, []
-
-    def first_one_fails(directory: Path, *rest: Any) -> int:
-        with monkeypatch.context() as first:
-            if not pids:  # before it has a file for clients
-                first.setattr(ipyparallel_launchers, "_PYTHON", (sys.executable, "-c", "raise SystemExit(1)"))
-            pids.append(launch(directory, *rest))
-        return pids[-1]
-
-    monkeypatch.setattr(ipyparallel_launchers, "launch_controller", first_one_fails)
-    with running_cluster(1) as cluster:
-        processes.wait_until(lambda: len(pids) == 2, _WITHIN_S)
-        processes.wait_until(cluster.client_file.exists, 20)
-        with ipyparallel.Client(str(cluster.client_file)) as client:
-            client.wait_for_engines(1, timeout=30)
-            assert client[:].apply_sync(os.getpid) == [cluster.engines[0].pid]
-        assert cluster.controller_trouble == ""
 
 
 def test_the_rendezvous_store_is_served_on_loopback() -> None:

@@ -85,12 +85,10 @@ def test_a_terminals_interrupt_does_not_end_an_engine(cluster: Cluster, client: 
     assert len(client[:].apply_sync(os.getpid)) == 2
 
 
-def test_everything_listens_on_loopback_only(cluster: Cluster, client: Any) -> None:
+def test_nothing_listens_on_a_port(cluster: Cluster, client: Any) -> None:
     ours = {os.getpid(), *processes.children_of_this_run()}
     listed = subprocess.run([needs("ss"), "-ltnpH"], capture_output=True, text=True, check=True).stdout
-    addresses = [line.split()[3] for line in listed.splitlines() if any(f"pid={pid}," in line for pid in ours)]
-    assert addresses, "ipyparallel's controller listens"
-    assert [address for address in addresses if not address.startswith("127.0.0.1:")] == []
+    assert [line for line in listed.splitlines() if any(f"pid={pid}," in line for pid in ours)] == []
 
 
 def test_all_files_are_the_users_alone(cluster: Cluster) -> None:

@@ -116,6 +116,6 @@ def test_a_machine_that_cannot_be_reached(network: Machines, notebook: Notebook)
 
 def test_the_end_of_the_notebook(notebook: Notebook) -> None:
     notebook.run("cluster = distnb.start(hosts=['red'], per_host=1, ssh_args=ssh_args)", timeout_s=120)
-    assert len(left()) == 4  # ssh, keeper and engine; and the guard
+    assert len(left()) == 5  # ssh, node agent and engine; and a guardian on each machine
     os.kill(notebook.pid, signal.SIGKILL)
     processes.wait_until(lambda: not left() and not processes.run_directories(), 20, "something is left")

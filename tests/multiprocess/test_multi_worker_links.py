@@ -68,7 +68,7 @@ def on_both(machines: Machines, program: str) -> Tasks:
     return Tasks(program, names, told=lambda name, made: cluster, command=commands)
 
 
-@pytest.mark.parametrize("numbers", [3, 5_000_000])
+@pytest.mark.parametrize("numbers", [3, pytest.param(5_000_000, marks=pytest.mark.soak)])
 def test_a_cable_that_is_cut_ends_both_in_seconds(machines: Machines, numbers: int):
     program = f"""
 from distnb.collectives.group import rendezvous

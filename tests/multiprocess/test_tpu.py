@@ -99,7 +99,7 @@ def on_one_cpu() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("own_backend", [False, True])
+@pytest.mark.parametrize("own_backend", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_script_on_chips_computes_what_one_cpu_does(own_backend: bool, tmp_path: Path) -> None:
     import json
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import socket
 import stat
 import subprocess
@@ -9,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distnb.cluster.connection import Connection, make_keys, make_run_directory, remove_run_directory
-from distnb.cluster.local.orphans import record_group, recorded_groups, start_time
+from distnb.cluster.connection import Connection, make_keys
 from distnb.cluster.process_environment import (
     Seat,
     compute_environment,
@@ -58,23 +56,6 @@ def test_a_file_that_is_no_connection_file_is_refused(tmp_path: Path, text: str)
 def test_keys_are_new_each_time() -> None:
     one, other = make_keys(), make_keys()
     assert len({one.server_secret, one.client_secret, other.server_secret, other.client_secret}) == 4
-
-
-def test_the_run_directory_is_private_and_nothing_else_is_removed(tmp_path: Path) -> None:
-    directory = make_run_directory()
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    remove_run_directory(directory)
-    assert not directory.exists()
-    remove_run_directory(directory)  # again: silently
-    remove_run_directory(tmp_path)  # not ours
-    assert tmp_path.exists()
-
-
-def test_the_run_directory_that_cannot_be_made_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
-    with pytest.raises(StartError, match="Set TMPDIR"):
-        make_run_directory()
 
 
 def test_the_store_listens_on_loopback_before_torch_is_there() -> None:
@@ -139,14 +120,6 @@ def test_the_replicas_of_a_worker_are_numbered_behind_those_of_the_workers_befor
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     assert [environment[name] for name in names] == ["5", "6", "1", "2", "2", "10.0.0.1", "2222"]
     assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("eth1", "ib0")
-
-
-def test_a_recorded_group_counts_only_while_its_leader_is_the_same_process(tmp_path: Path) -> None:
-    record_group(tmp_path, os.getpid())
-    (tmp_path / "pids" / "1").write_text("12345")  # a pid that the system has given to another since
-    (tmp_path / "pids" / "999999999").write_text("1")
-    assert list(recorded_groups(tmp_path)) == [os.getpid()]
-    assert start_time(999999999) is None
 
 
 def test_devices_and_stores_need_no_torch() -> None:

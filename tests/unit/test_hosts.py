@@ -211,12 +211,12 @@ def test_the_lifeline_tells_when_the_notebook_goes() -> None:
 
 
 def test_how_an_end_is_told() -> None:
-    ground = Hosts(("a", "a", "b"), CONNECTION, "10.0.0.1", SSH())
-    assert ground.describe(1, 255, "") == "was lost: its machine a cannot be reached any more"
-    assert ground.lost_with(1, 255) == (0,)
-    assert ground.describe(2, 128 + signal.SIGKILL, "exited with code 137") == "(on b) was killed by SIGKILL"
-    assert ground.describe(2, 1, "exited with code 1") == "(on b) exited with code 1"
-    assert ground.lost_with(2, 1) == ()
+    launcher = Hosts(("a", "a", "b"), CONNECTION, "10.0.0.1", SSH())
+    assert launcher.describe(1, 255, "") == "was lost: its machine a cannot be reached any more"
+    assert launcher.lost_with(1, 255) == (0,)
+    assert launcher.describe(2, 128 + signal.SIGKILL, "exited with code 137") == "(on b) was killed by SIGKILL"
+    assert launcher.describe(2, 1, "exited with code 1") == "(on b) exited with code 1"
+    assert launcher.lost_with(2, 1) == ()
 
 
 def test_replicas_know_who_is_on_their_machine() -> None:

@@ -397,6 +397,7 @@ def test_freed_with_the_last_handle(world: DoubleWorld) -> None:
     assert world.notebook.user_ns["n"] == 0
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_no_leak_over_many_cells(world: DoubleWorld) -> None:
     here(world, "import torch\nxs = []\ndef f(v):\n    return v + 1")
     sizes = []
@@ -411,6 +412,7 @@ def test_no_leak_over_many_cells(world: DoubleWorld) -> None:
     assert sizes[-1] <= sizes[4] + 2, sizes
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_what_the_notebook_has_no_longer_is_kept_nowhere(world: DoubleWorld) -> None:
     here(world, "class Big:\n    n = 0")
     for number in range(4):
@@ -420,6 +422,15 @@ def test_what_the_notebook_has_no_longer_is_kept_nowhere(world: DoubleWorld) -> 
         here(world, "del big, other" if number % 2 else "big = other = None")
         there(world, "n = Big.n")
         assert _instances("Big") == 0
+
+
+@pytest.fixture
+def few_objects() -> Iterator[None]:
+    """The collector leaves alone what other tests and torch's modules have made: it takes a second to look at each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def _instances(name: str) -> int:

@@ -1,7 +1,4 @@
-"""`python -m distnb.cluster.local.controller PID DIRECTORY …`: ipyparallel's controller, ended with the notebook.
-
-It is also the guard of the engines: see `distnb.cluster.local.guardian`.
-"""
+"""`python -m distnb.cluster.local.controller PID …`: ipyparallel's controller, ended with the notebook."""
 
 from __future__ import annotations
 
@@ -11,21 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from distnb.cluster.local.guardian import guard
+from distnb.cluster.local.orphans import die_with
 
 __all__ = ["main"]
 
 
-def main(notebook_pid: int, directory: Path, arguments: list[str]) -> None:
-    """Run the controller until it is told to end, or the notebook is gone.
-
-    Args:
-        notebook_pid: The process to watch.
-        directory: The cluster's run directory, removed with the notebook.
-        arguments: ipyparallel's own command line.
-    """
+def main(notebook_pid: int, arguments: list[str]) -> None:
+    """Run the controller, with ipyparallel's own command line, until it is told to end, or the notebook is gone."""
     os.umask(0o077)  # its connection files hold the key
-    guard(notebook_pid, directory)
+    die_with(notebook_pid)
     from ipyparallel.controller.app import IPController
 
     class Controller(IPController):  # type: ignore[misc]
@@ -36,8 +27,13 @@ def main(notebook_pid: int, directory: Path, arguments: list[str]) -> None:
             part.write_text(json.dumps(cdict, indent=2))
             part.replace(path)
 
+        def construct_url(self, kind: str, channel: str, index: object = None) -> str:
+            """Of a UNIX socket: ipyparallel binds it as `path-number`, and its clients connect to `path:number`."""
+            path, _, number = super().construct_url(kind, channel, index).rpartition("-")
+            return f"{path}:{number}"
+
     Controller.launch_instance(arguments)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2:])

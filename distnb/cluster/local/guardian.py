@@ -1,42 +1,99 @@
-"""`python -m distnb.cluster.local.guardian PID DIRECTORY`: ends the recorded process groups when a process is gone.
+"""`python guardian.py PID`: when the process PID is gone, ends what that had started, and removes its directory.
 
-Every engine watches the notebook by a thread of its own. A thread starves while C code holds the interpreter lock;
-this process never computes, and then ends the engine's group from outside.
+It is told on standard input: first the directory's path, then `+N` for each leader of a process group that ends with
+the owner, and `-N` for one that is not its concern any more. Every engine watches the notebook too, by a thread; but a
+thread starves while C code holds the interpreter lock, and this process never computes.
+
+Nobody else removes the directory of an owner that was killed, and nobody else makes it: so it cannot come back. It is
+renamed first, so that whoever is about to write a file into it cannot. Only the standard library is imported here:
+this process starts with each cluster, before all others.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import shutil
 import signal
 import sys
-import threading
-from pathlib import Path
+import time
+from contextlib import suppress
 
-from distnb.cluster.connection import remove_run_directory
-from distnb.cluster.local.orphans import die_with, end_group, recorded_groups
+__all__ = ["main", "remove_directory"]
 
-__all__ = ["guard"]
+_ENDING_S = 5.0
+_REMOVING_S = 5.0
 
 
-def guard(pid: int, directory: Path) -> None:
-    """Watch a process from now on; with it go all groups recorded in the directory, the directory, and this process.
+def remove_directory(directory: str) -> None:
+    """Remove a directory into which other processes may still be writing."""
+    doomed = f"{directory}.removed"
+    with suppress(OSError):
+        os.rename(directory, doomed)
+    deadline = time.monotonic() + _REMOVING_S
+    while os.path.exists(doomed) and time.monotonic() < deadline:
+        shutil.rmtree(doomed, ignore_errors=True)  # once more, where a file came whose path was looked up before
 
-    Args:
-        pid: The notebook's process.
-        directory: A cluster's run directory.
-    """
-    own = os.getpid()
 
-    def end_groups() -> None:
-        for leader in recorded_groups(directory):
-            if leader != own:
-                end_group(leader)
-        remove_run_directory(directory)
+def main(owner: int) -> None:
+    """Wait for the end of the owner, and do what is left to do."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    told = _Told()
+    os.set_blocking(0, False)
+    poller = select.poll()
+    poller.register(0, select.POLLIN)
+    try:
+        process = os.pidfd_open(owner)
+        poller.register(process, select.POLLIN)
+    except ProcessLookupError:
+        process = -1
+    while os.getppid() == owner:
+        ready = dict(poller.poll())
+        if 0 in ready and not told.hear():
+            poller.unregister(0)
+        if process in ready:
+            break
+    while told.hear():  # its last words
+        pass
+    told.end_all()
 
-    die_with(pid, first=end_groups)
+
+class _Told:
+    """What the owner has told."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._directory = ""
+        self._leaders: dict[int, int] = {}  # pid to its pidfd: no other process can be taken for it
+
+    def hear(self) -> bool:
+        """Read what there is. False when there is nothing."""
+        try:
+            data = os.read(0, 1 << 16)
+        except BlockingIOError:
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if not self._directory:
+                self._directory = os.fsdecode(line)
+            elif line.startswith(b"+"):
+                with suppress(ProcessLookupError):
+                    self._leaders[int(line)] = os.pidfd_open(int(line))
+            elif (leader := self._leaders.pop(-int(line), None)) is not None:
+                os.close(leader)
+        return bool(data)
+
+    def end_all(self) -> None:
+        deadline = time.monotonic() + _ENDING_S
+        for pid, process in self._leaders.items():
+            if not select.select([process], [], [], 0)[0]:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+        for process in self._leaders.values():
+            select.select([process], [], [], max(0.0, deadline - time.monotonic()))
+        if self._directory:
+            remove_directory(self._directory)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    guard(int(sys.argv[1]), Path(sys.argv[2]))
-    threading.Event().wait()
+    main(int(sys.argv[1]))

@@ -20,7 +20,6 @@ __all__ = [
     "Watched",
     "launch_controller",
     "launch_template",
-    "launch_guard",
 ]
 
 # -P: a file of the user's, such as random.py beside the notebook, must not stand in for a module that we import.
@@ -97,38 +96,33 @@ def launch_template(
 
 
 def launch_controller(directory: Path, log: Path, watcher: Watcher, ended: Reaped) -> int:
-    """Start the controller and return its pid. One process, with its heart monitor, serves all on loopback.
+    """Start the controller and return its pid. One process, with its heart monitor, serves all.
 
-    Its sockets are closed to all who cannot read its connection files, which have the key (CURVE).
+    It listens on UNIX sockets in the run directory, so that no other process can take a port of its meanwhile. They
+    are closed to all who cannot read its connection files, which have the key (CURVE).
     """
     arguments = (
         f"--profile-dir={directory}",
-        "--ip=127.0.0.1",
+        "--transport=ipc",
+        f"--ip={directory}/ipp",
+        "--ports=1-40",  # names of sockets
         "--location=127.0.0.1",
         "--usethreads",
         "--ping=1000",
         "--log-level=WARN",
+        "--IPController.auto_create=False",  # a directory that was removed stays so
         "--IPController.enable_curve=True",
     )
-    return _start(_guardian("controller", directory, log, *arguments), watcher, ended)
-
-
-def launch_guard(directory: Path, log: Path, watcher: Watcher, ended: Reaped) -> int:
-    """Start the guard alone, where there is no controller to double as it, and return its pid."""
-    return _start(_guardian("guardian", directory, log), watcher, ended)
-
-
-def _guardian(module: str, directory: Path, log: Path, *arguments: str) -> ControllerProcessLauncher:
-    """The launcher of a module of ours that ends the engines of this process when this process is gone."""
-    return ControllerProcessLauncher(
-        controller_cmd=[*_PYTHON, f"distnb.cluster.local.{module}", str(os.getpid()), str(directory)],
+    launcher = ControllerProcessLauncher(
+        controller_cmd=[*_PYTHON, "distnb.cluster.local.controller", str(os.getpid())],
         controller_args=[*arguments],
         environment=import_environment(),
-        identifier=module,
+        identifier="controller",
         output_file=str(log),
         profile_dir=str(directory),
         work_dir=os.getcwd(),
     )
+    return _start(launcher, watcher, ended)
 
 
 def _start(launcher: Watched, watcher: Watcher, ended: Reaped) -> int:

@@ -12,27 +12,19 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 __all__ = [
-    "PIDS_DIRECTORY",
     "adopting_orphans",
     "die_with",
     "end_group",
     "end_process",
-    "forget_group",
     "is_ending",
-    "recorded_groups",
-    "record_group",
     "signalled_at_end_of_parent",
-    "start_time",
     "when_ended",
 ]
-
-PIDS_DIRECTORY = "pids"
-"""Directory, in a cluster's run directory, of the process groups that its guard ends with the notebook."""
 
 
 def when_ended(pid: int, act: Callable[[], None]) -> threading.Thread:
@@ -55,24 +47,12 @@ def when_ended(pid: int, act: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def die_with(pid: int, *, first: Callable[[], None] | None = None) -> None:
+def die_with(pid: int) -> None:
     """End this process and its whole process group when another process ends.
 
     Call it in a process that leads a process group of its own: everything in the group is killed.
-
-    Args:
-        pid: The process to watch.
-        first: Done before, such as removing files.
     """
-
-    def end() -> None:
-        try:
-            if first is not None:
-                first()
-        finally:
-            os.killpg(os.getpgid(0), signal.SIGKILL)
-
-    when_ended(pid, end)
+    when_ended(pid, lambda: os.killpg(os.getpgid(0), signal.SIGKILL))
 
 
 _SIGNAL_AT_END_OF_PARENT, _SET_ADOPTS, _GET_ADOPTS = 1, 36, 37  # prctl(2): PDEATHSIG, CHILD_SUBREAPER
@@ -116,42 +96,6 @@ def is_ending(pid: int) -> bool:
     fields = stat.rpartition(")")[2].split()
     flags, pending = int(fields[6]), int(fields[28])
     return bool(flags & _EXITING or pending & 1 << signal.SIGKILL - 1)
-
-
-def start_time(pid: int) -> int | None:
-    """When a process started (clock ticks since boot), None if there is none: with the pid it names one process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])
-
-
-def record_group(directory: Path, pid: int) -> None:
-    """Note the leader of a process group that ends with the notebook."""
-    folder = directory / PIDS_DIRECTORY
-    folder.mkdir(exist_ok=True)
-    (folder / str(pid)).write_text(str(start_time(pid)))
-
-
-def forget_group(directory: Path, pid: int) -> None:
-    """The group is gone, or is ended otherwise."""
-    (directory / PIDS_DIRECTORY / str(pid)).unlink(missing_ok=True)
-
-
-def recorded_groups(directory: Path) -> Iterable[int]:
-    """Leaders that were recorded and still live: a pid that the system gave to another process since is left out."""
-    try:
-        names = os.listdir(directory / PIDS_DIRECTORY)
-    except FileNotFoundError:
-        return
-    for name in names:
-        try:
-            recorded = (directory / PIDS_DIRECTORY / name).read_text()
-        except FileNotFoundError:
-            continue
-        if recorded.isdigit() and start_time(int(name)) == int(recorded):
-            yield int(name)
 
 
 def end_group(leader: int, number: int = signal.SIGKILL) -> bool:

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import IO
 
 from distnb.cluster import tpu_chips
-from distnb.cluster.connection import make_run_directory, remove_run_directory
-from distnb.cluster.local.orphans import end_process, record_group
+from distnb.cluster.local.orphans import end_process
 from distnb.cluster.local.processes import Processes, Reaped, describe_status
 from distnb.cluster.local.script_replica import error_path
 from distnb.cluster.local.watcher import Watcher
-from distnb.cluster.process_environment import Seat, import_environment, script_environment
+from distnb.cluster.process_environment import Seat, script_environment
 from distnb.cluster.rendezvous_store import RendezvousStore, free_port
+from distnb.cluster.run_directory import RunDirectory
 from distnb.cluster.worker_placement import WorkerPlacement, network_environment, own_interface, split_address
 from distnb.errors import StartError
 from distnb.topology import Device
@@ -59,8 +59,9 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Wor
             "A cluster of several machines (TF_CONFIG) on TPU chips: distnb uses the chips of one machine."
         )
     with ExitStack() as undo:  # each step is undone, also when undoing another fails
-        directory = make_run_directory()
-        undo.callback(remove_run_directory, directory)
+        run_directory = RunDirectory()
+        undo.callback(run_directory.remove)
+        directory = run_directory.path
         store, seat = _store_and_seat(placement, directory)
         # torch loads here while it loads in the replicas; who asks early waits in the queue.
         serving = None
@@ -68,14 +69,14 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Wor
             undo.callback(store.close)
             serving = threading.Thread(target=store.serve, name="distnb-store", daemon=True)
             undo.callback(_finish, serving)
-        run = _Run(directory, mark=len(devices) > 1, first=seat.worker * len(devices), size=seat.workers * len(devices))
+        first, size = seat.worker * len(devices), seat.workers * len(devices)
+        run = _ScriptRun(run_directory, mark=len(devices) > 1, first=first, size=size)
         undo.callback(run.close)
         for_chips = tpu_chips.launch_environment(devices)
         for rank, device in enumerate(devices):
             environment = script_environment(rank, device, devices, seat) | (for_chips if device.type == "tpu" else {})
             replica = [*_PYTHON, "distnb.cluster.local.script_replica", str(os.getpid()), str(directory), str(rank)]
             run.start_replica([*replica, *command], environment)
-        run.start_guard()
         if serving is not None:
             serving.start()
         try:
@@ -103,7 +104,7 @@ def _finish(thread: threading.Thread) -> None:
         thread.join()
 
 
-class _Run:
+class _ScriptRun:
     """The replicas of one script on this machine.
 
     Args:
@@ -113,35 +114,31 @@ class _Run:
         size: How many there are on all machines.
     """
 
-    def __init__(self, directory: Path, *, mark: bool, first: int, size: int) -> None:
+    def __init__(self, directory: RunDirectory, *, mark: bool, first: int, size: int) -> None:
         self._first, self._size = first, size
         self._directory = directory
         self._mark = mark
         self._failed: list[int] = []  # ranks in the order in which their failures were heard of
         self._unheard = False  # the reader of our output has gone
         self._pids: list[int] = []
-        self._guard_pid: int | None = None
         self._printers: list[threading.Thread] = []
         self._print_lock = threading.Lock()
-        self._processes = Processes(Watcher(directory, self._reported))
+        self._processes = Processes(Watcher(directory.path, self._reported))
 
     def start_replica(self, command: list[str], environment: dict[str, str]) -> None:
         rank = len(self._pids)
         with self._processes.changed:
             self._pids.append(self._processes.launch(partial(self._open, command, environment, rank), self._ended))
-        record_group(self._directory, self._pids[rank])
+        self._directory.end_with_owner(self._pids[rank])
 
-    def start_guard(self) -> None:
-        command = [*_PYTHON, "distnb.cluster.local.guardian", str(os.getpid()), str(self._directory)]
-        start = partial(self._open, command, os.environ | import_environment(), None)
-        self._guard_pid = self._processes.launch(start, lambda pid, status, expected: None)
-
-    def _open(
-        self, command: list[str], environment: dict[str, str], rank: int | None, watcher: Watcher, ended: Reaped
-    ) -> int:
-        piped = None if rank is None else subprocess.PIPE
+    def _open(self, command: list[str], environment: dict[str, str], rank: int, watcher: Watcher, ended: Reaped) -> int:
         child = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=piped, stderr=piped, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
 
         def reaped(pid: int, status: int | None) -> None:
@@ -149,9 +146,8 @@ class _Run:
             ended(pid, status)
 
         watcher.watch(child.pid, partial(reaped, child.pid))
-        if rank is not None:
-            self._print_lines(rank, child.stdout, sys.stdout)
-            self._print_lines(rank, child.stderr, sys.stderr)
+        self._print_lines(rank, child.stdout, sys.stdout)
+        self._print_lines(rank, child.stderr, sys.stderr)
         return child.pid
 
     def _print_lines(self, rank: int, pipe: IO[bytes] | None, target: IO[str]) -> None:
@@ -215,7 +211,7 @@ class _Run:
         errors = []
         for rank in range(len(self._pids)):
             try:
-                error = json.loads(error_path(self._directory, rank).read_text())
+                error = json.loads(error_path(self._directory.path, rank).read_text())
                 errors.append((float(error["time"]), rank, str(error["traceback"])))
             except (OSError, ValueError):
                 continue
@@ -258,8 +254,6 @@ class _Run:
         try:
             self.end_all()
         finally:
-            if self._guard_pid is not None:
-                self._processes.end([self._guard_pid])
             self._processes.watcher.close()
 
 

@@ -246,8 +246,8 @@ class HostPlan:
     options: HostOptions | None = None
     notices: tuple[str, ...] = ()
 
-    def ground(self, connection: Connection) -> Launcher:
-        """Where the engines of a cluster with this connection are started."""
+    def launcher(self, connection: Connection) -> Launcher:
+        """What starts the engines of a cluster with this connection."""
         if self.options is None:
             return ThisMachine(self.devices)
         from distnb.cluster.remote.base import Hosts

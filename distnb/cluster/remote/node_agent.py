@@ -32,7 +32,7 @@ from pathlib import Path
 from types import FrameType
 
 from distnb import __version__
-from distnb.cluster.connection import Connection, make_run_directory, remove_run_directory
+from distnb.cluster.connection import Connection
 from distnb.cluster.devices import available_gpus
 from distnb.cluster.local.capacity import this_machine
 from distnb.cluster.local.processes import Processes, Reaped
@@ -41,6 +41,7 @@ from distnb.cluster.process_environment import engine_environment, engines_envir
 from distnb.cluster.remote.heartbeat import Heartbeat
 from distnb.cluster.remote.network import address_towards, interface_of
 from distnb.cluster.remote.wrapper import STATUS, beat_for_ever
+from distnb.cluster.run_directory import RunDirectory
 from distnb.cluster.worker_placement import network_environment
 from distnb.errors import StartError
 from distnb.topology import parse_device
@@ -120,21 +121,22 @@ class NodeAgent:
 
     def keep(self) -> int:
         """Start the engine, wait for a reason to end, and leave nothing behind. Returns the exit status."""
-        directory = make_run_directory()
+        directory = RunDirectory()
         try:
             address = address_towards(self._assignment.notebook)
             with Heartbeat(self._assignment.connection, partial(self.let_go, status=_FAILED)):
                 return self._keep(directory, interface_of(address))
         finally:
-            remove_run_directory(directory)
+            directory.remove()
 
-    def _keep(self, directory: Path, interface: str) -> int:
-        dataclasses.replace(self._assignment.connection, notebook_pid=os.getpid()).write(directory)
-        watcher = Watcher(directory, _report)
+    def _keep(self, directory: RunDirectory, interface: str) -> int:
+        dataclasses.replace(self._assignment.connection, notebook_pid=os.getpid()).write(directory.path)
+        watcher = Watcher(directory.path, _report)
         processes = Processes(watcher)
         try:
-            start = partial(self._start_engine, self._environment(directory, interface))
+            start = partial(self._start_engine, self._environment(directory.path, interface))
             pid = processes.launch(start, lambda pid, words, expected: self.let_go(status=_status_of(processes, pid)))
+            directory.end_with_owner(pid)
             why, status, asked = self._reasons.get()
             if why:
                 with suppress(OSError):  # nobody may read it any more

@@ -1,0 +1,102 @@
+"""The private directory of a cluster, and the process that removes it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distnb.cluster.local.guardian import remove_directory
+from distnb.cluster.run_directory import RunDirectory
+from distnb.errors import StartError
+from tests import processes
+
+_WITHIN_S = 10.0
+_OWNER = """
+import os, subprocess, sys, threading
+from distnb.cluster.run_directory import RunDirectory
+directory = RunDirectory()
+sleepers = [subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in range(3)]
+directory.end_with_owner(sleepers[0].pid)
+directory.end_with_owner(sleepers[1].pid)
+directory.forget(sleepers[1].pid)
+writer = f"while :; do mkdir -p {directory.path}/a/b; : > {directory.path}/a/b/$RANDOM; done"
+directory.end_with_owner(subprocess.Popen(["bash", "-c", writer], start_new_session=True, stderr=subprocess.DEVNULL).pid)
+print(directory.path, *(sleeper.pid for sleeper in sleepers), flush=True)
+threading.Event().wait()
+"""
+
+
+def test_it_is_private_and_goes(tmp_path: Path) -> None:
+    directory = RunDirectory()
+    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
+    (directory.path / "file").touch()
+    directory.remove()
+    assert not directory.path.exists()
+    assert [*directory.path.parent.glob(directory.path.name + "*")] == []
+
+
+def test_one_that_cannot_be_made_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    with pytest.raises(StartError, match="Set TMPDIR"):
+        RunDirectory()
+
+
+def test_its_path_leaves_room_for_those_of_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("d" * 100)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    directory = RunDirectory()
+    assert len(str(directory.path)) < 75
+    directory.remove()
+
+
+def test_a_forked_child_leaves_it_alone() -> None:
+    directory = RunDirectory()
+    child = os.fork()
+    if child == 0:
+        directory.remove()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert directory.path.exists()
+    directory.remove()
+
+
+def test_what_was_started_ends_with_its_owner_however_that_ends() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    with owner.stdout:
+        path, *pids = owner.stdout.readline().split()
+    told_of, forgotten, never_told_of = map(int, pids)
+    owner.kill()
+    owner.wait()
+    try:
+        processes.ends(told_of, _WITHIN_S)
+        processes.wait_until(lambda: not os.path.exists(path), _WITHIN_S, "the directory is still there")
+        assert not processes.has_ended(forgotten)
+        assert not processes.has_ended(never_told_of)
+    finally:
+        os.kill(forgotten, signal.SIGKILL)
+        os.kill(never_told_of, signal.SIGKILL)
+
+
+def test_removing_wins_against_a_process_that_writes(tmp_path: Path) -> None:
+    doomed = tmp_path / "doomed"
+    doomed.mkdir()
+    writer = subprocess.Popen(
+        ["bash", "-c", f"while :; do mkdir {doomed}/$RANDOM; : > {doomed}/$RANDOM; done"], stderr=subprocess.DEVNULL
+    )
+    try:
+        processes.wait_until(lambda: len(os.listdir(doomed)) > 20, _WITHIN_S)
+        remove_directory(str(doomed))
+        assert os.listdir(tmp_path) == []
+    finally:
+        writer.kill()
+        writer.wait()
