@@ -37,11 +37,12 @@ _HEADING = "ranks   traffic  aborts  freed  median ms     p95     max  wrong for
 def _replica(rank: int, size: int, port: int, rounds: int, traffic: Sequence[str], seed: int, out: Path) -> None:
     import torch
 
-    from distnb.collectives.group import groups, process_group
+    from distnb.collectives.group import communicator
+    from distnb.collectives.group.groups import groups
     from distnb.topology import Device, Team
 
     torch.set_num_threads(1)
-    process_group._ABORT_GRACE_S = 60.0  # a replica whose thread strikes late must not take the others for lost
+    communicator._ABORT_GRACE_S = 60.0  # a replica whose thread strikes late must not take the others for lost
     device = Device("cpu")
     records: list[dict[str, Any]] = []
     models: dict[str, Any] = {}
@@ -100,7 +101,7 @@ def _worker() -> Any:
 def _until_aborted(
     group: Any, kind: str, models: dict[str, Any], shared: random.Random, stopped: bool
 ) -> tuple[str, float]:
-    from distnb.collectives.group import groups
+    from distnb.collectives.group.groups import groups
     from distnb.errors import ProgramAborted
 
     struck = [0.0]

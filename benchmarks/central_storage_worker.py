@@ -11,7 +11,6 @@ import torch
 
 import distnb
 from benchmarks.training_models import steps_with_distnb
-from distnb.collectives.group.interface import Group
 
 __all__: list[str] = []
 
@@ -19,14 +18,11 @@ __all__: list[str] = []
 def main() -> None:
     """Read lines `MODEL STEPS`, answer each with the seconds of one step; `memory STEPS` with all replicas' bytes.
 
-    The argument is a strategy's name; with "unnoted" after it, nothing is noted in ledgers but collectives.
+    The argument is a strategy's name.
     """
     rank, replicas = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    name, _, unnoted = sys.argv[1].partition(" ")
-    if unnoted:
-        Group.note = lambda self, operation, tensors: None  # type: ignore[method-assign]
-    strategy: Any = getattr(distnb, name)()
+    strategy: Any = getattr(distnb, sys.argv[1])()
     made: dict[str, Any] = {}
     for line in sys.stdin:
         name, count = line.split()

@@ -1,13 +1,13 @@
 """Devices other than the CPU: what distnb uses of one type of them, asked of torch's own names for it.
 
 A type needs no code of its own here: torch knows its module (`torch.cuda`, `torch.xpu`, or that of a backend from
-outside) and its c10d backend. `_ODD` lists what a type does in another way. Importing this loads no torch.
+outside) and its c10d backend. Importing this loads no torch.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import OptionError
@@ -16,26 +16,22 @@ from distnb.topology import Device
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["allocated_nbytes", "c10d_backend", "checked", "count", "device_of_rank", "generator", "torch_device", "use"]
+__all__ = [
+    "allocated_nbytes",
+    "c10d_backend",
+    "checked",
+    "count",
+    "device_of_rank",
+    "generator",
+    "placed_on",
+    "torch_device",
+    "use",
+]
 
-
-@dataclass(frozen=True)
-class _Odd:
-    """What a type of device does in another way.
-
-    Attributes:
-        bound: A process has one device, chosen by its environment, and cannot change it. Its index in the process need
-            not be its number among the machine's.
-    """
-
-    bound: bool = False
-
-
-_ODD = {"tpu": _Odd(bound=True)}
-
-
-def _odd(kind: str) -> _Odd:
-    return _ODD.get(kind, _Odd())
+_BOUND = ("tpu",)
+"""Types of which a process has one device, chosen by its environment, for good. Its index in the process need not be
+its number among the machine's."""
+_NOWHERE_ELSE = nullcontext()
 
 
 def _module(kind: str) -> Any:
@@ -48,23 +44,23 @@ def _module(kind: str) -> Any:
         return None
 
 
-def _is_current(kind: str) -> bool:
-    """Whether torch's generic functions (`torch.accelerator`) are about this type: a process has one accelerator."""
-    import torch
-
-    current = torch.accelerator.current_accelerator(check_available=True)
-    return current is not None and current.type == kind
-
-
 def torch_device(device: Device) -> torch.device:
     """The device as torch names it here. The CPU has no index: its tensors say that they are on `cpu`."""
     import torch
 
     if device.type == "cpu":
         return torch.device("cpu")
-    if _odd(device.type).bound:
+    if device.type in _BOUND:
         return torch.device(device.type, torch.accelerator.current_device_index())
     return torch.device(device.type, device.index)
+
+
+def placed_on(device: Device) -> AbstractContextManager[Any]:
+    """A context in which new tensors and modules land on the device.
+
+    On the CPU this does nothing at all, since torch's own mode for it sees every single torch call.
+    """
+    return _NOWHERE_ELSE if device.type == "cpu" else torch_device(device)
 
 
 def use(device: Device) -> None:
@@ -81,7 +77,7 @@ def use(device: Device) -> None:
             f"{device}: torch knows no device type {device.type!r} in this process. Is the package that brings it "
             "installed in this environment?"
         )
-    if not _odd(device.type).bound:
+    if device.type not in _BOUND:
         module.set_device(device.index)
 
 
@@ -101,8 +97,9 @@ def checked(device: Device) -> None:
 def _indices(kind: str) -> range:
     import torch
 
-    if _odd(kind).bound:
-        if not _is_current(kind):
+    if kind in _BOUND:
+        current = torch.accelerator.current_accelerator(check_available=True)
+        if current is None or current.type != kind:
             return range(0)
         own: int = torch.accelerator.current_device_index()
         return range(own, own + 1)
@@ -120,7 +117,7 @@ def device_of_rank(local_rank: int) -> Device:
     import torch
 
     current = torch.accelerator.current_accelerator(check_available=True)
-    if current is None or not (_odd(current.type).bound or local_rank < torch.accelerator.device_count()):
+    if current is None or not (current.type in _BOUND or local_rank < torch.accelerator.device_count()):
         return Device("cpu", 0)
     return Device(current.type, local_rank)
 

@@ -30,40 +30,27 @@ __all__ = ["Max", "Mean", "Min", "Sum"]
 install()
 
 
-class Mean(MeanMetric):
-    """The mean of all values, weighted if weights are given; NaN before the first.
+class _NamedFirst:
+    """A metric whose first argument is its name, as in Keras."""
 
-    Args:
-        name: For logs.
-    """
-
-    def __init__(self, name: str = "mean", **options: Any) -> None:
-        super().__init__(**options)
-        self.name = name
+    def __init__(self, name: str | None = None, **options: Any) -> None:
+        super().__init__(name=name, **options)  # type: ignore[call-arg]
 
 
-class Sum(SumMetric):
+class Mean(_NamedFirst, MeanMetric):
+    """The mean of all values, weighted if weights are given; NaN before the first."""
+
+
+class Sum(_NamedFirst, SumMetric):
     """The sum of all values."""
 
-    def __init__(self, name: str = "sum", **options: Any) -> None:
-        super().__init__(**options)
-        self.name = name
 
-
-class Max(MaxMetric):
+class Max(_NamedFirst, MaxMetric):
     """The largest value."""
 
-    def __init__(self, name: str = "max", **options: Any) -> None:
-        super().__init__(**options)
-        self.name = name
 
-
-class Min(MinMetric):
+class Min(_NamedFirst, MinMetric):
     """The smallest value."""
-
-    def __init__(self, name: str = "min", **options: Any) -> None:
-        super().__init__(**options)
-        self.name = name
 
 
 def __getattr__(name: str) -> Any:

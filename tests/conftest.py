@@ -159,9 +159,9 @@ def _module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def _be_no_notebook() -> None:
     """A cluster that tests of the module started has made a notebook of this process, which outlasts the cluster."""
-    choice = sys.modules.get("distnb.runtime.choice")
-    if choice is not None:
-        choice.register_remote(None)
+    module = sys.modules.get("distnb.runtime.this_process")
+    if module is not None:
+        module.this_process.remote = None
 
 
 @pytest.fixture(autouse=True)

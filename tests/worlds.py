@@ -22,7 +22,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from distnb.engine.namespace.engine_namespace import EngineNamespace
-from distnb.engine.namespace.engine_objects import Objects
+from distnb.engine.namespace.engine_objects import ObjectsOfTeams
+from distnb.engine.namespace.object_operations import carry_out
 from distnb.notebook.handles.handle import HANDLES
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.objects.modes import apply_environment, capture_environment
@@ -139,7 +140,7 @@ class DoubleWorld:
         """A new engine, in the place of an old one if there was one."""
         process = Process()
         process.user_ns["rid"] = functools.partial(int, replica)
-        namespace = EngineNamespace(process.user_ns, Objects(), engine=replica, reserved=("rid", "_raised"))
+        namespace = EngineNamespace(process.user_ns, ObjectsOfTeams(), engine=replica, reserved=("rid", "_raised"))
         if replica < len(self.engines):
             self.engines[replica], self.namespaces[replica] = process, namespace
         else:
@@ -157,42 +158,42 @@ class DoubleWorld:
             self.notebook.run(cell.text, self._number)
             return
         team = team or self.team
-        delivery = self.namespace.outgoing(cell.text, team)
-        effects, errors = {}, []
+        snapshot = self.namespace.outgoing(cell.text, team)
+        results, errors = {}, []
         for replica, engine in enumerate(team.engines):
             namespace, process = self.namespaces[engine], self.engines[engine]
             with process.active():
-                namespace.open(self._send(delivery), replica)
+                namespace.open(self._send(snapshot), replica)
                 mark = namespace.begin(cell.text)
                 try:
                     process.run(cell.text, self._number)
                 except Exception as error:
                     errors.append(error)
-                effects[replica] = self._send(namespace.finish(mark))
-        self.namespace.incoming(cell.text, team, effects)
+                results[replica] = self._send(namespace.finish(mark))
+        self.namespace.incoming(cell.text, team, results)
         if errors:
             raise errors[0]
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `strategy.run` from an ordinary cell does with the namespace."""
-        delivery = self.namespace.outgoing_call((function, args, kwargs), {}, self.team)
-        effects: dict[int, Any] = {}
+        snapshot = self.namespace.outgoing_call((function, args, kwargs), {}, self.team)
+        results: dict[int, Any] = {}
         errors: list[BaseException] = []
         for replica in range(len(self.namespaces)):
             with self.engines[replica].active():
                 try:
-                    effects[replica] = self._send(self._call_on(replica, self._send(delivery)))
+                    results[replica] = self._send(self._call_on(replica, self._send(snapshot)))
                 except Exception as error:
                     errors.append(error)
-                    effects[replica] = self._send(self.namespaces[replica].give_up_call())
+                    results[replica] = self._send(self.namespaces[replica].give_up_call())
         if errors:
-            self.namespace.failed(delivery, effects)
+            self.namespace.failed(snapshot, results)
             raise errors[0]
-        return self.namespace.result(self.team, effects)
+        return self.namespace.result(self.team, results)
 
-    def _call_on(self, replica: int, delivery: Any) -> Any:
+    def _call_on(self, replica: int, snapshot: Any) -> Any:
         namespace, size = self.namespaces[replica], len(self.namespaces)
-        args, _ = namespace.open_call(delivery, replica)
+        args, _ = namespace.open_call(snapshot, replica)
         function, own_args, own_kwargs = structure.select(args, replica)
         result = structure.map_structure(
             lambda leaf: leaf if structure.is_immutable(leaf) else PerReplica.own(replica, leaf, size),
@@ -208,7 +209,7 @@ class DoubleWorld:
         for engine in engines:
             with self.engines[engine].active():
                 try:
-                    answers[engine] = self._send(self.namespaces[engine].apply(self._send(message)))
+                    answers[engine] = self._send(carry_out(self.namespaces[engine], self._send(message)))
                 except Exception as error:
                     errors.append(error)
         if errors:

@@ -21,22 +21,22 @@ from tornado.ioloop import IOLoop
 
 from distnb import strategies
 from distnb.accelerators import torch_device
-from distnb.collectives.group import groups
+from distnb.collectives.group.groups import groups
 from distnb.engine import unattended
 from distnb.engine.control import Control
 from distnb.engine.executor import Executor
 from distnb.engine.guard import Guard
 from distnb.engine.namespace import object_operations
 from distnb.engine.namespace.engine_namespace import EngineNamespace
-from distnb.engine.namespace.engine_objects import Objects
+from distnb.engine.namespace.engine_objects import ObjectsOfTeams
 from distnb.engine.output import error_reports, progress_bars, telemetry
 from distnb.engine.output.streams import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError, ProgramAborted
 from distnb.input import iterations
 from distnb.input.sources import children
-from distnb.runtime import contexts, spmd, step_count
-from distnb.strategies import live
+from distnb.runtime import spmd, step_count
+from distnb.runtime.this_process import this_process
 from distnb.topology import Device, Team
 from distnb.values.structure import select
 from distnb.wire import codec, unix_socket
@@ -75,7 +75,7 @@ class Agent:
         self._guard = Guard()
         self._failure: BaseException | None = None  # keeps the frames of a failed program until its reply is out
         place = str(torch_device(device))
-        self._objects = Objects(shell.user_ns, "cpu" if place.startswith("cpu") else place)
+        self._objects = ObjectsOfTeams(shell.user_ns, "cpu" if place.startswith("cpu") else place)
         self._namespace = EngineNamespace(shell.user_ns, self._objects, engine=engine)
         context: zmq.Context[Any] = zmq.Context()
         keys: dict[str, Any] = {
@@ -110,8 +110,8 @@ class Agent:
         self._adapt_shell(logs)
         here = str(torch_device(device))
         codec.place_storage = lambda kind: "cpu" if kind == "cpu" else here
-        contexts.note_names = self._namespace.note_names
-        self._connect_live()
+        this_process.note_names = self._namespace.note_names
+        this_process.live_sink = self._control.live
 
     def serve(self) -> None:
         """Begin to serve on the running event loop of this thread, and say hello."""
@@ -270,14 +270,14 @@ class Agent:
                 # They do not hear of the interrupt, and a DataLoader waits five seconds for each in mid-item.
                 children.end(set(multiprocessing.active_children()) - there)
         renew = groups.program_ended(failed is not None)
-        effects, interrupt = None, None
+        results, interrupt = None, None
         if mark is not None:
-            effects, interrupt = self._described(program, partial(self._namespace.finish, mark))
+            results, interrupt = self._described(program, partial(self._namespace.finish, mark))
         failed = interrupt or failed
         try:
             if failed is None:
-                return Reply(program, "ok", value=effects, renew=renew, changed=spmd.changed_by_hand())
-            return self._failed(program, failed, effects)
+                return Reply(program, "ok", value=results, renew=renew, changed=spmd.changed_by_hand())
+            return self._failed(program, failed, results)
         finally:
             failed = interrupt = None  # its traceback holds this frame: a cycle would keep all that the cell held
 
@@ -310,12 +310,12 @@ class Agent:
         try:
             return self._run_together(message.program, message.team, replica, body)
         except BaseException as error:  # noqa: BLE001  # what it did until then is told, as of a cell
-            effects, _ = self._described(message.program, self._namespace.give_up_call)
-            return self._failed(message.program, error, effects)
+            results, _ = self._described(message.program, self._namespace.give_up_call)
+            return self._failed(message.program, error, results)
 
     def _apply(self, message: Apply, replica: int) -> Reply:
         def body() -> Any:
-            return self._namespace.apply(message)
+            return object_operations.carry_out(self._namespace, message)
 
         if message.operation in object_operations.QUIET:
             return Reply(message.program, "ok", value=self._guard.call(message.program, body))
@@ -348,12 +348,6 @@ class Agent:
         sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)
         self._shell.display_pub = ReplicaDisplayPublisher(engine, control, self._shell.display_pub, parent=self._shell)
         unattended.install(self._shell)
-
-    def _connect_live(self) -> None:
-        def sink(values: dict[str, Any], place: step_count.Place) -> None:
-            self._control.live(values, place)
-
-        live.sink = sink
 
 
 def install(shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> Agent:

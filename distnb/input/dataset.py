@@ -12,7 +12,7 @@ from distnb.input.drawing import Drawing, set_state, state_of
 from distnb.input.draws import ReplicaDraws, on_host
 from distnb.input.optional import AskedIterator
 from distnb.input.progress import Progress, as_state, checked_state
-from distnb.input.reading import AheadReader, DirectReader, Maker, Reader, ThreadReader, join_all
+from distnb.input.reading import CallerReader, Maker, Reader, ThreadReader, join_all
 from distnb.input.sources.base import FROM_THE_START, Beginning, Load, Place, Source
 from distnb.input.sources.element_spec import spec_of
 from distnb.input.splitting.batch_placement import BatchPlacement, placement_for
@@ -73,17 +73,21 @@ class DistributedDataset(Iterable[Any]):
         loads = self._start(progress, resume)
         self._progress, self._resume = progress, None
         placement = placement_for(self._place.target)
-        reader = self._reader(Maker(loads, self._place, placement))
+        depth = self._depth()
+        reader = self._reader(Maker(loads, self._place, placement), depth)
         if resume is not None and resume["position"]:
-            if isinstance(reader, AheadReader):
+            if isinstance(reader, CallerReader):
                 reader.fill()  # what was read ahead had been drawn when the state was taken
             self._drawing.restore(resume["random"])
-        progress.direct = isinstance(reader, DirectReader)
+        progress.direct = depth == 0
+        # What others do meanwhile must not matter: no random numbers are drawn, and none of the user's code runs here.
+        ahead = self._options.prefetch != 0 and (self._source.in_memory or self._source.threadable)
         if self._source.exclusive:
             self._end_previous = reader.ending()
         if not self._place.several_pipelines or self._agree is None:
-            return DistributedIterator(reader, placement, self._agree, None, progress)
-        return DistributedIterator(reader, placement, None, Together(self._place, placement, self._agree), progress)
+            return DistributedIterator(reader, placement, self._agree, None, progress, ahead, self._source.data)
+        together = Together(self._place, placement, self._agree)
+        return DistributedIterator(reader, placement, None, together, progress, False, self._source.data)
 
     def _next_epoch(self) -> int:
         last = self._progress
@@ -183,20 +187,37 @@ class DistributedDataset(Iterable[Any]):
             batches = "global batches"
         return f"<DistributedDataset of {batches} over {self._place.num_replicas} replica(s)>"
 
-    def _reader(self, maker: Maker) -> Reader:
+    def __reduce__(self) -> Any:
+        # A dataset stays where it is. Who looks for what it leads to finds the user's data, and nothing of ours.
+        return _stays, (self._source.data, self._place)
+
+    def _depth(self) -> int:
+        """How many batches are read ahead."""
         source, depth = self._source, self._options.prefetch
-        if depth is None:
-            gains = source.threadable or source.iterable or (source.in_memory and self._place.target.type == "cuda")
-            depth = self._place.num_replicas if gains else 0
-        if depth == 0:
-            return DirectReader(maker)
-        if source.threadable:
-            return ThreadReader(maker, depth, persistent=source.exclusive)
-        return AheadReader(maker, depth)
+        if depth is not None:
+            return depth
+        gains = source.threadable or source.iterable or (source.in_memory and self._place.target.type == "cuda")
+        return self._place.num_replicas if gains else 0
+
+    def _reader(self, maker: Maker, depth: int) -> Reader:
+        if depth and self._source.threadable:
+            return ThreadReader(maker, depth, persistent=self._source.exclusive)
+        return CallerReader(maker, depth)
+
+
+def _stays(*parts: Any) -> Any:
+    raise ProgramError(
+        "A distributed dataset was to be copied to another process. It stays on its replica: iterate over it there, or "
+        "distribute the data it was made from once more."
+    )
 
 
 class DistributedIterator(AskedIterator):
-    """One iteration over a distributed dataset. Dropping it ends what reads ahead; `close` does so at once."""
+    """One iteration over a distributed dataset. Dropping it ends what reads ahead; `close` does so at once.
+
+    Attributes:
+        ahead: Whether a batch may be read before it is asked for: see `peek`.
+    """
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
@@ -209,6 +230,8 @@ class DistributedIterator(AskedIterator):
         agree: Agree | None,
         together: Together | None,
         progress: Progress,
+        ahead: bool,
+        data: Any,
     ) -> None:
         self._reader = reader
         self._placement = placement
@@ -219,6 +242,8 @@ class DistributedIterator(AskedIterator):
         self._digest = 0
         self._open = True
         self._cut_short = False
+        self.ahead = ahead
+        self._data = data
         self.read_in = iterations.serial
         iterations.note(self)
 
@@ -246,6 +271,21 @@ class DistributedIterator(AskedIterator):
         self._progress.steps += 1
         return batch
 
+    def peek(self) -> Any:
+        """The batch that `next` gives next, which does not count as given; None where `next` raises.
+
+        It is for the notebook, and only where `ahead` says so.
+        """
+        if not self._open:
+            return None
+        self.read_in = iterations.serial
+        try:
+            batch = self._reader.peek()
+        except BaseException:
+            self.cut_short()
+            raise
+        return None if batch is None else self._placement.hand_over(batch.made)
+
     def _next(self) -> Any:
         try:
             batch = self._reader.read()
@@ -269,6 +309,9 @@ class DistributedIterator(AskedIterator):
         if self._open:
             self._open, self._cut_short = False, True
             self._reader.cut_short()
+
+    def __reduce__(self) -> Any:
+        return _stays, (self._data, id(self))
 
     def _compare(self, moment: str, number: int | None, digest: int) -> None:
         if self._agree is None:

@@ -1,4 +1,4 @@
-"""Reading batches when they are asked for, ahead on the caller's thread, or ahead on a thread."""
+"""Reading batches on the caller's thread, when they are asked for or ahead, or ahead on a thread of its own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from distnb.input.splitting.split import cut, slice_bounds
 from distnb.values.distributed import PerReplica
 
 __all__ = [
-    "AheadReader",
     "Batch",
-    "DirectReader",
+    "CallerReader",
     "Maker",
     "Reader",
     "ThreadReader",
@@ -157,6 +156,10 @@ class Reader(ABC):
     def read(self) -> Batch:
         """The next batch. Raises StopIteration at the end, and what the source raised, at its place."""
 
+    @abstractmethod
+    def peek(self) -> Batch | None:
+        """The batch that `read` gives next; None where that raises."""
+
     def close(self) -> None:
         """End the iteration early."""
         if self._maker.has_workers:
@@ -176,36 +179,37 @@ class Reader(ABC):
         return self._maker.close
 
 
-class DirectReader(Reader):
-    """Reads when asked."""
+class CallerReader(Reader):
+    """Reads on the caller's thread.
 
-    def read(self) -> Batch:
-        return self._maker(False)
-
-
-class AheadReader(Reader):
-    """Reads some batches ahead on the caller's thread, so that copies to the device overlap with its work."""
+    Args:
+        maker: Makes batches.
+        depth: How many it reads ahead, so that copies to the device overlap with the caller's work.
+    """
 
     def __init__(self, maker: Maker, depth: int) -> None:
         super().__init__(maker)
         self._depth = depth
         self._ready: deque[Batch | Exception] = deque()
 
-    def fill(self, count: int | None = None) -> None:
-        """Have so many batches ready, or as many as are read ahead."""
+    def fill(self) -> None:
+        """Read as many batches as are read ahead."""
+        self._have(self._depth)
+
+    def _have(self, count: int) -> None:
         ready = self._ready
-        while len(ready) < (self._depth if count is None else count):
+        while len(ready) < count:
             if ready and isinstance(ready[-1], StopIteration):
                 break
             try:
-                ready.append(self._maker(True))
+                ready.append(self._maker(self._depth > 0))
             except StopIteration:
                 ready.append(StopIteration())
             except Exception as error:  # noqa: BLE001 - raised when its turn comes
                 ready.append(error)
 
     def read(self) -> Batch:
-        self.fill(self._depth + 1)
+        self._have(self._depth + 1)
         ready = self._ready
         if isinstance(ready[0], StopIteration):
             raise StopIteration
@@ -216,6 +220,11 @@ class AheadReader(Reader):
             raise item
         finally:
             del item  # as in _read_ahead
+
+    def peek(self) -> Batch | None:
+        self._have(1)
+        first = self._ready[0]
+        return first if isinstance(first, Batch) else None
 
 
 class ThreadReader(Reader):
@@ -235,6 +244,7 @@ class ThreadReader(Reader):
         )
         _reading.add(self._thread)
         self._ended = False
+        self._peeked: Batch | BaseException | None = None
         # Dropped without being closed. Starting a thread or taking a lock is not for the garbage collector's time.
         self._dropped = weakref.finalize(self, _signal, self._stop, self._tokens)
         self._thread.start()
@@ -242,7 +252,7 @@ class ThreadReader(Reader):
     def read(self) -> Batch:
         if self._ended:
             raise StopIteration
-        item = self._items.get()
+        item, self._peeked = self._peeked or self._items.get(), None
         if isinstance(item, StopIteration):
             self._ended = True
             raise StopIteration
@@ -253,6 +263,13 @@ class ThreadReader(Reader):
             raise item
         finally:
             del item  # as in _read_ahead
+
+    def peek(self) -> Batch | None:
+        if self._ended:
+            return None
+        if self._peeked is None:
+            self._peeked = self._items.get()
+        return self._peeked if isinstance(self._peeked, Batch) else None
 
     def close(self) -> None:
         if self._dropped.detach() is None:

@@ -25,6 +25,7 @@ class TurnsSource(Source):
     def __init__(self, batches: Source, turns: Turns) -> None:
         self._batches = batches
         self._turns = turns
+        self.data = batches.data
         self.threadable = batches.threadable
         self.in_memory = batches.in_memory
         self.iterable = batches.iterable

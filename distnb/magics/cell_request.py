@@ -10,8 +10,9 @@ from typing import Any
 from distnb.errors import OptionError, closest
 from distnb.magics.commands import DISTRIBUTE
 from distnb.options import StrategySpec
-from distnb.runtime import choice, script_worker
+from distnb.runtime import script_worker
 from distnb.runtime.central import setup
+from distnb.runtime.this_process import this_process
 from distnb.topology import parse_device
 
 __all__ = ["LOCAL", "WORDS", "CellRequest", "read_request"]
@@ -113,7 +114,7 @@ def _from_word(
     # Spelt as the strategy's own class does it: equal arguments name the same strategy object.
     spec = StrategySpec(word, devices, 0 if devices else replicas or 0, kept)
     if word == script_worker.KIND:
-        script_worker.check_notebook(spec, choice.remote_machines())
+        script_worker.check_notebook(spec, this_process.machines())
     if word == setup.KIND:
         setup.check_places(spec, devices, ())
     if spec.device_type:

@@ -19,9 +19,9 @@ from distnb.cluster.resolvers import (
 from distnb.errors import NoClusterError, OptionError, closest
 from distnb.magics.cell_request import CellRequest
 from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
-from distnb.magics.presenting import presented
+from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
-from distnb.notebook.output.html_table import html_table, human_bytes
+from distnb.notebook.output.wording import html_table, human_bytes
 from distnb.notebook.variable_placement import drift_reports
 
 if TYPE_CHECKING:
@@ -50,20 +50,6 @@ class ClusterMagic:
     def __init__(self, shell: InteractiveShell, front: Front) -> None:
         self._shell = shell
         self._front = front
-        self._commands: dict[str, Callable[[Namespace], None]] = {
-            "start": self.start,
-            "stop": self.stop,
-            "restart": self.restart,
-            "status": self.status,
-            "devices": self.devices,
-            "stacks": self.stacks,
-            "interrupt": self.interrupt,
-            "variables": self.variables,
-            "check": self.check,
-            "output": self.output,
-            "live": self.live,
-            "help": self.help,
-        }
 
     def distnb(self, line: str) -> None:
         """Run a line of `%distnb COMMAND …`."""
@@ -79,26 +65,21 @@ class ClusterMagic:
             if asks_for_help(rest):
                 print(COMMANDS[command].format_help())
             else:
-                self._commands[command](COMMANDS[command].read(rest))
+                getattr(self, command)(COMMANDS[command].read(rest))
 
     def ensure(self, request: CellRequest | None) -> Session:
         """The running session; without one a cluster is started that suits the request, and it is said so."""
         session = sessions.current()
         if session is None:
-            wanted = request.spec if request is not None else None
-            if wanted is not None and (wanted.num_replicas or wanted.devices or wanted.device_type):
-                devices = wanted.devices or ((wanted.device_type,) if wanted.device_type else ())
-                what = f"on {', '.join(devices)}" if devices else f"with {wanted.num_replicas} engines"
-                print(f"No cluster is running: starting one {what}.", flush=True)
-                session = self._start(
-                    wanted.num_replicas or None, devices or None, request is not None and request.oversubscribe
-                )
-            else:
-                print(
-                    "No cluster is running: starting the default one. %distnb start -n N chooses another size.",
-                    flush=True,
-                )
-                session = self._start(None, None, False)
+            spec = request.spec if request is not None else None
+            count, devices, what = None, None, "the default one. %distnb start -n N chooses another size"
+            if spec is not None and (spec.devices or spec.device_type):
+                devices = spec.devices or (spec.device_type,)
+                count, what = spec.num_replicas or None, f"one on {', '.join(devices)}"
+            elif spec is not None and spec.num_replicas:
+                count, what = spec.num_replicas, f"one with {spec.num_replicas} engines"
+            print(f"No cluster is running: starting {what}.", flush=True)
+            session = self._start(count, devices, request is not None and request.oversubscribe)
         self._front.attach(session)
         return session
 
@@ -106,20 +87,22 @@ class ClusterMagic:
 
     def start(self, found: Namespace) -> None:
         """`%distnb start [-n N] [--devices …] [--oversubscribe] [--hosts a,b [--per-host N] …]`."""
-        names = ("hosts", "per_host", "interface", "ssh_args", "launcher", "launcher_args", "secret")
-        where = {name: getattr(found, name) for name in names}
-        if found.resolver is not None:
-            where["cluster_resolver"] = self._resolver(found.resolver)
+        where = {
+            name: value for name, value in vars(found).items() if name not in ("count", "devices", "oversubscribe")
+        }
+        resolver = where.pop("resolver")
+        if resolver is not None:
+            where["cluster_resolver"] = self._resolver(resolver)
         self._start(found.count, found.devices, found.oversubscribe, **where)
 
     def _start(self, count: int | None, devices: Any, oversubscribe: bool, **where: Any) -> Session:
-        tell = _Progress(self._shell)
-        session = sessions.start(count, devices, oversubscribe=oversubscribe, on_progress=tell.say, **where)
+        tell = _progress(self._shell)
+        session = sessions.start(count, devices, oversubscribe=oversubscribe, on_progress=tell, **where)
         self._front.attach(session)
         rows = session.status()
         several = len({row.host for row in rows}) > 1
         places = (f"{row.engine} on {row.device}" + (f" of {row.host}" if several else "") for row in rows)
-        tell.say(f"{_count(len(rows), 'engine')} ready: {', '.join(places)}.")
+        tell(f"{_count(len(rows), 'engine')} ready: {', '.join(places)}.")
         return session
 
     def stop(self, found: Namespace) -> None:
@@ -149,10 +132,10 @@ class ClusterMagic:
             raise OptionError("%distnb restart: give the engines' numbers, or --missing, not both.")
         session = self._session()
         chosen = tuple(int(word) for word in found.engines) or None
-        tell = _Progress(self._shell)
-        replaced = session.restart(chosen, missing=found.missing, on_progress=tell.say)
+        tell = _progress(self._shell)
+        replaced = session.restart(chosen, missing=found.missing, on_progress=tell)
         who = ", ".join(map(str, replaced))
-        tell.say(f"{_count(len(replaced), 'engine')} replaced: {who}." if replaced else "No engine is missing.")
+        tell(f"{_count(len(replaced), 'engine')} replaced: {who}." if replaced else "No engine is missing.")
 
     def status(self, found: Namespace) -> None:
         """`%distnb status`."""
@@ -277,26 +260,20 @@ class ClusterMagic:
         self._shell.display_pub.publish({"text/plain": text, "text/html": html_table(header, rows, numeric=numeric)})
 
 
-class _Progress:
+def _progress(shell: InteractiveShell) -> Callable[[str], None]:
     """A line that is replaced as a start goes on; in a terminal each stand is a line of its own."""
+    name, said = f"distnb-{uuid.uuid4().hex[:12]}", ""
 
-    def __init__(self, shell: InteractiveShell) -> None:
-        self._shell = shell
-        self._name = f"distnb-{uuid.uuid4().hex[:12]}"
-        self._said = ""
-        self._notebook = hasattr(shell, "kernel")
-
-    def say(self, text: str) -> None:
-        """Show the line, or replace it."""
+    def tell(text: str) -> None:
+        nonlocal said
         text = text[:1].upper() + text[1:]
-        if text == self._said:
-            return
-        if self._notebook:
-            publish = self._shell.display_pub.publish
-            publish({"text/plain": text}, transient={"display_id": self._name}, update=bool(self._said))
-        else:
+        if text != said and hasattr(shell, "kernel"):
+            shell.display_pub.publish({"text/plain": text}, transient={"display_id": name}, update=bool(said))
+        elif text != said:
             print(text, flush=True)
-        self._said = text
+        said = text
+
+    return tell
 
 
 def _count(number: int, thing: str) -> str:

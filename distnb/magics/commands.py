@@ -4,12 +4,79 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from functools import partial
+from typing import NoReturn
 
-from distnb.magics.argument_parsers import LineParser, parse_count
+from distnb.errors import OptionError, closest
 
 __all__ = ["COMMANDS", "DISTRIBUTE", "LIVE_MODES", "asks_for_help", "distnb_help"]
 
 LIVE_MODES = ("auto", "widget", "picture", "text", "off")
+
+
+class LineParser(argparse.ArgumentParser):
+    """argparse for a line of a notebook.
+
+    Args:
+        magic: How the magic is written, "%distnb start".
+        about: What it does.
+    """
+
+    def __init__(self, magic: str, about: str) -> None:
+        super().__init__(
+            prog=magic,
+            description=about[0].upper() + about[1:] + ("" if about.endswith(".") else "."),
+            add_help=False,
+            allow_abbrev=False,
+            exit_on_error=False,
+            formatter_class=partial(argparse.HelpFormatter, max_help_position=26, width=84),
+        )
+        self._magic = magic
+        self.about = about
+
+    @property
+    def usage_line(self) -> str:
+        """All that it takes, in one line."""
+        return " ".join(self.format_usage().split()).removeprefix("usage: ")
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse calls on bad input."""
+        usage = self.usage_line
+        raise OptionError(
+            f"{self._magic}: {message}. "
+            + (f"Usage: {usage}" if len(usage) < 110 else f"{self._magic} -h shows its options.")
+        )
+
+    def read(self, line: str) -> argparse.Namespace:
+        """Parse a line.
+
+        Raises:
+            OptionError: It makes no sense.
+        """
+        try:
+            words = shlex.split(line)
+        except ValueError as error:
+            self.error(f"{line.strip()!r} cannot be read ({str(error).lower()})")
+        try:
+            found, rest = self.parse_known_args(words)
+        except argparse.ArgumentError as error:
+            self.error(str(error).removeprefix("argument "))
+        if rest and not self.words():
+            raise OptionError(f"{self._magic} takes nothing more and got {' '.join(rest)!r}.")
+        if rest:
+            self.error(f"{rest[0]!r} is not understood{closest(rest[0], self.words())}")
+        return found
+
+    def words(self) -> list[str]:
+        """The names of its options."""
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        return [option for action in shown for option in action.option_strings]
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number, 1 or more")
+    return int(text)
 
 
 def asks_for_help(line: str) -> bool:
@@ -55,7 +122,7 @@ def _commands() -> dict[str, LineParser]:
 
 def _start(parser: LineParser) -> None:
     add = parser.add_argument
-    add("-n", dest="count", metavar="N", action=parse_count, help="how many")
+    add("-n", dest="count", metavar="N", type=_count, help="how many")
     add("--devices", metavar="NAMES", help="where they compute: cuda:0,cuda:1, or tpu for all TPU chips")
     add(
         "--oversubscribe",
@@ -63,7 +130,7 @@ def _start(parser: LineParser) -> None:
         help="let several share a device, or more start than the machine can take",
     )
     add("--hosts", metavar="A,B", help="the machines where they run, reached by ssh; without it, this one")
-    add("--per-host", metavar="N", action=parse_count, help="how many on each machine")
+    add("--per-host", metavar="N", type=_count, help="how many on each machine")
     add("--interface", metavar="NAME", help="the network interface that leads to the machines: eth0")
     add("--ssh-args", metavar="TEXT", default="", type=shlex.split, help='arguments for ssh: "-p 2222"')
     add("--launcher", metavar="WORD", help="what starts them: ssh, slurm, mpi, or server")
@@ -80,9 +147,7 @@ def _distribute() -> LineParser:
     )
     add = parser.add_argument
     add("word", metavar="STRATEGY", nargs="?", default="", help="one of these words, or the name of a variable")
-    add(
-        "-n", dest="replicas", metavar="N", action=parse_count, help="how many replicas; without it, one on each engine"
-    )
+    add("-n", dest="replicas", metavar="N", type=_count, help="how many replicas; without it, one on each engine")
     add("--devices", metavar="NAMES", help="where they compute: cuda:0,cuda:1")
     add("--gradients", choices=("sum", "mean"), help="how gradients are combined; without it, their sum")
     add("--oversubscribe", action="store_true", help="several replicas may share a device")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import linecache
 import sys
 from collections.abc import Callable
@@ -13,8 +12,8 @@ from distnb.magics.cell_request import CellRequest, read_request
 from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded
 from distnb.magics.commands import DISTRIBUTE, asks_for_help
 from distnb.magics.local_cell import StrategyName
-from distnb.magics.presenting import presented, without_frames
-from distnb.notebook.output.cell_names import cell_name
+from distnb.magics.tracebacks import presented, without_frames
+from distnb.notebook.output.wording import cell_name
 from distnb.options import StrategySpec
 
 if TYPE_CHECKING:
@@ -65,7 +64,9 @@ class CellRunner:
             if not cell.strip():
                 raise OptionError(f"%%distribute {request.word}: the cell is empty below its first line.")
         if request.local:
-            self._run_here(request, cell, source)
+            # The magic was called as a function: the input transformer has not seen this cell.
+            result = self._shell.run_cell(f"%%distribute {line}\n{cell}", store_history=False)
+            result.raise_error()
         else:
             filename, text = self._filename(), self._transformed(source)
             with without_frames(self._shell):
@@ -110,17 +111,3 @@ class CellRunner:
     def _label(self, filename: str) -> str:
         """`Cell In[3]`. IPython's counter may be one further already."""
         return cell_name(filename, self._shell) or f"Cell In[{self._shell.execution_count}]"
-
-    def _run_here(self, request: CellRequest, cell: str, source: str) -> None:
-        """A local cell that did not come through the input transformer: the magic was called as a function."""
-        self._name.bind(request)
-        self._front.name_cell(request.word)
-        padding = source[: len(source) - len(cell)]
-        text = padding + self._shell.transform_cell(cell)
-        name = self._shell.compile.cache(text, self._shell.execution_count, raw_code=cell)
-        tree = self._shell.transform_ast(ast.parse(text, name))
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(self._shell.compile(tree, name, "exec"), self._shell.user_ns)
-        if isinstance(last, ast.Expr):
-            value = eval(self._shell.compile(ast.Expression(last.value), name, "eval"), self._shell.user_ns)  # type: ignore[arg-type]
-            self._shell.displayhook(value)

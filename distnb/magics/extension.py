@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
 from distnb.magics import tracebacks
-from distnb.magics.breakpoints import Breakpoints
 from distnb.magics.cell_request import CellRequest
 from distnb.magics.cluster_magic import ClusterMagic
 from distnb.magics.commands import DISTRIBUTE, distnb_help
 from distnb.magics.completion import Completion, warm_up
 from distnb.magics.distribute_magic import CellRunner
-from distnb.magics.held_interrupts import HeldInterrupts
 from distnb.magics.local_cell import LocalCells, StrategyName
-from distnb.magics.lock_care import LockCare
-from distnb.magics.presenting import presented
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
+from distnb.magics.stop_handler import StopHandler
+from distnb.magics.tracebacks import presented
 from distnb.notebook import compose
 from distnb.notebook.output.live_model import VariableRow
 from distnb.objects.modes import cell_began
@@ -54,10 +53,9 @@ class Extension(compose.FrontEnd):
         self._runner = CellRunner(shell, self.front, self._name, self._cluster.ensure)
         self._local = LocalCells(shell, self.front, self._name)
         self._scope = ScopeTransformer()
-        self._held = HeldInterrupts()
-        self._lock_care = LockCare()
+        # What of ours runs around a cell is done whole: a stop meanwhile is the cell's, or the next thing's.
+        self._stops = StopHandler((Extension._begin.__code__, Extension._leave.__code__, Front.end_cell.__code__))
         self._dispatch = ScopeDispatch(self._runner.run_in_scope)
-        self._breakpoints = Breakpoints()
         self._completion = Completion(shell)
         self._open = False
 
@@ -68,7 +66,6 @@ class Extension(compose.FrontEnd):
         register(_explained(self._cluster.distnb, distnb_help()), "line", "distnb")
         register(_explained(self._runner.distribute, DISTRIBUTE.format_help()), "cell", "distribute")
         self._local.install()
-        self._held.install(shell, self._lock_care.install)
         shell.ast_transformers.append(self._scope)
         self._dispatch.install(shell)
         self._completion.install()
@@ -79,8 +76,8 @@ class Extension(compose.FrontEnd):
         self.live = self.front.live
         compose.attach(self)
         # The cell that loads the extension may go on to use it.
-        self._lock_care.install()
-        self._breakpoints.choose()
+        self._stops.install()
+        _choose_debugger()
         self.front.begin_cell()
         warm_up()
 
@@ -89,10 +86,9 @@ class Extension(compose.FrontEnd):
         shell = self._shell
         self._local.remove()
         shell.ast_transformers[:] = [each for each in shell.ast_transformers if each is not self._scope]
-        self._held.remove(shell)
-        self._lock_care.remove()
+        self._stops.remove()
         self._completion.remove()
-        self._breakpoints.restore()
+        _choose_debugger(leave=True)
         tracebacks.remove(shell)
         shell.events.unregister("pre_run_cell", self._before)
         shell.events.unregister("post_run_cell", self._after)
@@ -162,26 +158,29 @@ class Extension(compose.FrontEnd):
             return
         if self._open:  # a stop between two of IPython's own steps: it never told of the last cell's end
             self._end(None)
+        self._begin(info.raw_cell or "")
+
+    def _begin(self, raw_cell: str) -> None:
+        self._stops.install()
         self._open = True
         cell_began()
-        self._breakpoints.choose()
-        self._runner.cell_begins(info.raw_cell or "")
+        _choose_debugger()
+        self._runner.cell_begins(raw_cell)
         self.front.begin_cell()
 
     def _after(self, result: ExecutionResult | None) -> None:
         if not _cells_under_way():
             self._end(result)
-            self._held.count = 0  # the cell has ended
 
     def _end(self, result: ExecutionResult | None) -> None:
-        with self._held:
-            self._open = False
-            self._local.leave()
-            self._name.restore()
-        interrupted = result is None or isinstance(result.error_in_exec, KeyboardInterrupt)
-        self._settle(result, stop=interrupted or self._held.count > 0)
-        with self._held:
-            self.front.end_cell(failed=result is None or not result.success)
+        self._leave()
+        self._settle(result, stop=result is None or isinstance(result.error_in_exec, KeyboardInterrupt))
+        self.front.end_cell(failed=result is None or not result.success)
+
+    def _leave(self) -> None:
+        self._open = False
+        self._local.leave()
+        self._name.restore()
 
 
 def _explained(magic: Callable[..., None], text: str) -> Callable[..., None]:
@@ -207,3 +206,33 @@ def _request_of(strategy: Owner) -> CellRequest | None:
     """What a cluster that is started for a strategy must have; None for the default one."""
     spec = strategy.spec
     return CellRequest(spec.kind, spec, local=False) if spec.device_type else None
+
+
+_debugpys_hook: Callable[..., Any] | None = None
+
+
+def _choose_debugger(*, leave: bool = False) -> None:
+    """Let `breakpoint()` stop in a notebook.
+
+    ipykernel loads debugpy, whose hook stops only while the front end's own debugger is attached, and else passes a
+    user's `breakpoint()` over in silence: then IPython's debugger answers, with a prompt below the cell.
+
+    Args:
+        leave: Put back what was there.
+    """
+    global _debugpys_hook
+    debugpy = sys.modules.get("debugpy")
+    theirs = leave or debugpy is None or debugpy.is_client_connected()
+    if sys.breakpointhook is _prompt and theirs and _debugpys_hook is not None:
+        sys.breakpointhook = _debugpys_hook
+    elif not theirs and str(getattr(sys.breakpointhook, "__module__", "")).startswith("debugpy"):
+        _debugpys_hook, sys.breakpointhook = sys.breakpointhook, _prompt
+
+
+def _prompt(*args: Any, **keywords: Any) -> Any:
+    if "PYTHONBREAKPOINT" in os.environ:
+        return sys.__breakpointhook__(*args, **keywords)  # noqa: T100  (it is what the variable asks for)
+    from IPython.core.debugger import set_trace
+
+    set_trace(sys._getframe(1), *args, **keywords)
+    return None

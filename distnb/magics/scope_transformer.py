@@ -1,25 +1,19 @@
 """`with strategy.scope():` in the notebook's own code: its block runs on the replicas.
 
 The AST transformer rewrites every `with` of a cell that calls some `.scope()`. Whether a remote strategy is meant is
-decided when it runs. At the top level of a cell, and in its `if`, `for` and `try` statements:
-
-    with strategy.scope() as s:      →      if get_ipython()._distnb_scope(strategy.scope(), 1, 2, …):
-        body                                    pass
-                                            else:
-                                                with get_ipython()._distnb_scope.taken as s:
-                                                    body
-
-In a function the block gets the locals that it reads, and those that it assigns are bound after it. A function may run
-on a replica, where IPython knows nothing of this: so it asks the scope first.
+decided when it runs. A function may run on a replica, where IPython knows nothing of this: so the scope is asked first.
 
     with strategy.scope() as s:      →      _scope_ = strategy.scope()
         body                                if hasattr(_scope_, "is_remote"):
-                                                get_ipython()._distnb_scope.hand_over(_scope_, 1, 2, …)
+                                                get_ipython()._distnb_scope(_scope_, 1, 2, …)
                                                 if "model" in get_ipython()._distnb_scope.bound:
                                                     model = get_ipython()._distnb_scope.bound["model"]
                                             else:
                                                 with _scope_ as s:
                                                     body
+
+In a function the block gets the locals that it reads, and those that it assigns are bound after it. At the top level
+of a cell, and in its `if`, `for` and `try` statements, names are the notebook's: nothing is bound there.
 """
 
 from __future__ import annotations
@@ -28,11 +22,11 @@ import ast
 import linecache
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
-from distnb.magics.presenting import presented
+from distnb.magics.tracebacks import presented
 from distnb.options import StrategySpec
 
 if TYPE_CHECKING:
@@ -43,6 +37,7 @@ __all__ = ["RunInScope", "ScopeDispatch", "ScopeTransformer"]
 RunInScope = Callable[[str, StrategySpec, str], None]
 """Runs a source text in the scope of a strategy on the replicas: (source, spec, filename)."""
 
+_DISPATCH = "get_ipython()._distnb_scope"
 _GIVEN, _MADE, _BLOCK = "_given_", "_made_", "_block_"
 """What locals of a function, and the block, are called where the block runs."""
 
@@ -64,55 +59,43 @@ class ScopeTransformer(ast.NodeTransformer):
                 self.visit(each)
         return node
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+    def visit_FunctionDef(self, node: Any) -> Any:
         """A function: the block's names are its locals."""
         self._functions.append(node)
         self.generic_visit(node)
         self._functions.pop()
         return node
 
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AsyncFunctionDef:
-        """A function that awaits."""
-        self._functions.append(node)
-        self.generic_visit(node)
-        self._functions.pop()
-        return node
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_With(self, node: ast.With) -> Any:
         """The statement that is meant."""
         scope = next((item for item in node.items if _calls_scope(item.context_expr)), None)
         if scope is None:
             return self.generic_visit(node)
-        block = _Block(node, self._functions[-1] if self._functions else None)
-        # For where the cell's own text cannot be found.
-        about = f"{node.lineno}, {node.end_lineno}, {ast.unparse(node)!r}, {block.leaves!r}"
-        made = scope.context_expr
-        if not self._functions:
-            branch = ast.parse(f"if get_ipython()._distnb_scope(None, {about}):\n    pass").body[0]
-            assert isinstance(branch, ast.If)
-            assert isinstance(branch.test, ast.Call)
-            branch.test.args[0] = made
-            statements: list[ast.stmt] = [branch]
-            scope.context_expr = ast.parse("get_ipython()._distnb_scope.taken", mode="eval").body
-        else:
-            lines = [f"get_ipython()._distnb_scope.hand_over(_scope_, {about}, {sorted(block.names)})"]
-            for name in sorted(block.stores):
-                lines += [f"if {name!r} in get_ipython()._distnb_scope.bound:"]
-                lines += [f"    {name} = get_ipython()._distnb_scope.bound[{name!r}]"]
-            text = textwrap.indent("\n".join(lines), "    ")
-            statements = ast.parse(f"_scope_ = None\nif hasattr(_scope_, 'is_remote'):\n{text}").body
-            assignment, branch = statements
-            assert isinstance(assignment, ast.Assign)
-            assert isinstance(branch, ast.If)
-            assignment.value = made
-            scope.context_expr = ast.Name("_scope_", ast.Load())
-        for part in (*statements, scope.context_expr):
+        function = self._functions[-1] if self._functions else None
+        block = _Block(node, function)
+        # The text is for where the cell's own cannot be found.
+        what = f"{node.lineno}, {node.end_lineno}, {ast.unparse(node)!r}"
+        stores = sorted(block.stores) if function is not None else []
+        if function is not None:
+            what += f", {block.leaves!r}, {sorted(block.names)}, {stores}"
+        elif block.leaves in ("break", "continue"):  # a `return` there is of a function that the block defines
+            what += f", {block.leaves!r}"
+        lines = ["_scope_ = None", "if hasattr(_scope_, 'is_remote'):", f"    {_DISPATCH}(_scope_, {what})"]
+        for name in stores:
+            lines += [f"    if {name!r} in {_DISPATCH}.bound:", f"        {name} = {_DISPATCH}.bound[{name!r}]"]
+        assignment, branch = ast.parse("\n".join(lines)).body
+        assert isinstance(assignment, ast.Assign)
+        assert isinstance(branch, ast.If)
+        assignment.value, scope.context_expr = scope.context_expr, ast.Name("_scope_", ast.Load())
+        for part in (assignment, branch, scope.context_expr):
             for each in ast.walk(part):
                 if isinstance(each, ast.stmt | ast.expr):
                     ast.copy_location(each, node)
         self.generic_visit(node)
         branch.orelse = [node]
-        return statements
+        return [assignment, branch]
 
 
 class _Block(ast.NodeVisitor):
@@ -192,14 +175,14 @@ def _calls_scope(expression: ast.expr) -> bool:
 
 
 class ScopeDispatch:
-    """Decides, when the code runs, where the block belongs.
+    """Runs a block on the replicas.
 
     Args:
-        run: Runs a text on the replicas.
-    """
+        run: Runs a text there.
 
-    taken: Any = None
-    """The context manager that was evaluated, for the branch that enters it here."""
+    Attributes:
+        bound: What the block of a function assigned.
+    """
 
     def __init__(self, run: RunInScope) -> None:
         self._run = run
@@ -209,93 +192,71 @@ class ScopeDispatch:
         """Make it reachable from cells."""
         shell._distnb_scope = self  # type: ignore[attr-defined]
 
-    def __call__(self, scope: Any, first: int, last: int, unparsed: str, leaves: str) -> bool:
-        """Run a statement of a cell on the replicas if that is where the scope is.
+    def __call__(
+        self,
+        scope: Any,
+        first: int,
+        last: int,
+        unparsed: str,
+        leaves: str = "",
+        names: Sequence[str] = (),
+        stores: Sequence[str] = (),
+    ) -> None:
+        """Run a `with` statement on the replicas.
 
         Args:
-            scope: What the context expression gave.
+            scope: What the context expression gave: a remote scope.
             first, last: The statement's lines.
             unparsed: The statement, should its lines not be found.
             leaves: What in it belongs to the code around.
-
-        Returns:
-            Whether it was run.
+            names: Names in the statement: those that are its function's locals go along.
+            stores: Those of them that it assigns.
         """
-        remote = sys.modules.get("distnb.notebook.remote_runtime")
-        if remote is None or not isinstance(scope, remote.RemoteScope):
-            self.taken = scope
-            return False
-        # A `return` and the like of a function that is defined in the block is its own.
-        _refuse(leaves if leaves in ("break", "continue") else "")
-        filename = sys._getframe(1).f_code.co_filename
-        source, indent = _lines(filename, first, last, unparsed)
-        if indent:
-            source = "\n" * (first - 2) + "if True:\n" + source
-        else:
-            source = "\n" * (first - 1) + source if source != unparsed else source
-        with presented():
-            self._run(source, scope.strategy.spec, filename)
-        return True
-
-    def hand_over(self, scope: Any, first: int, last: int, unparsed: str, leaves: str, names: list[str]) -> None:
-        """Run a statement of a function on the replicas; what it assigned is `bound` then.
-
-        Args:
-            scope: A remote scope.
-            first, last, unparsed, leaves: As above.
-            names: Names in the statement: those that are the function's locals go along.
-        """
-        _refuse(leaves)
+        if leaves:
+            raise ContextError(
+                f"The block of `with strategy.scope():` runs on the replicas, and holds a `{leaves}` that belongs to "
+                "the code around it, which does not. The cure: put the whole code in a %%distribute cell, or the "
+                "statement behind the block."
+            )
         frame = sys._getframe(1)
-        user_ns, here = frame.f_globals, frame.f_locals
-        given = {_GIVEN + name: here[name] for name in names if name in here}
-        filename = frame.f_code.co_filename
-        statement, indent = _lines(filename, first, last, unparsed)
+        user_ns, filename = frame.f_globals, frame.f_code.co_filename
+        text, indent = _text_of(filename, first, last, unparsed)
+        self.bound.clear()
+        if not names:
+            above = "\n" * (first - 2) + "if True:\n" if indent else "\n" * (first - 1)
+            self._send(above + text, scope, filename)
+            return
         if not indent:
-            statement, indent = textwrap.indent(unparsed, "    ") + "\n", "    "
-        node = ast.parse("if True:\n" + statement).body[0]
-        assert isinstance(node, ast.If)
-        assert isinstance(node.body[0], ast.With)
-        stores = sorted(_Block(node.body[0], None).stores)
-        head = ", ".join(f"{name}={_GIVEN}{name}" for name in names if _GIVEN + name in given)
+            text, indent = textwrap.indent(text, "    "), "    "
+        here = frame.f_locals if frame.f_locals is not user_ns else {}
+        given = {_GIVEN + name: here[name] for name in names if name in here}
+        head = ", ".join(f"{name}={_GIVEN}{name}" for name in names if name in here)
         tail = [f"{indent}global {', '.join(_MADE + name for name in stores)}"] if stores else []
         for name in stores:
             tail += [f"{indent}try:", f"{indent}    {_MADE}{name} = {name}"]
             tail += [f"{indent}except NameError:", f"{indent}    pass"]
-        text = "\n" * (first - 2) + f"def {_BLOCK}({head}):\n{statement}" + "\n".join([*tail, f"{_BLOCK}()", ""])
-        self.bound.clear()
+        body = "\n".join([text, *tail, f"{_BLOCK}()", ""])
         user_ns.update(given)
         try:
-            with presented():
-                self._run(text, scope.strategy.spec, filename)
+            self._send("\n" * (first - 2) + f"def {_BLOCK}({head}):\n{body}", scope, filename)
         finally:
-            for name in given:
+            for name in (*given, _BLOCK):
                 user_ns.pop(name, None)
-            user_ns.pop(_BLOCK, None)
             made = {name: user_ns.pop(_MADE + name) for name in stores if _MADE + name in user_ns}
         self.bound.update(made)
 
-
-def _refuse(leaves: str) -> None:
-    if leaves:
-        raise ContextError(
-            f"The block of `with strategy.scope():` runs on the replicas, and holds a `{leaves}` that belongs to the "
-            "code around it, which does not. The cure: put the whole code in a %%distribute cell, or the statement "
-            "behind the block."
-        )
+    def _send(self, source: str, scope: Any, filename: str) -> None:
+        with presented():
+            self._run(source, scope.strategy.spec, filename)
 
 
-def _lines(filename: str, first: int, last: int, unparsed: str) -> tuple[str, str]:
-    """A statement's text and its indentation; as it is unparsed if its lines are not these."""
-    lines = linecache.getlines(filename)[first - 1 : last]
-    text = "".join(lines)
-    text += "" if text.endswith("\n") else "\n"
+def _text_of(filename: str, first: int, last: int, unparsed: str) -> tuple[str, str]:
+    """A statement as its file has it, and its indentation; as it is unparsed if those lines say something else."""
+    text = "".join(linecache.getlines(filename)[first - 1 : last])
     indent = text[: len(text) - len(text.lstrip(" \t"))]
     try:
-        body = ast.parse("if True:\n" + text if indent else text).body
+        found = ast.parse("if True:\n" + text if indent else text)
     except SyntaxError:
         return unparsed, ""
-    if indent:
-        assert isinstance(body[0], ast.If)
-        body = body[0].body if len(body) == 1 else []
-    return (text, indent) if len(body) == 1 and isinstance(body[0], ast.With) else (unparsed, "")
+    same = ast.unparse(found) == ("if True:\n" + textwrap.indent(unparsed, "    ") if indent else unparsed)
+    return (text, indent) if same else (unparsed, "")

@@ -1,12 +1,13 @@
-"""Errors in ordinary cells: their tracebacks show the user's lines, and not our house."""
+"""How errors are shown in a notebook: with the user's lines, and none of distnb's own."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import IPython
@@ -18,7 +19,7 @@ from distnb.notebook.handles.handle import HANDLES
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["callers_lines", "install", "remove", "users_part"]
+__all__ = ["callers_lines", "install", "presented", "remove", "users_part", "without_frames"]
 
 _KINDS = (BaseException,)  # the user's own, too: they may have come through our house, or be raised from one of ours
 _IPYTHON = os.path.dirname(IPython.__file__) + os.sep
@@ -106,3 +107,39 @@ def users_part(traceback: TracebackType | None, own: tuple[str, ...] = (OWN,)) -
     return rebuilt(
         [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith((*own, _MANAGERS))] or frames
     )
+
+
+@contextmanager
+def presented() -> Iterator[None]:
+    """Let an error that leaves the block be shown by its text alone.
+
+    An error of a replica brings its own rendering, with the replica's traceback; that one is kept. An error that is
+    not distnb's keeps its traceback: it would be a defect, whose place must be seen.
+    """
+    try:
+        yield
+    except (DistnbError, KeyboardInterrupt) as error:
+        if not hasattr(error, "_render_traceback_"):
+            _render_plainly(error)
+        raise
+
+
+def _render_plainly(error: BaseException) -> None:
+    name, text = type(error).__name__, str(error)
+
+    def render(self: BaseException) -> list[str]:
+        return [f"\x1b[31m{name}\x1b[0m: {text}" if text else f"\x1b[31m{name}\x1b[0m"]
+
+    # IPython asks the exception itself how it wants to be shown.
+    error._render_traceback_ = MethodType(render, error)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def without_frames(shell: InteractiveShell) -> Iterator[None]:
+    """Let a syntax error of the user's text look as in any cell: the line and what is wrong with it, no frames."""
+    try:
+        yield
+    except SyntaxError as error:
+        lines = shell.SyntaxTB.structured_traceback(type(error), error)
+        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+        raise

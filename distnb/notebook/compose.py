@@ -76,12 +76,12 @@ def attach(front: FrontEnd | None) -> None:
     """Show what happens by a front end from now on; None: by none any more."""
     global _front
     from distnb.notebook.namespace import module_watch
-    from distnb.strategies import live
+    from distnb.runtime.this_process import this_process
 
     with _lock:
         _front = front or _PLAIN
         module_watch.versions[:] = [_front.module_version]
-        live.sink = _front.live
+        this_process.live_sink = _front.live
         _register_remote(front is not None or current() is not None)
         _follow(current())
 
@@ -89,10 +89,10 @@ def attach(front: FrontEnd | None) -> None:
 def _register_remote(is_notebook: bool) -> None:
     """Let strategies of several replicas run on the session, or on the one that the front end starts for them."""
     from distnb.notebook.remote_runtime import Remote
-    from distnb.runtime import choice
+    from distnb.runtime.this_process import this_process
 
-    factory = (lambda strategy: Remote(lambda: _front.session_for(strategy))) if is_notebook else None
-    choice.register_remote(factory, machines)
+    this_process.remote = (lambda strategy: Remote(lambda: _front.session_for(strategy))) if is_notebook else None
+    this_process.machines = machines
 
 
 def _follow(session: Session | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from distnb.errors import CollectiveError, CollectiveMismatchError, EngineDied, ProgramError, RemoteError
 from distnb.notebook.dispatch import Outcome
-from distnb.notebook.output.ranges import ranges
+from distnb.notebook.output.wording import ranges
 from distnb.objects.placeholder import Placeholder
 from distnb.topology import Team
 from distnb.wire.messages import ErrorReport, Reply

@@ -30,8 +30,6 @@ class Interrupts:
     it was kept: the wait for that reply would never end. In other threads nothing changes; SIGINT never comes there.
     """
 
-    _anew = True  # each time it is entered, what nobody has taken before is forgotten
-
     def __init__(self) -> None:
         self.count = 0
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -43,8 +41,7 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         # SIGINT may raise until it is held back: what is changed before is as good without it.
         if not self._depth:
-            if self._anew:
-                self.count = 0
+            self.count = 0
             self._before = None
             if threading.get_ident() == threading.main_thread().ident:
                 before = getsignal(_SIGINT)
@@ -63,11 +60,7 @@ class Interrupts:
         self._until = None
         if self._before is not None:
             set_handler(_SIGINT, self._before)
-        if kind is None:  # only now: from here on SIGINT raises by itself
-            self._ended()
-
-    def _ended(self) -> None:
-        if self.take():
+        if kind is None and self.take():  # only now: from here on SIGINT raises by itself
             raise KeyboardInterrupt
 
     def take(self) -> bool:

@@ -101,17 +101,21 @@ def was_told(value: PendingCall) -> bool:
 
 
 class Unsettled:
-    """The calls that nobody has waited for yet, in the order in which they were sent."""
+    """The calls that nobody has waited for yet, by their programs, in the order in which they were sent."""
 
     def __init__(self) -> None:
-        self._calls: list[PendingCall] = []
+        self._calls: dict[int, PendingCall] = {}
 
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def add(self, call: PendingCall) -> None:
+    def add(self, program: int, call: PendingCall) -> None:
         """A call was sent."""
-        self._calls.append(call)
+        self._calls[program] = call
+
+    def discard(self, program: int) -> None:
+        """A call went well, and its result is there: whoever wants that has it."""
+        self._calls.pop(program, None)
 
     def keep_few(self) -> None:
         """Wait for the oldest of them, where they have become too many.
@@ -121,11 +125,11 @@ class Unsettled:
         """
         if len(self._calls) > _MOST_UNSETTLED:
             while len(self._calls) > _FEW_UNSETTLED:
-                resolve(self._calls.pop(0))
+                resolve(self._calls.pop(next(iter(self._calls))))
 
     def wait(self) -> None:
         """Wait for all of them; what they raise is told where their results are used, or when they are settled."""
-        for call in self._calls:
+        for call in list(self._calls.values()):
             with contextlib.suppress(Exception):
                 resolve(call)
 
@@ -135,7 +139,7 @@ class Unsettled:
         Raises:
             BaseException: What the first that failed raised, unless a use of its result has raised it before.
         """
-        calls, self._calls = self._calls, []
-        for call in calls:
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
             if not was_told(call):
                 resolve(call)

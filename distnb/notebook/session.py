@@ -256,10 +256,14 @@ class Session:
                     raise
                 if wait:
                     return self._finish_call(outcome, team, snapshot)
-                pending = PendingCall(
-                    lambda keep: self._finish_call(outcome, team, snapshot, outcome.interrupted, keep)
-                )
-                self._unsettled.add(pending)
+
+                def finish(keep: Callable[[Any], object]) -> Any:
+                    result = self._finish_call(outcome, team, snapshot, outcome.interrupted, keep)
+                    self._unsettled.discard(program)
+                    return result
+
+                pending = PendingCall(finish)
+                self._unsettled.add(program, pending)
             self._unsettled.keep_few()
             return pending
 

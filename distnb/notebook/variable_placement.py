@@ -36,13 +36,13 @@ def variables(user_ns: Mapping[str, Any], devices: Mapping[int, str], since_prog
         if name.startswith("_") or type(value) not in HANDLES:
             continue
         state = state_of_handle(value)
-        if not state.space.ended and state.identity[0] >= since_program:
+        if not state.tracked.ended and state.identity[0] >= since_program:
             rows.append(_row(name, state, devices, mirrored=isinstance(value, Mirrored)))
     return rows
 
 
 def _row(name: str, state: RemoteState, devices: Mapping[int, str], *, mirrored: bool) -> VariableRow:
-    engines = state.space.key[0]
+    engines = state.tracked.key[0]
     replicas = [replica for replica in sorted(state.facts) if replica not in state.lost]
     summaries = [state.facts[replica].summary for replica in replicas]
     known = [summary for summary in summaries if summary is not None]
@@ -104,7 +104,7 @@ def drift_reports(user_ns: Mapping[str, Any], names: Sequence[str] = ()) -> dict
     mirrored = [
         name
         for name, value in user_ns.items()
-        if isinstance(value, RemoteMirrored) and not name.startswith("_") and not state_of_handle(value).space.ended
+        if isinstance(value, RemoteMirrored) and not name.startswith("_") and not state_of_handle(value).tracked.ended
     ]
     return {name: _report(user_ns[name]) for name in names or mirrored}
 

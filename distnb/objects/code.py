@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import enum
 import functools
-import importlib
 import linecache
 import os
 import sys
@@ -19,18 +18,16 @@ import typing
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 
 from distnb.objects.plain import is_importable
 
-if TYPE_CHECKING:
-    from distnb.objects.opening import Opener
-
 __all__ = [
     "Classes",
     "CodeNames",
+    "DYNAMIC",
     "EMPTY",
     "class_state",
     "content_of",
@@ -40,6 +37,7 @@ __all__ = [
     "is_simple",
     "kind_of_class",
     "names_of_code",
+    "own_names",
     "reduce_cell",
     "reduce_class",
     "reduce_function",
@@ -53,7 +51,9 @@ _cloudpickle: Any = cloudpickle.cloudpickle  # what it knows of classes has no p
 DYNAMIC = frozenset({"dir", "eval", "exec", "globals", "locals", "vars"})
 """Text that names one of these may read any name."""
 
-_GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL"})
+_GLOBAL_READS = frozenset(
+    {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_GLOBAL", "DELETE_NAME", "STORE_GLOBAL"}
+)
 
 
 class _Empty:
@@ -94,10 +94,15 @@ class CodeNames:
         self.dynamic = bool(names & DYNAMIC)
 
 
+def own_names(code: types.CodeType) -> set[str]:
+    """The global names that a code object itself uses, those nested in it excepted."""
+    return {each.argval for each in dis.get_instructions(code) if each.opname in _GLOBAL_READS}
+
+
 @functools.lru_cache(maxsize=4096)
 def names_of_code(code: types.CodeType) -> CodeNames:
     """The names that a code object uses."""
-    names = {each.argval for each in dis.get_instructions(code) if each.opname in _GLOBAL_READS}
+    names = own_names(code)
     attributes = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -144,6 +149,27 @@ def _says_no_more(annotation: Any) -> bool:
     return annotation is None or type(annotation) is str or (isinstance(annotation, type) and is_importable(annotation))
 
 
+# What pickles name, and whoever opens them has methods for: see `opening.Opener`.
+def make_function(code: types.CodeType, globals_: dict[str, Any] | str | None, closure: Any) -> types.FunctionType:
+    """A function without its state, which may refer to it."""
+    raise NotImplementedError
+
+
+def make_class(identity: str, kind: str, args: tuple[Any, ...], where: str | None) -> type:
+    """A class that is known, or a new one without its attributes, which may refer to it."""
+    raise NotImplementedError
+
+
+def fill_class(cls: type, state: dict[str, Any]) -> None:
+    """Give a class its attributes."""
+    raise NotImplementedError
+
+
+def make_type_variable(identity: str, name: str, constraints: Any, bound: Any, kinds: Any, module: str) -> Any:
+    """A type variable that is known, or a new one."""
+    raise NotImplementedError
+
+
 # -- functions -----------------------------------------------------------------------------------------------------
 
 
@@ -165,18 +191,6 @@ def _globals_of(function: types.FunctionType, user_ns: dict[str, Any]) -> dict[s
         return module.__name__
     names = names_of_code(function.__code__).names  # made by exec in a dict of its own
     return {name: value for name, value in found.items() if name in names and name != "__builtins__"}
-
-
-def make_function(
-    opener: Opener, code: types.CodeType, globals_: dict[str, Any] | str | None, closure: Any
-) -> types.FunctionType:
-    """A function without its state, which may refer to it."""
-    if globals_ is None:
-        globals_ = opener.user_ns
-    elif isinstance(globals_, str):
-        globals_ = vars(importlib.import_module(globals_))
-    globals_.setdefault("__builtins__", __builtins__)
-    return types.FunctionType(code, globals_, code.co_name, None, closure)
 
 
 def function_state(function: types.FunctionType) -> dict[str, Any]:
@@ -322,66 +336,3 @@ def reduce_type_variable(variable: typing.TypeVar, classes: Classes) -> Any:
     kinds = {"covariant": variable.__covariant__, "contravariant": variable.__contravariant__}
     args = (variable.__name__, variable.__constraints__, variable.__bound__, kinds, variable.__module__)
     return make_type_variable, (classes.id_of(variable), *args)
-
-
-def make_type_variable(
-    opener: Opener, identity: str, name: str, constraints: Any, bound: Any, kinds: dict[str, bool], module: str
-) -> Any:
-    """A type variable that is known here, or a new one."""
-    classes = opener.side.classes
-    found = classes.get(identity)
-    if found is None:
-        found = typing.TypeVar(name, *constraints, bound=bound, **kinds)  # type: ignore[misc]
-        found.__module__ = module
-        classes.add(identity, found)
-    return found
-
-
-def make_class(opener: Opener, identity: str, kind: str, args: tuple[Any, ...], where: str | None) -> type:
-    """A class that is known here, or a new one without its attributes, which may refer to it.
-
-    Its name is bound at once, where it has none yet: what is opened with its attributes may be looked up by it.
-    """
-    classes = opener.side.classes
-    cls: Any = classes.get(identity)
-    if cls is None:
-        cls = _new_class(kind, args, classes)
-        classes.add(identity, cls)
-        opener.made_classes.add(cls)
-    if where is not None and where not in opener.user_ns:
-        opener.user_ns[where] = cls
-        opener.bound.append(where)
-    made: type = cls
-    return made
-
-
-def _new_class(kind: str, args: tuple[Any, ...], classes: Classes) -> type:
-    bases = args[0] if kind == "enum" else args[2]
-    # A class that arrives is not defined anew: nobody hears of it, as nobody does of an instance.
-    every = {each for base in bases if isinstance(base, type) for each in base.__mro__ if each in classes}
-    hooks = {base: hook for base in every if (hook := vars(base).get("__init_subclass__")) is not None}
-    for base in hooks:
-        base.__init_subclass__ = classmethod(lambda cls, **keywords: None)  # type: ignore[assignment]
-    try:
-        if kind == "class" and args[0] in classes:
-            metaclass, name, bases, keywords = args[:4]
-            new: type = type.__new__(metaclass, name, bases, dict(keywords))
-            return new
-        make = _cloudpickle._make_skeleton_enum if kind == "enum" else _cloudpickle._make_skeleton_class
-        made: type = make(*args)
-        return made
-    finally:
-        for base, hook in hooks.items():
-            base.__init_subclass__ = hook  # type: ignore[method-assign]
-
-
-def fill_class(opener: Opener, cls: Any, state: dict[str, Any]) -> None:
-    """Give a class its attributes; of one that was known here they are merged when all has arrived."""
-    if not isinstance(cls, type):
-        return  # it could not be made
-    if cls not in opener.made_classes:
-        opener.held_classes.append((cls, state))
-        return
-    opener.made_classes.discard(cls)
-    opener.new_classes.append(cls)
-    _cloudpickle._class_setstate(cls, (state, {}))

@@ -53,7 +53,7 @@ class Memory:
         if hasattr(self.owner, "cpu"):
             import torch
 
-            with torch.no_grad():
+            with torch.inference_mode(self.owner.is_inference()), torch.no_grad():
                 self.owner.copy_(torch.frombuffer(data, dtype=torch.uint8))
             return
         self.owner[:] = numpy.frombuffer(data, dtype=numpy.uint8)
@@ -157,14 +157,15 @@ def array_window(array: Any, memories: Memories) -> tuple[Memory, int]:
     if torch is not None and isinstance(root.base, torch.Tensor) and dense_tensor(root.base):
         memory, _ = tensor_window(root.base, memories)
         return memory, first - memory.start
-    if root.nbytes > max(_SMALL_NBYTES, _LARGER_BY_FAR * (end - start)):
-        root = _extent(array)
     flat = root.transpose(numpy.argsort([-abs(stride) for stride in root.strides], kind="stable"))
     if not flat.flags.c_contiguous or root.dtype.itemsize == 0:
         copy = numpy.ascontiguousarray(array)
         memory = Memory(_as_bytes(copy), copy.ctypes.data, copy.nbytes)
         return memory, -1  # nothing can share it: its own copy, in C order
-    memory = Memory(_as_bytes(flat), flat.__array_interface__["data"][0], flat.nbytes)
+    block, lowest = _as_bytes(flat), flat.__array_interface__["data"][0]
+    if root.nbytes > max(_SMALL_NBYTES, _LARGER_BY_FAR * (end - start)):  # not all of it for a small part
+        block, lowest = block[start - lowest : end - lowest], start
+    memory = Memory(block, lowest, block.nbytes)
     memories.add(memory)
     return memory, first - memory.start
 
@@ -173,26 +174,6 @@ def _as_bytes(array: Any) -> Any:
     import numpy
 
     return array.reshape(-1).view(numpy.uint8) if array.nbytes else numpy.empty(0, numpy.uint8)
-
-
-def _extent(array: Any) -> Any:
-    """The bytes from an array's first to its last, as an array of their own on its memory."""
-    import numpy
-    from numpy.lib.array_utils import byte_bounds
-
-    start, end = byte_bounds(array)
-    below = sum(stride * (size - 1) for stride, size in zip(array.strides, array.shape, strict=True) if stride < 0)
-    assert array.__array_interface__["data"][0] + below == start
-    lowest = array[tuple(slice(None, None, -1) if stride < 0 else slice(None) for stride in array.strides)]
-    return numpy.lib.stride_tricks.as_strided(
-        lowest.view(numpy.uint8) if lowest.ndim == 0 else _first(lowest), (end - start,), (1,)
-    )
-
-
-def _first(array: Any) -> Any:
-    import numpy
-
-    return array[(slice(0, 1),) * array.ndim].reshape(-1)[:1].view(numpy.uint8)
 
 
 def tensor_window(tensor: Any, memories: Memories) -> tuple[Memory, int]:

@@ -7,9 +7,9 @@ itself. What is no row of the table does not travel.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
-import pickle
 import random
 import sys
 import warnings
@@ -65,13 +65,8 @@ class Environment:
         return self if changes is None else Environment({**self.modes, **changes.modes}, self.cell)
 
 
-When = Literal["always", "cell", "beginning"]
-Moment = Literal["beginning", "end", "call"]
-_LOOKED_AT: dict[Moment, frozenset[When]] = {
-    "beginning": frozenset({"always", "cell", "beginning"}),
-    "end": frozenset({"always", "cell"}),
-    "call": frozenset({"always"}),
-}
+Moment = Literal["call", "end", "beginning"]
+_MOMENTS: tuple[Moment, ...] = ("call", "end", "beginning")
 
 
 @dataclass(frozen=True)
@@ -83,9 +78,9 @@ class Mode:
         capture: Reads it. The value is plain data, and opens where none of the user's modules is.
         apply: Sets it to a value that `capture` read in another process.
         library: It is read only where this is loaded.
-        when: It is looked at "always", around each cell and call; around a "cell"; or at a cell's "beginning" only, so
-            that it does not come back (imports on the replicas change filters, too). The beginning of an ordinary cell
-            is the first call in it.
+        when: It is looked at around each "call" and cell; around cells only, at their "end", too; or at a cell's
+            "beginning" only, so that it does not come back (imports on the replicas change filters, too). The beginning
+            of an ordinary cell is the first call in it.
         early: It is set before what comes with it is opened; the others, which would disturb that, afterwards.
     """
 
@@ -93,7 +88,7 @@ class Mode:
     capture: Callable[[], Any]
     apply: Callable[[Any], Any]
     library: str = ""
-    when: When = "always"
+    when: Moment = "call"
     early: bool = False
 
 
@@ -106,16 +101,15 @@ def capture_environment(before: Environment | None = None, moment: Moment = "beg
             `before`, but not at the first call in a cell.
     """
     loaded = {"", *filter(_is_loaded, ("torch", "numpy"))}
-    looked_at = _LOOKED_AT[moment]
-    known = before.modes if before is not None and before.cell == _cell else {}
+    looked_at = _MOMENTS[: _MOMENTS.index(moment) + 1]
+    same_cell = before is not None and before.cell == _cell
+    known = before.modes if before is not None and same_cell else {}
     modes = {
-        mode.name: known[mode.name] if mode.when not in looked_at and mode.name in known else mode.capture()
+        mode.name: mode.capture() if mode.when in looked_at or mode.name not in known else known[mode.name]
         for mode in MODES
         if mode.library in loaded
     }
-    if before is not None and before.cell == _cell and before.modes == modes:
-        return before
-    return Environment(modes, _cell)
+    return before if before is not None and same_cell and known == modes else Environment(modes, _cell)
 
 
 _cell = 0
@@ -271,11 +265,18 @@ def _set_inference(on: bool) -> None:
     _inference_entered.append((on, guard))
 
 
+@functools.cache
+def _kinds_to_cast_on() -> tuple[str, ...]:
+    accelerator = _torch().accelerator.current_accelerator()  # to ask for all that torch knows takes 15 µs
+    return tuple({"cpu": 0, "cuda": 0, accelerator.type if accelerator is not None else "cpu": 0})
+
+
 def _autocast() -> tuple[Any, ...]:
     import torch
 
-    kinds = torch._C._autocast_supported_devices()
-    each = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    each = tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds_to_cast_on()
+    )
     return each, torch.is_autocast_cache_enabled()
 
 
@@ -381,17 +382,19 @@ def _set_numpy_printing(options: dict[str, Any]) -> None:
     numpy.set_printoptions(**options)
 
 
-def _numpy_random() -> bytes:
+def _numpy_random() -> tuple[Any, ...]:
     # This loads NumPy, which seeds itself from the system's entropy: loaded on the replicas alone it would differ.
     import numpy.random
 
-    return pickle.dumps(numpy.random.get_state(legacy=False))
+    name, key, *rest = numpy.random.get_state(legacy=True)
+    return name, numpy.asarray(key).tobytes(), *rest
 
 
-def _set_numpy_random(state: bytes) -> None:
-    import numpy.random
+def _set_numpy_random(state: tuple[Any, ...]) -> None:
+    import numpy
 
-    numpy.random.set_state(pickle.loads(state))
+    name, key, *rest = state
+    numpy.random.set_state((name, numpy.frombuffer(key, numpy.uint32), *rest))
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -432,6 +435,6 @@ MODES = (
     ),
     Mode("numpy printing", _numpy_printing, _set_numpy_printing, "numpy", when="beginning"),
     Mode("torch random state", _torch_random, _set_torch_random, "torch"),
-    Mode("random", random.getstate, random.setstate, when="cell"),
-    Mode("numpy.random", _numpy_random, _set_numpy_random, when="cell"),
+    Mode("random", random.getstate, random.setstate, when="end"),
+    Mode("numpy.random", _numpy_random, _set_numpy_random, when="end"),
 )

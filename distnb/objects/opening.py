@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import collections
-import functools
+import importlib
 import io
 import pickle
 import pickletools
+import types
+import typing
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
+
+import cloudpickle
 
 from distnb.objects import code, packing
 from distnb.objects.memory import Memory
 from distnb.objects.packing import Packed, Side
 from distnb.objects.placeholder import Placeholder
 
-__all__ = ["Opener", "pairs_in"]
+__all__ = ["Opener", "pairs_in", "stands_for_lost"]
+
+_cloudpickle: Any = cloudpickle.cloudpickle  # what it knows of classes has no public name
 
 
 class Opener:
-    """Reads one pack, a value at a time.
-
-    What cannot be opened, whatever a user's class raises, is a placeholder, and all else is as it was sent.
+    """Reads one pack, a value at a time. One that cannot be opened, whatever a user's class raises, is a placeholder.
 
     Args:
         packed: What was sent.
@@ -31,85 +35,93 @@ class Opener:
         place: Where the memory of an accelerator lies here: a device of torch's, or "cpu".
 
     Attributes:
-        user_ns: The globals of functions that arrive.
         in_place: Whether memory that is known is written to; else what arrives is a copy.
-        made_classes: Classes that are new here and have no attributes yet.
-        new_classes: Those that have got them.
+        new_classes: Classes that were made.
         held_classes: Classes that were known, each with the state that arrived for it.
         new_memories: Memory that was made.
         resolved: What references stood for: handles, and objects that live here. They did not arrive.
         bound: Names in the namespace that classes were bound to on the way.
-        label: How messages call the value that is read.
-        failed: What the value that was read last could not be opened for; None if all went well.
+        failed: Why the value that was read last could not be opened; None if all went well.
     """
 
     def __init__(self, packed: Packed, side: Side, find: Callable[[int], Any], place: str) -> None:
-        self.user_ns = side.user_ns
         self.in_place = True
-        self.made_classes: set[type] = set()
+        self._bare_classes: set[type] = set()  # those made that have no attributes yet
         self.new_classes: list[type] = []
         self.held_classes: list[tuple[type, dict[str, Any]]] = []
         self.bound: list[str] = []
         self.new_memories: list[Memory] = []
         self.resolved: list[Any] = []
-        self.side = side
+        self.failed: Exception | None = None
+        self._side = side
         self._find = find
         self._place = place
         self._own: dict[tuple[str, str], Any] = {
-            (packing.__name__, "open_reference"): self._resolve,
-            (packing.__name__, "open_special"): side.resolve_special,
-            (packing.__name__, "open_memory"): self._open_memory,
-            (packing.__name__, "update_memory"): self._update_memory,
-            (packing.__name__, "open_from_host"): self._open_from_host,
+            (method.__module__, method.__name__): getattr(self, f"_{method.__name__}")
+            for method in (
+                *(packing.open_reference, packing.open_special, packing.open_from_host),
+                *(packing.open_memory, packing.update_memory),
+                *(code.make_function, code.make_class, code.fill_class, code.make_type_variable),
+            )
         }
-        for function in (code.make_function, code.make_class, code.fill_class, code.make_type_variable):
-            self._own[code.__name__, function.__name__] = functools.partial(function, self)
-        self.label = ""
-        self.failed: Exception | None = None
-        self._data = packed.data
         self._buffers = [_writable(each) for each in packed.buffers]
         self._file = io.BytesIO(packed.data)
-        self._reader: _Quick | _Patient = _Quick(self, self._file, buffers=self._buffers)
+        self._reader: Any = _Unpickler(self._file, buffers=self._buffers)
+        self._reader.own, self._reader.find = self._own, find
 
     @property
     def memo(self) -> Any:
         """Every object by its place."""
         return self._reader.memo
 
-    def load(self) -> Any:
-        """The next value."""
+    def load(self, label: str = "A value") -> Any:
+        """The next value.
+
+        Args:
+            label: How messages call it.
+        """
         start, self.failed = self._file.tell(), None
         try:
             return self._reader.load()
-        except Exception:  # whatever the user's classes raise  # noqa: BLE001
-            self._reader = _Patient(self, start)
-            return self._reader.load()
+        except Exception as error:  # whatever the user's classes raise  # noqa: BLE001
+            self.failed = error
+            stands = Placeholder(
+                f"{label} cannot be opened here: {type(error).__name__}: {error}. The cure: make it inside the "
+                "distributed cell, or keep it out of what the cell reads."
+            )
+            vars(stands)["why"] = error.with_traceback(None)
+            root = [stands]
+            self._go_on_after(start, root)
+            return root
 
     def close(self) -> None:
         """Nothing is read any more. What was read is then held by nobody but those who got it: no cycle keeps it."""
         self._own.clear()
-        del self._reader.opener
 
-    def own(self, module: str, name: str) -> Any:
-        """What a name in a pickle means here; None for what it means anywhere."""
-        return self._own.get((module, name))
+    def _go_on_after(self, start: int, root: list[Placeholder]) -> None:
+        """Read on behind a value that could not be opened. `root` stands for it, and its item for every part of it."""
+        counts, sound = collections.Counter[str](), 0
+        self._file.seek(0)
+        while self._file.tell() <= start:
+            sound = counts["MEMOIZE"]
+            counts.update(opcode.name for opcode, _, _ in pickletools.genops(self._file))
+        known = self._reader.memo.copy()
+        # Python's own: C's crashes when it is given a memo (3.11).
+        reader: Any = _PythonUnpickler(self._file, buffers=self._buffers[counts["NEXT_BUFFER"] :])
+        reader.own, reader.find = self._own, self._find
+        lost = dict.fromkeys(range(sound, counts["MEMOIZE"]), root[0])
+        reader.memo = _Memo({**{place: known[place] for place in range(sound)}, **lost, sound: root})
+        self._reader = reader
 
-    def find(self, number: int) -> Any:
-        """The object of a number."""
-        return self._find(number)
+    # -- what pickles name ---------------------------------------------------------------------------------------------
 
-    def begun(self, start: int) -> tuple[io.BytesIO, list[Any], dict[int, Any]]:
-        """To go on reading from the beginning of a value: the file, the buffers that are left, and the memo."""
-        file, counts = io.BytesIO(self._data), collections.Counter[str]()
-        while file.tell() < start:
-            counts.update(code.name for code, _, _ in pickletools.genops(file))
-        memo = {place: obj for place, obj in self._reader.memo.copy().items() if place < counts["MEMOIZE"]}
-        return file, self._buffers[counts["NEXT_BUFFER"] :], memo
-
-    def _resolve(self, token: Any) -> Any:
-        found = self.side.references.resolve(token)
+    def _open_reference(self, token: Any) -> Any:
+        found = self._side.references.resolve(token)
         self.resolved.append(found)
         return found
+
+    def _open_special(self, word: str) -> Any:
+        return self._side.resolve_special(word)
 
     def _open_from_host(self, host: Any, requires_grad: bool, is_parameter: bool) -> Any:
         tensor = host if self._place == "cpu" else host.to(self._place)
@@ -126,115 +138,108 @@ class Opener:
 
     def _update_memory(self, number: int, data: Any) -> Memory:
         known: Memory = self._find(number)
-        if data is None:
-            return known if self.in_place else Memory.filled(bytes(known.bytes()), known.device, self._place)
         if not self.in_place:
-            return Memory.filled(data, known.device, self._place)
-        known.write(data)
+            return Memory.filled(bytes(known.bytes()) if data is None else data, known.device, self._place)
+        if data is not None:
+            known.write(data)
         return known
 
+    def _make_function(
+        self, code: types.CodeType, globals_: dict[str, Any] | str | None, closure: Any
+    ) -> types.FunctionType:
+        if globals_ is None:
+            globals_ = self._side.user_ns
+        elif isinstance(globals_, str):
+            globals_ = vars(importlib.import_module(globals_))
+        globals_.setdefault("__builtins__", __builtins__)
+        return types.FunctionType(code, globals_, code.co_name, None, closure)
 
-class _Quick(pickle.Unpickler):
-    def __init__(self, opener: Opener, file: Any, *, buffers: Any) -> None:
-        self.opener = opener
-        super().__init__(file, buffers=buffers)
-
-    def find_class(self, module: str, name: str) -> Any:
-        own = self.opener.own(module, name)
-        return own if own is not None else super().find_class(module, name)
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self.opener.find(pid)
-
-
-_Slow: Any = pickle._Unpickler  # Python's own: its steps can be replaced
-
-
-class _Patient(_Slow):  # type: ignore[misc]
-    """Goes on where an object cannot be made, with a placeholder for it; slow, and only used after a failure."""
-
-    def __init__(self, opener: Opener, start: int) -> None:
-        self.opener = opener
-        self._why: dict[int, Exception] = {}  # by the `id()` of placeholders, which the memo holds
-        file, buffers, memo = opener.begun(start)
-        super().__init__(file, buffers=buffers)
-        opener._file = file
-        self.memo = memo
-
-    def find_class(self, module: str, name: str) -> Any:
-        own = self.opener.own(module, name)
-        try:
-            return own if own is not None else super().find_class(module, name)
-        except Exception as error:  # noqa: BLE001
-            return self._placeholder(error)
-
-    def persistent_load(self, pid: Any) -> Any:
-        return self.opener.find(pid)
-
-    def _placeholder(self, error: Exception) -> Placeholder:
-        self.opener.failed = error = self.opener.failed or error  # what fails after it fails for it
-        made = Placeholder(
-            f"{self.opener.label or 'A value'} cannot be opened here: {type(error).__name__}: {error}. The cure: make "
-            "it inside the distributed cell, or keep it out of what the cell reads."
-        )
-        self._why[id(made)] = error
+    def _make_class(self, identity: str, kind: str, args: tuple[Any, ...], where: str | None) -> type:
+        classes, user_ns = self._side.classes, self._side.user_ns
+        cls: Any = classes.get(identity)
+        if cls is None:
+            cls = _new_class(kind, args, classes)
+            classes.add(identity, cls)
+            self._bare_classes.add(cls)
+        # Its name is bound at once, where it has none yet: what is opened with its attributes may be looked up by it.
+        if where is not None and where not in user_ns:
+            user_ns[where] = cls
+            self.bound.append(where)
+        made: type = cls
         return made
 
-    def _made(self, operands: int, make: Callable[[Any], None]) -> None:
-        """An opcode that takes operands from the stack and puts an object there."""
-        rest, given = self.stack[:-operands], self.stack[-operands:]
-        try:
-            if type(given[0]) is Placeholder:
-                self.stack[:] = [*rest, given[0]]
-            else:
-                make(self)
-        except Exception as error:  # noqa: BLE001
-            self.stack[:] = [*rest, self._placeholder(error)]
+    def _fill_class(self, cls: Any, state: dict[str, Any]) -> None:
+        if cls in self._bare_classes:
+            self._bare_classes.discard(cls)
+            self.new_classes.append(cls)
+            _cloudpickle._class_setstate(cls, (state, {}))
+        else:  # it is merged when all has arrived
+            self.held_classes.append((cls, state))
 
-    def _filled(self, operands: int, fill: Callable[[Any], None]) -> None:
-        """An opcode that fills the object below its operands, which are marked if there are any number of them."""
-        obj = self.metastack[-1][-1] if not operands else self.stack[-1 - operands]
-        rest = self.metastack[-1][:-1] if not operands else self.stack[: -1 - operands]
-        try:
-            if type(obj) is not Placeholder:
-                fill(self)
-                return
-            if not operands:
-                self.pop_mark()
-        except Exception as error:  # noqa: BLE001
-            stands, obj = obj, self._placeholder(error)
-            for place, known in self.memo.items():
-                if known is stands:
-                    self.memo[place] = obj
-        self.stack[:] = [*rest, obj]
-
-    def _found(self, operands: int, find: Callable[[Any], None]) -> None:
-        """An opcode that puts an object there that was met before."""
-        find(self)
-        if type(self.stack[-1]) is Placeholder:
-            self.opener.failed = self.opener.failed or self._why.get(id(self.stack[-1]))
-
-    dispatch: ClassVar[dict[int, Any]] = dict(_Slow.dispatch)
+    def _make_type_variable(
+        self, identity: str, name: str, constraints: Any, bound: Any, kinds: dict[str, bool], module: str
+    ) -> Any:
+        found = self._side.classes.get(identity)
+        if found is None:
+            found = typing.TypeVar(name, *constraints, bound=bound, **kinds)  # type: ignore[misc]
+            found.__module__ = module
+            self._side.classes.add(identity, found)
+        return found
 
 
-def _with(way: Any, operands: int, known: Callable[[Any], None]) -> Callable[[Any], None]:
-    return lambda reader: way(reader, operands, known)
+def _new_class(kind: str, args: tuple[Any, ...], classes: code.Classes) -> type:
+    bases = args[0] if kind == "enum" else args[2]
+    # A class that arrives is not defined anew: nobody hears of it, as nobody does of an instance.
+    every = {each for base in bases if isinstance(base, type) for each in base.__mro__ if each in classes}
+    hooks = {base: hook for base in every if (hook := vars(base).get("__init_subclass__")) is not None}
+    for base in hooks:
+        base.__init_subclass__ = classmethod(lambda cls, **keywords: None)  # type: ignore[assignment]
+    try:
+        if kind == "class" and args[0] in classes:
+            metaclass, name, bases, keywords = args[:4]
+            new: type = type.__new__(metaclass, name, bases, dict(keywords))
+            return new
+        make = _cloudpickle._make_skeleton_enum if kind == "enum" else _cloudpickle._make_skeleton_class
+        made: type = make(*args)
+        return made
+    finally:
+        for base, hook in hooks.items():
+            base.__init_subclass__ = hook  # type: ignore[method-assign]
 
 
-for _code, _way, _operands in (
-    (pickle.BINGET, _Patient._found, 0),
-    (pickle.LONG_BINGET, _Patient._found, 0),
-    (pickle.REDUCE, _Patient._made, 2),
-    (pickle.NEWOBJ, _Patient._made, 2),
-    (pickle.NEWOBJ_EX, _Patient._made, 3),
-    (pickle.BUILD, _Patient._filled, 1),
-    (pickle.APPEND, _Patient._filled, 1),
-    (pickle.SETITEM, _Patient._filled, 2),
-    (pickle.APPENDS, _Patient._filled, 0),
-    (pickle.SETITEMS, _Patient._filled, 0),
-    (pickle.ADDITEMS, _Patient._filled, 0),
-):
-    _Patient.dispatch[_code[0]] = _with(_way, _operands, _Patient.dispatch[_code[0]])
+class _ByNames:
+    own: dict[tuple[str, str], Any]
+    find: Callable[[int], Any]
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self.own.get((module, name))
+        return found if found is not None else super().find_class(module, name)  # type: ignore[misc]
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self.find(pid)
+
+
+class _Unpickler(_ByNames, pickle.Unpickler):
+    """C's."""
+
+
+class _PythonUnpickler(_ByNames, pickle._Unpickler):
+    """Python's own."""
+
+
+class _Memo(dict[int, Any]):
+    """What refers to a value that could not be opened cannot be opened either."""
+
+    def __getitem__(self, place: int) -> Any:
+        found = super().__getitem__(place)
+        if stands_for_lost(found):
+            raise vars(found)["why"]
+        return found
+
+
+def stands_for_lost(obj: Any) -> bool:
+    """Whether an object stands for a value that arrived and could not be opened."""
+    return type(obj) is Placeholder and "why" in vars(obj)
 
 
 def pairs_in(packed: Packed) -> Iterator[tuple[int, int]]:

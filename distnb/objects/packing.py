@@ -15,7 +15,7 @@ import sys
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from distnb.objects import code
 from distnb.objects.memory import Memories, Memory, array_window, dense_tensor, plain_array, tensor_window
 from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, refusal
 
-__all__ = ["Looker", "Packer", "Packed", "References", "Side", "digest_of_stream", "out_of_band"]
+__all__ = ["Looker", "Packer", "Packed", "References", "Side", "out_of_band"]
 
 _HEAP_TYPE = 1 << 9
 _INLINE_NBYTES = 1024  # below this a buffer of its own costs more than it saves
@@ -208,7 +208,8 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
         label, root: How messages call what is pickled, and what it is.
     """
 
-    def __init__(self, file: io.BytesIO, side: Side, buffer_callback: Callable[[pickle.PickleBuffer], bool]) -> None:
+    def __init__(self, side: Side, keep: Callable[[pickle.PickleBuffer], bool] | None = None) -> None:
+        self.file = io.BytesIO()
         self.side = side
         self.names: set[str] = set()
         self.attributes: set[str] = set()
@@ -219,7 +220,21 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
         self.label = ""
         self.root: Any = None
         self._rules: dict[type, Callable[[Any, Any], Any]] = dict(_RULES)
-        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        self._digests: list[bytes] = []
+        super().__init__(self.file, protocol=5, buffer_callback=keep or _digests_into(self._digests))
+
+    def digest_of(self, value: Any) -> bytes:
+        """A digest of all that a value is."""
+        self.file.seek(0)
+        self.file.truncate()
+        self._digests.clear()
+        self.clear_memo()
+        self.dump(value)
+        with self.file.getbuffer() as stream:
+            hasher = xxhash.xxh3_128(stream)
+        for each in self._digests:
+            hasher.update(each)
+        return hasher.digest()
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -378,8 +393,29 @@ def _bytes_of(flat: Any) -> Any:
     return flat.reshape(-1).view(torch.uint8).numpy()
 
 
+# The two callbacks are no methods of the pickler's: those would be a cycle that holds all that was packed.
+
+
+def _digests_into(digests: list[bytes]) -> Callable[[pickle.PickleBuffer], bool]:
+    """Keeps digests of buffers instead of these; of memory that is seen again, the one it had."""
+    seen: dict[tuple[int, int], bytes] = {}
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        import numpy
+
+        raw = buffer.raw()
+        key = numpy.frombuffer(raw, dtype=numpy.uint8).__array_interface__["data"][0], raw.nbytes
+        digest = seen.get(key)
+        if digest is None:
+            digest = seen[key] = xxhash.xxh3_128_digest(raw)
+        digests.append(digest)
+        return False
+
+    return keep
+
+
 def out_of_band(buffers: list[Any]) -> Callable[[pickle.PickleBuffer], bool]:
-    """Keeps large buffers out of the pickle. No method of the pickler's: that holds all that was packed."""
+    """Keeps large buffers out of the pickle."""
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
@@ -402,7 +438,6 @@ class Packer(Looker):
 
     def __init__(
         self,
-        file: io.BytesIO,
         side: Side,
         known: Callable[[Any], int | None] | None,
         number_of: Callable[[Any], int | None],
@@ -413,7 +448,7 @@ class Packer(Looker):
         self._memories = memories
         if known is not None:
             self.persistent_id = known  # asked for every object: only where there is something to be found
-        super().__init__(file, side, out_of_band(self.buffers))
+        super().__init__(side, out_of_band(self.buffers))
 
     def reference(self, obj: Any) -> Any:
         token = self.side.references.token(obj)
@@ -532,11 +567,3 @@ _RULES: dict[type, Callable[[Any, Any], Any]] = {
     Memory: lambda pickler, obj: pickler.memory(obj),
     Placeholder: lambda pickler, obj: obj.__reduce__(),
 }
-
-
-def digest_of_stream(data: Any, buffers: Iterable[bytes]) -> bytes:
-    """The digest of a pickle and of its buffers' digests."""
-    hasher = xxhash.xxh3_128(data)
-    for each in buffers:
-        hasher.update(each)
-    return hasher.digest()

@@ -131,64 +131,12 @@ class Placeholder:
     __hash__ = object.__hash__
 
 
-for _name in [
-    "call",
-    "iter",
-    "next",
-    "enter",
-    "exit",
-    "aiter",
-    "anext",
-    "await",
-    "getitem",
-    "setitem",
-    "delitem",
-    "len",
-    "contains",
-    "bool",
-    "float",
-    "int",
-    "complex",
-    "index",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-    "floordiv",
-    "rfloordiv",
-    "mod",
-    "rmod",
-    "pow",
-    "rpow",
-    "matmul",
-    "rmatmul",
-    "and",
-    "rand",
-    "or",
-    "ror",
-    "xor",
-    "rxor",
-    "neg",
-    "pos",
-    "abs",
-    "invert",
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-    "setattr",
-    "delattr",
-    "format",
-    "array",
-]:
+_USES = """
+call iter next enter exit aiter anext await getitem setitem delitem len contains bool float int
+complex index eq ne lt le gt ge add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod
+rmod pow rpow matmul rmatmul and rand or ror xor rxor neg pos abs invert iadd isub imul itruediv
+setattr delattr format array
+"""
+
+for _name in _USES.split():
     setattr(Placeholder, f"__{_name}__", Placeholder.refuse)

@@ -1,23 +1,37 @@
 """Which names a cell reads before it has surely assigned them.
 
-The answer may name too many, never too few: a name that is not delivered is not there on the engines. Functions that
-a cell defines are looked into where their names are first used: what they read counts from there.
+The answer may name too many, never too few: a name that is not sent is not there on the engines, and one that is sent
+in vain costs a look. Python's own compiler tells what each statement reads. The bodies of functions and classes of the
+cell count from where their names are first read.
 """
 
 from __future__ import annotations
 
 import ast
+import dis
 import functools
-from dataclasses import dataclass
+import inspect
+import re
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from distnb.objects import magics_read
-from distnb.objects.code import names_of_code
-from distnb.objects.flow import Body, Flow
+from distnb.objects.code import DYNAMIC, names_of_code, own_names
 
 __all__ = ["Reads", "names_read"]
 
+_SWALLOWING = ("suppress", "raises", "assertRaises")
+_DYNAMIC_MAGICS = frozenset(
+    {"debug", "edit", "load", "macro", "recall", "rerun", "reset", "reset_selective", "run", "store"}
+    | {"who", "who_ls", "whos"}
+)
+_WORD = re.compile(r"[^\W\d]\w*")
+_INTERPOLATED = re.compile(r"\{[^{}]+\}|\$\w+")
 
-@dataclass(frozen=True)
+Names = frozenset[str]
+
+
+@dataclass
 class Reads:
     """What a cell asks of the namespace.
 
@@ -25,159 +39,144 @@ class Reads:
         names: Names it reads (or deletes) before it has surely assigned them; builtins among them.
         attributes: Names of attributes in it, to tell submodules.
         dynamic: It may read any name (eval, exec, globals(), %run…).
-        assigned: Names that it has surely assigned at its end.
     """
 
-    names: frozenset[str] = frozenset()
-    attributes: frozenset[str] = frozenset()
+    names: set[str] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=set)
     dynamic: bool = False
-    assigned: frozenset[str] = frozenset()
 
 
 @functools.lru_cache(maxsize=256)
 def names_read(source: str) -> Reads:
     """Analyse a cell, IPython syntax included. A cell that is no Python reads nothing: the engines will say why."""
+    from IPython.core.inputtransformer2 import TransformerManager
+
     try:
-        tree = ast.parse(magics_read.as_python(source))
+        tree = ast.parse(TransformerManager().transform_cell(source))
     except (SyntaxError, ValueError):
         return Reads()
-    flow = _Reading()
-    flow.block(tree.body)
-    found = flow.found
-    return Reads(frozenset(found.names), frozenset(found.attributes), found.dynamic, frozenset(flow.assigned or ()))
+    flow = _Flow()
+    flow.block(tree.body, frozenset())
+    return flow.found
 
 
-class _Reading(Flow):
-    """Looks into code of the cell that runs in a scope of its own, or later."""
+class _Flow:
+    """Goes through statements in the order in which they run; `sure` are the names that are surely assigned there."""
 
-    # -- comprehensions ----------------------------------------------------------------------------------------------
+    def __init__(self) -> None:
+        self.found = Reads()
+        self._bodies: dict[str, set[str]] = {}  # what functions and classes of the cell read when they are used
 
-    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
-        first = node.generators[0]
-        self.visit(first.iter)
-        sure = self.assigned
-        self.hidden.append(
-            {
-                part.id
-                for generator in node.generators
-                for part in ast.walk(generator.target)
-                if isinstance(part, ast.Name)
-            }
-        )
-        for generator in node.generators:
-            if generator is not first:
-                self.visit(generator.iter)
-            for condition in generator.ifs:
-                self.visit(condition)
-        for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
-            self.visit(part)
-        self.hidden.pop()
-        self.assigned = sure
+    def block(self, statements: Iterable[ast.stmt], sure: Names) -> Names:
+        """Statements, one after the other. Returns what is surely assigned after them."""
+        for statement in statements:
+            sure = self._statement(statement, sure)
+        return sure
 
-    def visit_ListComp(self, node: ast.ListComp) -> None:
-        self._comprehension(node)
+    def _statement(self, node: ast.stmt, sure: Names) -> Names:
+        match node:
+            case ast.If():
+                self._code(node.test, sure)
+                return self.block(node.body, sure) & self.block(node.orelse, sure)
+            case ast.While():
+                self._code(node.test, sure)
+                return sure & self.block(node.body, sure) & self.block(node.orelse, sure)
+            case ast.For() | ast.AsyncFor():
+                self._code(node.iter, sure)
+                inside = self._assign(node.target, sure)
+                return sure & self.block(node.body, inside) & self.block(node.orelse, sure)
+            case ast.With() | ast.AsyncWith():
+                inside = sure
+                for item in node.items:
+                    self._code(item.context_expr, inside)
+                    if item.optional_vars is not None:
+                        inside = self._assign(item.optional_vars, inside)
+                after = self.block(node.body, inside)
+                swallows = any(word in ast.dump(item.context_expr) for item in node.items for word in _SWALLOWING)
+                return after & sure if swallows else after
+            case ast.Try() | ast.TryStar():
+                return self._try(node, sure)
+            case _:
+                return self._code(node, sure)
 
-    def visit_SetComp(self, node: ast.SetComp) -> None:
-        self._comprehension(node)
+    def _try(self, node: ast.Try | ast.TryStar, sure: Names) -> Names:
+        after = self.block(node.body, sure)
+        failed = sure & after  # an error may come anywhere in the body
+        after = self.block(node.orelse, after)
+        for handler in node.handlers:
+            if handler.type is not None:
+                self._code(handler.type, failed)
+            bound = {handler.name} if handler.name else set()
+            self.found.names |= bound  # at the handler's end it is deleted
+            after &= self.block(handler.body, failed | bound) - bound
+        finally_ = self.block(node.finalbody, failed)
+        return (after | finally_) - (failed - finally_)
 
-    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> None:
-        self._comprehension(node)
+    def _assign(self, target: ast.expr, sure: Names) -> Names:
+        """What a loop or a `with` assigns to."""
+        assign = ast.Assign([target], ast.Constant(None))
+        return self._code(ast.fix_missing_locations(ast.copy_location(assign, target)), sure)
 
-    def visit_DictComp(self, node: ast.DictComp) -> None:
-        self._comprehension(node)
-
-    # -- code that runs later ----------------------------------------------------------------------------------------
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        for part in (
-            *node.decorator_list,
-            *node.args.defaults,
-            *filter(None, node.args.kw_defaults),
-            *_annotations(node),
-        ):
-            self.visit(part)
-        body = self._body_of(node)
-        self.bind(node.name)
-        self.bodies[node.name] = body
-        if node.decorator_list:
-            self.use(body)  # a decorator may call it, or keep it elsewhere
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        self.visit_FunctionDef(node)
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        for default in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
-            self.visit(default)
-        targets = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
-        sure = self.assigned
-        self.hidden.append(targets)
-        self.visit(node.body)
-        self.hidden.pop()
-        self.assigned = sure
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        for part in (*node.decorator_list, *node.bases, *(keyword.value for keyword in node.keywords)):
-            self.visit(part)
-        outside = self.assigned
-        inner = _Reading(self.found)
-        inner.assigned, inner.bodies, inner.hidden = outside, dict(self.bodies), self.hidden
-        for statement in node.body:
-            inner.visit(statement)
-        names: set[str] = set()
-        dynamic = False
-        for member in node.body:
-            for method in ast.walk(member):
-                if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                    body = self._body_of(method)
-                    names |= body.names
-                    dynamic = dynamic or body.dynamic
-        # What the class body assigned belongs to the class, not to the cell.
-        self.bodies[node.name] = Body(frozenset(names), dynamic)
-        self.bind(node.name)
-        # `__init_subclass__`, a metaclass or a decorator may use it at once.
-        if node.decorator_list or node.bases or node.keywords:
-            self.use(self.bodies[node.name])
-
-    def _body_of(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Body:
-        """What a function's code asks of its globals when it runs, told by Python's own compiler."""
-        if isinstance(node, ast.Lambda):
-            code = compile(ast.Expression(node), "<cell>", "eval", dont_inherit=True)
-        else:
-            bare = type(node)(**{name: getattr(node, name) for name in node._fields})
-            bare.decorator_list = []
-            code = compile(ast.Module([ast.copy_location(bare, node)], []), "<cell>", "exec", dont_inherit=True)
-        used = names_of_code(code)
-        for name in used.attributes:
-            self.found.attributes.add(name)
-        return Body(used.names, used.dynamic)
-
-    # -- IPython's own calls -----------------------------------------------------------------------------------------
-
-    def visit_Call(self, node: ast.Call) -> None:
-        magic = magics_read.magic_of(node)
-        if magic is None:
-            self.generic_visit(node)
-            return
-        self.found.dynamic = self.found.dynamic or magic.dynamic
-        for expression in magic.expressions:
-            self._part(expression, "eval")
-        if magic.body is not None:
-            self._part(magic.body, "exec")
-        for name in magic.assigns:
-            self.bind(name)
-
-    def _part(self, text: str, mode: str) -> None:
+    def _code(self, node: ast.stmt | ast.expr, sure: Names) -> Names:
+        """A statement or an expression as a whole."""
+        tree = ast.Expression(node) if isinstance(node, ast.expr) else ast.Module([node], [])
+        mode = "eval" if isinstance(node, ast.expr) else "exec"
         try:
-            tree = ast.parse(magics_read.as_python(text) if mode == "exec" else text.strip(), mode=mode)
-        except (SyntaxError, ValueError):
-            return
-        if isinstance(tree, ast.Module):
-            self.block(tree.body)
-        elif isinstance(tree, ast.Expression):
-            self.visit(tree.body)
+            code = compile(tree, "<cell>", mode, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        except SyntaxError:  # such as a `break` without its loop
+            self._read({part.id for part in ast.walk(node) if isinstance(part, ast.Name)}, sure)
+            return sure
+        now, later = _now_and_later(code)
+        if "get_ipython" in now:
+            now |= self._of_magics(node)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            # `__init_subclass__`, a metaclass or a decorator may use it at once.
+            if node.decorator_list or (isinstance(node, ast.ClassDef) and (node.bases or node.keywords)):
+                now |= later
+            self._bodies[node.name] = later
+        self._read(now, sure)
+        self.found.attributes |= names_of_code(code).attributes
+        deleted = {each.argval for each in dis.get_instructions(code) if each.opname == "DELETE_NAME"}
+        self.found.names |= deleted  # also one that was just assigned: it has to go from the notebook, too
+        perhaps = {part.target.id for part in ast.walk(node) if isinstance(part, ast.NamedExpr)}
+        stored = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_NAME"}
+        return (sure if isinstance(node, ast.Match) else sure | (stored - perhaps)) - deleted
+
+    def _read(self, names: set[str], sure: Names) -> None:
+        """Names are read; functions of the cell among them may be called from here on."""
+        waiting, seen = list(names), set(names)
+        while waiting:
+            more = self._bodies.get(waiting.pop(), set()) - seen
+            waiting += more
+            seen |= more
+        self.found.names |= seen - sure
+        self.found.dynamic = self.found.dynamic or bool(seen & DYNAMIC)
+
+    def _of_magics(self, node: ast.AST) -> set[str]:
+        """The words in calls of the shell, as IPython writes them for its own syntax."""
+        words: set[str] = set()
+        for call in ast.walk(node):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                texts = [each.value for each in call.args if isinstance(each, ast.Constant)]
+                text = " ".join(each for each in texts if isinstance(each, str))
+                if call.func.attr in ("system", "getoutput"):
+                    text = " ".join(_INTERPOLATED.findall(text))
+                elif call.func.attr.startswith("run_") and texts[:1] and texts[0] in _DYNAMIC_MAGICS:
+                    self.found.dynamic = True
+                words.update(_WORD.findall(text))
+        return words
 
 
-def _annotations(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr]:
-    arguments = [argument for argument in ast.walk(node.args) if isinstance(argument, ast.arg)]
-    found = [argument.annotation for argument in arguments if argument.annotation is not None]
-    return found if node.returns is None else [*found, node.returns]
+def _now_and_later(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """The global names that some code reads when it is run, and those that functions read which it makes."""
+    now, later = set(own_names(code)), set[str]()
+    for part in code.co_consts:
+        if not isinstance(part, types.CodeType):
+            continue
+        if not part.co_flags & inspect.CO_NEWLOCALS:  # a class's body
+            names = _now_and_later(part)
+            now |= names[0]
+            later |= names[1]
+        else:  # comprehensions are run at once, and lambdas perhaps
+            (now if part.co_name.startswith("<") else later).update(names_of_code(part).names)
+    return now, later

@@ -13,21 +13,17 @@ from __future__ import annotations
 
 import bisect
 import gc
-import io
-import pickle
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
-
 from distnb.objects import code
 from distnb.objects.memory import Memories, Memory
 from distnb.objects.merging import ATOMS, Merge
-from distnb.objects.opening import Opener, pairs_in
-from distnb.objects.packing import Looker, Packed, Packer, Side, digest_of_stream
+from distnb.objects.opening import Opener, pairs_in, stands_for_lost
+from distnb.objects.packing import Looker, Packed, Packer, Side
 from distnb.objects.placeholder import Placeholder, cure_for, refusal
 
 __all__ = ["Look", "Opening", "Tracker"]
@@ -55,13 +51,6 @@ class Look:
     dynamic: bool = False
     refused: dict[str, Placeholder] = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)
-
-    def note(self, looker: Looker) -> None:
-        """Take over what a pickler noted."""
-        self.names |= looker.names
-        self.attributes |= looker.attributes
-        self.sources |= looker.sources
-        self.dynamic = self.dynamic or looker.dynamic
 
 
 @dataclass
@@ -192,23 +181,14 @@ class Tracker:
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
-    def look(self, values: Mapping[str, Any]) -> Look:
-        """How values look."""
-        look = Look()
-        buffers: list[bytes] = []
-        seen: dict[tuple[int, int], bytes] = {}
+    def look(self, values: Mapping[str, Any], look: Look | None = None) -> Look:
+        """How values look.
 
-        def keep(buffer: pickle.PickleBuffer) -> bool:
-            raw = buffer.raw()
-            key = (_address(raw), raw.nbytes)
-            digest = seen.get(key)
-            if digest is None:
-                digest = seen[key] = xxhash.xxh3_128_digest(raw)
-            buffers.append(digest)
-            return False
-
-        file = io.BytesIO()
-        looker = Looker(file, self.side, keep)
+        Args:
+            look: Where that is noted, beside what is there; None makes a new one.
+        """
+        look = Look() if look is None else look
+        looker = Looker(self.side)
         waiting = dict(values)
         while waiting:
             for name, value in waiting.items():
@@ -217,26 +197,22 @@ class Tracker:
                     looker.look_into(value)
                     look.digests[name] = record.digest
                     continue
-                file.seek(0)
-                file.truncate()
-                buffers.clear()
-                looker.clear_memo()
                 looker.label, looker.root = _label(name), value
                 looker.looked_at = value if isinstance(value, type) else None
                 try:
-                    looker.dump(value)
+                    look.digests[name] = looker.digest_of(value)
                 except Exception as error:  # whatever pickling it raises  # noqa: BLE001
                     look.refused[name] = _refused(name, value, error)
                     look.digests[name] = repr(look.refused[name]).encode()
-                    continue
-                with file.getbuffer() as stream:
-                    look.digests[name] = digest_of_stream(stream, buffers)
             waiting = {}
             for cls in looker.classes:
                 name = f"%{self.side.classes.id_of(cls)}"
                 if name not in look.digests:
                     waiting[name] = look.classes[name] = cls
-        look.note(looker)
+        look.names |= looker.names
+        look.attributes |= looker.attributes
+        look.sources |= looker.sources
+        look.dynamic = look.dynamic or looker.dynamic
         return look
 
     def lacking(self, values: Mapping[str, Any], look: Look) -> list[str]:
@@ -276,8 +252,7 @@ class Tracker:
             return None
 
         while True:
-            file = io.BytesIO()
-            packer = Packer(file, self.side, known if sources else None, self.number_of, self._memories)
+            packer = Packer(self.side, known if sources else None, self.number_of, self._memories)
             roots = [[look.refused.get(name, values[name])] for name in names]
             name = ""
             try:
@@ -300,25 +275,25 @@ class Tracker:
         self._add(table)
         for name in names:
             self._record(name, values[name], look.digests[name])
-        return Packed(serial, tuple(names), file.getbuffer(), tuple(packer.buffers), pairs.tobytes())
+        return Packed(serial, tuple(names), packer.file.getbuffer(), tuple(packer.buffers), pairs.tobytes())
 
-    def pack_loose(self, value: Any) -> Packed:
-        """Pack a value that neither end keeps anything of."""
-        file = io.BytesIO()
-        packer = Packer(file, self.side, None, _no_number, Memories())
-        packer.dump(value)
-        return Packed(0, (), file.getbuffer(), tuple(packer.buffers))
+    def pack_loose(self, values: Mapping[str, Any]) -> Packed:
+        """Pack values that neither end keeps anything of."""
+        packer = Packer(self.side, None, lambda obj: None, Memories())
+        for value in values.values():
+            packer.dump([value])
+        return Packed(0, tuple(values), packer.file.getbuffer(), tuple(packer.buffers))
 
-    def open_loose(self, packed: Packed) -> Any:
-        """What `pack_loose` was given."""
+    def open_loose(self, packed: Packed) -> dict[str, Any]:
+        """What `pack_loose` was given; a value that cannot be opened is a placeholder."""
         opener = self.opener(packed)
-        value = opener.load()
+        values = {name: opener.load(_label(name))[0] for name in packed.names}
         for name in opener.bound:
             self.side.user_ns.pop(name, None)
         if opener.held_classes or opener.new_classes:
             Merge({}).classes(opener.held_classes, opener.new_classes)
         opener.close()
-        return value
+        return values
 
     def _add(self, table: _Table) -> None:
         self._keep_tables(table.wanted)
@@ -457,8 +432,7 @@ class Opening:
     def load(self, name: str) -> Any:
         """The next value, as it arrived; it is that of a name."""
         self._opener.in_place = self._in_place and name in self._agreed
-        self._opener.label = _label(name)
-        self._roots.append(self._opener.load())
+        self._roots.append(self._opener.load(_label(name)))
         if self._opener.failed is not None:
             self.failed[name] = self._opener.failed
         return self._roots[-1][0]
@@ -481,7 +455,7 @@ class Opening:
         opener, packed, tracker = self._opener, self._packed, self._tracker
         for name in opener.bound:
             if name not in packed.names:
-                opener.user_ns.pop(name, None)
+                tracker.side.user_ns.pop(name, None)
         table = _Table(packed.serial, packed.names, self._roots, opener)
         values = {name: root[0] for name, root in zip(packed.names, self._roots, strict=True)}
         whole = len(self._agreed) == len(values)
@@ -507,27 +481,16 @@ class Opening:
         found = {}
         for place, number in pairs_in(self._packed):
             new, old = table.objects.get(place), self._tracker.find(number)
-            if new is not None and old is not new:
+            if new is not None and old is not new and not stands_for_lost(new):
                 found[id(new)] = old
         return found
 
 
-def _no_number(obj: Any) -> None:
-    """Of what is packed loosely nothing has a number."""
-
-
-def _address(view: memoryview) -> int:
-    import numpy
-
-    found: int = numpy.frombuffer(view, dtype=numpy.uint8).__array_interface__["data"][0]
-    return found
-
-
 def _label(name: str) -> str:
     """How messages call a value."""
-    if name.startswith("%"):
-        return "A class"
-    return "An argument of the call" if name.startswith("@") else f"`{name.partition('#')[0]}`"
+    if name[:1] in ("@", "%", ""):
+        return {"@": "An argument of the call", "%": "A class", "": "A value"}[name[:1]]
+    return f"`{name.partition('#')[0]}`"
 
 
 def _refused(name: str, value: Any, error: Exception) -> Placeholder:

@@ -4,56 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 
 from distnb.errors import NoClusterError, OptionError
 from distnb.options import StrategySpec
-from distnb.runtime import this_process
 from distnb.runtime.base import Owner, Runtime
 from distnb.runtime.central import setup
 from distnb.runtime.in_process import InProcess
+from distnb.runtime.this_process import this_process
 
-__all__ = [
-    "DEFAULT",
-    "has_remote",
-    "is_in_process",
-    "register_remote",
-    "remote_machines",
-    "runtime_for",
-    "started_by_launcher",
-]
+__all__ = ["DEFAULT", "is_in_process", "runtime_for", "started_by_launcher"]
 
 DEFAULT = "default"
 _IN_PROCESS_KINDS = (DEFAULT, "one_device")
 _MULTI_WORKER = "multi_worker"
 _CHECKED_KINDS = (_MULTI_WORKER, setup.KIND)
 
-_remote: Callable[[Owner], Runtime] | None = None
-_machines: Callable[[], tuple[str, ...]] = tuple
 _in_process: dict[str | None, InProcess] = {}
-
-
-def register_remote(
-    factory: Callable[[Owner], Runtime] | None, machines: Callable[[], tuple[str, ...]] = tuple
-) -> None:
-    """Say that strategies of several replicas run on engines; None takes it back. The session calls this.
-
-    Args:
-        factory: Gives the runtime of a strategy; starts a cluster when there is none.
-        machines: Names the other machines of the engines; empty where there are none, or no engines.
-    """
-    global _remote, _machines
-    _remote, _machines = factory, machines
-
-
-def has_remote() -> bool:
-    """Whether this process is a notebook whose strategies run on engines."""
-    return _remote is not None
-
-
-def remote_machines() -> tuple[str, ...]:
-    """The machines where a notebook's engines run; empty for its own."""
-    return _machines()
+_checked: set[tuple[Owner, tuple[object, ...]]] = set()
 
 
 def started_by_launcher() -> bool:
@@ -75,19 +42,19 @@ def runtime_for(strategy: Owner) -> Runtime:
     """
     spec = strategy.spec
     if is_in_process(spec):
-        device = spec.devices[0] if spec.devices else None
-        if device not in _in_process:
-            _in_process[device] = InProcess(device)
-        return _in_process[device]
-    process = this_process.replica()
+        return _alone_on(spec.devices[0] if spec.devices else None)
+    process = this_process.replica
     if process is not None:
         if spec.kind in _CHECKED_KINDS or spec.devices or spec.num_replicas or spec.options or spec.device_type:
             _check_team(strategy, process.team.devices, process.uses_nccl, process.workers)
         return process.runtime_of(strategy)
-    if _remote is not None:
-        return _remote(strategy)
+    if this_process.remote is not None:
+        return this_process.remote(strategy)
     if spec.kind == _MULTI_WORKER:
-        return _multi_worker(strategy)
+        from distnb.runtime import script_worker
+
+        device = script_worker.enter(spec, started_by_launcher())
+        return runtime_for(strategy) if device is None else _alone_on(device)
     if started_by_launcher():
         from distnb.runtime.spmd import join_from_env
 
@@ -100,21 +67,15 @@ def runtime_for(strategy: Owner) -> Runtime:
     )
 
 
-def _multi_worker(strategy: Owner) -> Runtime:
-    from distnb.runtime import script_worker
-
-    alone_on = script_worker.enter(strategy.spec, started_by_launcher())
-    if alone_on is None:
-        return runtime_for(strategy)
-    return _in_process.setdefault(alone_on, InProcess(alone_on))
+def _alone_on(device: str | None) -> InProcess:
+    if device not in _in_process:
+        _in_process[device] = InProcess(device)
+    return _in_process[device]
 
 
 def _script() -> str:
     name = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else ""
     return name if name.endswith(".py") else "script.py"
-
-
-_checked: set[tuple[Owner, tuple[object, ...]]] = set()
 
 
 def _check_team(strategy: Owner, devices: tuple[object, ...], nccl: bool, workers: tuple[int, ...]) -> None:

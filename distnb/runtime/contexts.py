@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,23 +22,11 @@ __all__ = [
     "in_replica",
     "innermost",
     "mixing",
-    "note_names",
     "renew_standing",
     "require_cross_replica",
     "require_not_in_run",
     "require_not_mixed",
 ]
-
-
-def _nothing() -> None:
-    pass
-
-
-note_names: Callable[[], Callable[[], None]] = lambda: _nothing  # noqa: E731
-"""Called when a scope opens; what it returns, when one ends by an error: names assigned in it are not to stay bound.
-
-An engine sets it. In a script it is the program's affair what it does after an error.
-"""
 
 
 class _PerThread(threading.local):

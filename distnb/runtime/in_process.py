@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from distnb.accelerators import checked, placed_on
 from distnb.errors import OptionError
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime import contexts, step_count
@@ -47,9 +48,6 @@ class InProcess:
             yield strategy
 
     def _on(self, device: Device) -> AbstractContextManager[Any]:
-        from distnb.accelerators import checked
-        from distnb.runtime.default_device import placed_on
-
         checked(device)
         return placed_on(device)
 

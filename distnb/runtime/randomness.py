@@ -25,7 +25,7 @@ from distnb.objects.modes import RANDOM, Environment, apply_environment, capture
 from distnb.runtime.reduction.gathering import broadcast_bytes
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
     from distnb.topology import Device
 
 __all__ = ["Streams", "share", "streams"]

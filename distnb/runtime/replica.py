@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distnb.accelerators import torch_device
+from distnb.accelerators import placed_on, torch_device
 from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.packs import Packs
 from distnb.collectives.gradients.gradient_sync import GradientSync
 from distnb.errors import DistributedValueError, OptionError
+from distnb.input.distribute import distribute, distribute_from_function
 from distnb.options import (
     CommunicationImplementation,
     CommunicationOptions,
@@ -30,15 +31,14 @@ from distnb.runtime.central.shared_optimizers import SharedOptimizers
 from distnb.runtime.central.shared_variables import SharedVariables
 from distnb.runtime.consistency.agreement import distributed
 from distnb.runtime.consistency.sync_check import assert_in_sync
-from distnb.runtime.default_device import placed_on
 from distnb.runtime.in_process import local_components
 from distnb.runtime.randomness import streams
 from distnb.runtime.reduction.gathering import broadcast_tree, checked_axis, gather_tensor
 from distnb.runtime.reduction.rules import plain_value_error, reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
-from distnb.runtime.scopes.registration import Adoption
-from distnb.runtime.scopes.scope_watch import ScopeWatch
-from distnb.runtime.scopes.unmanaged import OutsiderCheck
+from distnb.runtime.scopes.registration import Registration, is_scope_buffer
+from distnb.runtime.scopes.unmanaged import UnmanagedCheck
+from distnb.runtime.this_process import this_process
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.values.distributed import DistributedValues
 from distnb.values.structure import flatten, map_structure, select, unflatten
@@ -80,7 +80,7 @@ class Spmd:
             check_mean_loss=strategy.spec.option("check_mean_loss", True),
             packs=self._packs,
             sums=None if self._aggregation().exact else self._aggregation,
-            after_pass=lambda reached: self._adoption.running_statistics.average(reached),
+            after_pass=lambda reached: self._registration.running_statistics.average(reached),
             in_replica=contexts.in_replica,
         )
         self._shared: SharedVariables | None = None
@@ -88,9 +88,9 @@ class Spmd:
         if strategy.spec.kind == setup.KIND:
             self._shared = SharedVariables(lambda: process.group)
             self._optimizers = SharedOptimizers(lambda: process.group, self._shared, self._sync)
-        self._adoption = Adoption(strategy, self._sync, lambda: process.group, self._shared)
-        self.home = ReplicaHome(self._adoption, self._aggregation)
-        self._outsiders = OutsiderCheck(strategy, self._adoption.owns)
+        self._registration = Registration(strategy, self._sync, lambda: process.group, self._shared)
+        self.home = ReplicaHome(self._registration, self._aggregation)
+        self._unmanaged = UnmanagedCheck(strategy, self._registration.owns)
         self._open_scopes = 0
 
     def _aggregation(self) -> Aggregation:
@@ -101,9 +101,9 @@ class Spmd:
         return found
 
     @property
-    def adoption(self) -> Adoption:
+    def registration(self) -> Registration:
         """The strategy's variables on this replica."""
-        return self._adoption
+        return self._registration
 
     def changed_by_hand(self) -> dict[str, int]:
         """The mirrored parameters that may differ between replicas, with numbers to compare."""
@@ -129,10 +129,10 @@ class Spmd:
             regions = self._process.group.regions
             regions.enter()
             self._open_scopes += 1
-            take_back = contexts.note_names()
+            take_back = this_process.note_names()
             try:
-                self._heal("strategy.scope")
-                with ScopeWatch(self._adoption):
+                self._resynchronise("strategy.scope")
+                with self._registration.take_what_is_made():
                     yield strategy
                 if self._shared is not None:
                     self._shared.settle()
@@ -145,15 +145,15 @@ class Spmd:
             finally:
                 self._open_scopes -= 1
 
-    def _heal(self, within: str) -> None:
+    def _resynchronise(self, within: str) -> None:
         # A program that ended half-way through a step may have left the replicas' variables unequal.
         group = self._process.group
         if self._sync.healed != group.generation:
             if group.size > 1:
                 group.note(within, ())
-            self._sync.heal(self._adoption.buffers())
             if self._optimizers is not None:
-                self._optimizers.tell_of_half_steps()
+                self._optimizers.end_half_steps()
+            self._sync.heal(self._registration.buffers())
 
     # Computing on replicas --------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Spmd:
             raise
         regions.leave()
         if self._sync.healed != process.group.generation:
-            self._heal("strategy.run")  # an error was caught before, and the replicas met again in this call
+            self._resynchronise("strategy.run")  # an error was caught before, and the replicas met again in this call
         return result
 
     def _run_alone(self, strategy: Owner, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -200,20 +200,20 @@ class Spmd:
         __tracebackhide__ = True  # see Strategy.run
         process = self._process
         if self._sync.healed != process.group.generation:
-            self._heal("strategy.run")
+            self._resynchronise("strategy.run")
         rank, size = process.rank, process.team.size
         note = BatchNote()
         own_args = [select(arg, rank, size, note) for arg in args]
         own_kwargs = {name: select(arg, rank, size, note) for name, arg in kwargs.items()} if kwargs else {}
         aggregation = self._aggregation()
-        replica = ReplicaContext(strategy, rank, size, aggregation, note.batch_size, note.slice_size, self._outsiders)
-        self._outsiders.before_run(fn, own_args, own_kwargs)
+        replica = ReplicaContext(strategy, rank, size, aggregation, note.batch_size, note.slice_size)
+        self._unmanaged.before_run(fn, own_args, own_kwargs)
         self._sync.weight(note.slice_size, note.batch_size)
         with step_count.calling:
             result = self._call(strategy, replica, fn, own_args, own_kwargs)
         if note.slice_size:
             step_count.examples += note.slice_size
-        return process.agreement.regroup(process.group, fn, result, (args, kwargs))
+        return process.agreement.regroup(process.group, fn, result)
 
     def _call(self, strategy: Owner, replica: ReplicaContext, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True  # see Strategy.run
@@ -269,7 +269,7 @@ class Spmd:
         """Whether a value has a component of its own on each replica."""
         if not isinstance(leaf, torch.Tensor):
             return isinstance(leaf, DistributedValues)
-        return self._adoption.owns(leaf) or self._adoption.scope_buffers.owns(leaf)
+        return self._registration.owns(leaf) or is_scope_buffer(leaf)
 
     def _own(self, leaf: Any) -> Any:
         leaf = select(leaf, self._process.rank, self._process.size)
@@ -325,14 +325,22 @@ class Spmd:
         self, strategy: Owner, dataset: Any, batch_size: int | None, options: InputOptions | None
     ) -> Any:
         """This replica's slices of the dataset's global batches."""
-        from distnb.runtime.data import dataset_of
-
-        return dataset_of(self._process, dataset, batch_size, options)
+        return distribute(dataset, batch_size=batch_size, options=options, **self._reading())
 
     def distribute_datasets_from_function(
         self, strategy: Owner, fn: Callable[[InputContext], Any], options: InputOptions | None
     ) -> Any:
         """This replica's batches of its worker's pipeline."""
-        from distnb.runtime.data import dataset_of_pipelines
+        return distribute_from_function(fn, options=options, **self._reading())
 
-        return dataset_of_pipelines(self._process, fn, options)
+    def _reading(self) -> dict[str, Any]:
+        process = self._process
+        return {
+            "num_replicas": process.size,
+            "replica_id": process.rank,
+            "device": process.device,
+            "workers": process.workers,
+            "shared_randomness": streams.shared,
+            # The group of the day: the dataset may outlive this one.
+            "agree": lambda value: process.group.all_gather_object(value),
+        }

@@ -31,7 +31,6 @@ class ReplicaContext:
         "_batch_size",
         "_slice_size",
         "num_replicas_in_sync",
-        "outsiders",
         "replica_id_in_sync_group",
         "strategy",
     )
@@ -44,7 +43,6 @@ class ReplicaContext:
         aggregation: Aggregation | None = None,
         batch_size: int | None = None,
         slice_size: int | None = None,
-        outsiders: Any = None,
     ) -> None:
         self.strategy = strategy
         self.replica_id_in_sync_group = replica_id
@@ -52,7 +50,6 @@ class ReplicaContext:
         self._aggregation = aggregation
         self._batch_size = batch_size
         self._slice_size = slice_size
-        self.outsiders = outsiders  # asked by the hook that sees optimizers step
 
     def __repr__(self) -> str:
         own, total = self.replica_id_in_sync_group, self.num_replicas_in_sync

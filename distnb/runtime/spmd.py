@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from distnb.accelerators import use
-from distnb.collectives.group import groups
 from distnb.collectives.group.eager import always_eager
-from distnb.collectives.group.groups import Group
-from distnb.runtime import contexts, loader_batches, randomness, this_process
+from distnb.collectives.group.groups import groups
+from distnb.collectives.group.interface import Group
+from distnb.runtime import contexts, randomness
 from distnb.runtime.base import Owner
 from distnb.runtime.consistency.agreement import Agreement
 from distnb.runtime.randomness import streams
 from distnb.runtime.replica import Spmd
 from distnb.runtime.scopes import sync_batch_norm
-from distnb.runtime.scopes.scope_buffers import ScopeBuffers
+from distnb.runtime.this_process import this_process
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.topology import Device, Team
 
@@ -86,12 +86,7 @@ class SpmdProcess:
 
     def strategy_of(self, parameter: torch.Tensor) -> Owner | None:
         """The strategy in whose scope a parameter was made; None if there is none."""
-        return next((strategy for strategy, each in self._runtimes.items() if each.adoption.owns(parameter)), None)
-
-    def buffers_of(self, value: torch.Tensor) -> ScopeBuffers | None:
-        """Where a tensor is known as a buffer of a model that a scope made."""
-        each = (runtime.adoption.scope_buffers for runtime in self._runtimes.values())
-        return next((buffers for buffers in each if buffers.owns(value)), None)
+        return next((strategy for strategy, each in self._runtimes.items() if each.registration.owns(parameter)), None)
 
 
 # A new engine gets its objects before it joins a group, and gradients are kept in sync within one.
@@ -107,12 +102,11 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
         device: This one's device, which becomes the process's current one.
         group: The team's process group.
     """
-    process = this_process.replica()
+    process = this_process.replica
     if process is None:
         process = SpmdProcess(team, rank, device, group)
-        this_process.become(process)
+        this_process.replica = process
         sync_batch_norm.install()
-        loader_batches.install()
     if process.team is not team:
         process.team, process.machines = team, _numbered(team.hosts)
     process.rank, process.device, process.group = rank, device, group
@@ -123,7 +117,7 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
     streams.use_device(device)
     while _restored:
         strategy, values = _restored.popitem()
-        process.runtime_of(strategy).adoption.take_restored(values)
+        process.runtime_of(strategy).registration.take_restored(values)
     return process
 
 
@@ -139,7 +133,7 @@ def adopt_restored(strategy: Owner, value: Any) -> None:
 
 def changed_by_hand() -> dict[str, int]:
     """The mirrored parameters that may differ between replicas since the last look, with numbers to compare."""
-    process = this_process.replica()
+    process = this_process.replica
     return {} if process is None else process.changed_by_hand()
 
 
@@ -148,7 +142,7 @@ def results_left_to_caller() -> AbstractContextManager[None]:
 
     Plain Python values stay as this replica returned them, everything else becomes a PerReplica.
     """
-    process = this_process.replica()
+    process = this_process.replica
     return nullcontext() if process is None else process.agreement.left_to_caller()
 
 
@@ -164,7 +158,7 @@ def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None)
     Args:
         sockets_only, timeout_s: See `groups.join_from_env`.
     """
-    process = this_process.replica()
+    process = this_process.replica
     if process is not None:
         return process
     group = groups.join_from_env(sockets_only=sockets_only, timeout_s=timeout_s)

@@ -1,27 +1,45 @@
-"""Which replica of several this process is, if it is one. Loads no torch: a process without it is none.
+"""What this process is, and who hosts it: one object, in which the parts that are put together register themselves.
 
-An engine is the replica of the program that it runs; a script under torchrun or `distnb run` is one for as long as it
-lives (see `spmd.py`).
+A plain script that nobody hosts has nothing of it. Loads no torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from distnb.runtime.base import Owner, Runtime
     from distnb.runtime.spmd import SpmdProcess
 
-__all__ = ["become", "replica"]
-
-_replica: SpmdProcess | None = None
+__all__ = ["this_process"]
 
 
-def replica() -> SpmdProcess | None:
-    """What this process is; None when it is no replica of several."""
-    return _replica
+def _nothing() -> None:
+    pass
 
 
-def become(replica: SpmdProcess) -> None:
-    """From now on this process is a replica."""
-    global _replica
-    _replica = replica
+class _ThisProcess:
+    """There is one instance, `this_process`.
+
+    Attributes:
+        replica: Which of several replicas it is, if it is one: an engine is the replica of the program that it runs; a
+            script under torchrun or `distnb run` is one for as long as it lives. Set by `spmd.enter`.
+        remote: Gives the runtime of a strategy whose replicas are engines, and starts a cluster when there is none.
+            Set by the session in a notebook.
+        machines: Names the other machines of these engines; empty where there are none. Set with `remote`.
+        live_sink: Takes what `distnb.live` is given: the values, and (training step, call of `run`). Set by an engine,
+            which sends them, and by a notebook, which draws them; None: to the terminal.
+        note_names: Called when a scope opens; what it returns, when one ends by an error: names assigned in it are not
+            to stay bound. Set by an engine. In a script that is the program's affair.
+    """
+
+    def __init__(self) -> None:
+        self.replica: SpmdProcess | None = None
+        self.remote: Callable[[Owner], Runtime] | None = None
+        self.machines: Callable[[], tuple[str, ...]] = tuple
+        self.live_sink: Callable[[dict[str, Any], tuple[int, int]], None] | None = None
+        self.note_names: Callable[[], Callable[[], None]] = lambda: _nothing
+
+
+this_process = _ThisProcess()

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
 from distnb.options import ReduceOp
-from distnb.runtime import choice, contexts, this_process
+from distnb.runtime import choice, contexts
 from distnb.runtime.contexts import mixing
+from distnb.runtime.this_process import this_process
 from distnb.values.structure import map_structure
 from distnb.variables.homes import Home, register_homes
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from distnb.collectives.algorithms.aggregation import Aggregation
-    from distnb.runtime.scopes.registration import Adoption
+    from distnb.runtime.scopes.registration import Registration
     from distnb.variables.variable import Variable
 
 __all__ = ["ReplicaHome"]
@@ -85,40 +86,40 @@ class ReplicaHome:
     """The variables of one strategy, as this replica holds them.
 
     Args:
-        adoption: What keeps them in sync.
+        registration: What keeps them in sync.
         aggregation: Gives the way in which the strategy adds up, on the group of the present generation.
     """
 
     alone = False
 
-    def __init__(self, adoption: Adoption, aggregation: Callable[[], Aggregation]) -> None:
-        self._adoption = adoption
+    def __init__(self, registration: Registration, aggregation: Callable[[], Aggregation]) -> None:
+        self._registration = registration
         self._aggregation = aggregation
 
     @property
     def once(self) -> bool:
         """Whether the replicas' variables are the same memory."""
-        return self._adoption.shared is not None
+        return self._registration.shared is not None
 
     @property
     def num_replicas(self) -> int:
         """As many as the team has."""
-        return self._adoption.group.size
+        return self._registration.group.size
 
     @property
     def device(self) -> torch.device | None:
         """This replica's."""
         from distnb.accelerators import torch_device
 
-        return torch_device(self._adoption.group.device)
+        return torch_device(self._registration.group.device)
 
     def in_replica(self, *, writing: bool) -> bool:
         """Whether a function that `run` called is under way; outside every scope is cross-replica context."""
         innermost = contexts.innermost()
         if innermost is None:
             return False
-        if innermost[0] is not self._adoption.strategy:
-            raise mixing(innermost[0], self._adoption.strategy)
+        if innermost[0] is not self._registration.strategy:
+            raise mixing(innermost[0], self._registration.strategy)
         return innermost[1] is not None
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -133,14 +134,14 @@ class ReplicaHome:
         """Replica 0's."""
         from distnb.runtime.reduction.gathering import broadcast_like
 
-        group = self._adoption.group
+        group = self._registration.group
         return broadcast_like(group, tensor, 0) if group.size > 1 else tensor
 
     def every(self, value: Any) -> Sequence[Any]:
         """Each replica's, on the host where they travel: rows, whose number differs."""
         from distnb.accelerators import torch_device
 
-        group = self._adoption.group
+        group = self._registration.group
         if group.size == 1:
             return [value]
         device = torch_device(group.device)
@@ -149,13 +150,13 @@ class ReplicaHome:
 
     def adopt(self, variable: Variable) -> None:
         """Replica 0's value for all; a mirrored one is kept in sync from then on."""
-        self._adoption.take_variable(variable)
+        self._registration.take_variable(variable)
 
 
 def _home_of(strategy: Any) -> Home:
     if choice.is_in_process(strategy.spec):
         return _Alone(strategy, is_copy=False)
-    process = this_process.replica()
+    process = this_process.replica
     if process is None:
         return _Alone(strategy, is_copy=True)
     return process.home_of(strategy)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from distnb.errors import ContextError, OptionError
-from distnb.runtime import choice, contexts, this_process
+from distnb.runtime import choice, contexts
 from distnb.runtime.replica_context import ReplicaContext
+from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
 from distnb.strategies.default import DefaultStrategy
 
@@ -94,7 +95,7 @@ def replica_id() -> int:
     innermost = contexts.innermost()
     if innermost is not None and innermost[1] is not None:
         return innermost[1].replica_id_in_sync_group
-    process = this_process.replica()
+    process = this_process.replica
     if process is not None:
         return process.rank
     return int(os.environ["RANK"]) if choice.started_by_launcher() else 0

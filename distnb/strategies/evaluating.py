@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distnb.errors import ClusterError, ContextError, OptionError
-from distnb.runtime import this_process
+from distnb.runtime.this_process import this_process
 
 __all__ = ["evaluate_checkpoints"]
 
@@ -146,7 +146,7 @@ def _check(evaluate: Any, pattern: Any, last: Any, timeout_s: Any, poll_s: Any) 
         raise OptionError(f"timeout_s={timeout_s!r}: give a positive number of seconds, or None to wait for ever.")
     if not _positive(poll_s):
         raise OptionError(f"poll_s={poll_s!r}: give a positive number of seconds.")
-    process = this_process.replica()
+    process = this_process.replica
     if process is not None and process.size > 1:
         raise ContextError(
             f"evaluate_checkpoints was called on replica {process.rank} of {process.size}. An evaluator is a process "

@@ -1,6 +1,6 @@
-"""`distnb.live`: values to watch while the program runs. Events go out through `sink`; nothing is drawn here.
+"""`distnb.live`: values to watch while the program runs. Nothing is drawn here.
 
-On an engine the sink sends them to the notebook, in the notebook they go to the running cell's view, and in a
+On an engine they are sent to the notebook, in the notebook they go to the running cell's view, and in a
 plain script they become a progress line in the terminal.
 """
 
@@ -16,18 +16,14 @@ from numbers import Real
 from typing import Any, TextIO
 
 from distnb.errors import OptionError
-from distnb.runtime import step_count, this_process
+from distnb.runtime import step_count
+from distnb.runtime.this_process import this_process
 from distnb.values import DistributedValues
 
-__all__ = ["Point", "Sink", "TextProgress", "is_ready", "live"]
+__all__ = ["Point", "TextProgress", "is_ready", "live"]
 
 Point = dict[str, Any]
 """Values of one call: {name: number}, where a number is anything that `float` takes; or {name: {replica: number}}."""
-
-Sink = Callable[[Point, step_count.Place], None]
-
-sink: Sink | None = None
-"""Where values go; set by whoever hosts this process. None: to the terminal."""
 
 
 def live(*values: Any, **scalars: Any) -> None:
@@ -54,7 +50,7 @@ def live(*values: Any, **scalars: Any) -> None:
         )
     point = {name: _scalar(name, value) for name, value in scalars.items()}
     if point:
-        (sink or _terminal)(point, step_count.place())
+        (this_process.live_sink or _terminal)(point, step_count.place())
 
 
 def is_ready(point: Mapping[str, Any]) -> bool:
@@ -192,7 +188,7 @@ _progress = TextProgress()
 
 def _terminal(point: Point, place: step_count.Place) -> None:
     """In a script only one process writes: replica 0."""
-    process = this_process.replica()  # none in a script that has used no strategy yet
+    process = this_process.replica  # none in a script that has used no strategy yet
     rank = process.rank if process is not None else int(os.environ.get("RANK", "0"))
     if rank == 0:
         _progress(point, place)

@@ -12,6 +12,7 @@ from distnb.collectives.algorithms.base import CrossDeviceOps, checked_ops
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
 from distnb.runtime import choice
+from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy, kept_options
 from distnb.topology import Device, device_names
 
@@ -61,7 +62,7 @@ class MirroredStrategy(Strategy):
             oversubscribe=oversubscribe,
         )
         strategy = cls._of(StrategySpec(cls.kind, names, 0, options))
-        placed, remote = choice.started_by_launcher(), choice.has_remote()
+        placed, remote = choice.started_by_launcher(), this_process.remote is not None
         if placed or remote:
             # In a notebook the engines start now, if there are none; in a script the replicas meet, and share their
             # random numbers from here on. Devices that they lack are refused here.

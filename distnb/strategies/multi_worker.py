@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Self
 from distnb.cluster.resolvers import ClusterResolver
 from distnb.errors import OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, StrategySpec
-from distnb.runtime import choice, script_worker
+from distnb.runtime import script_worker
+from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy, kept_options
 
 __all__ = ["MultiWorkerMirroredStrategy"]
@@ -68,8 +69,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _arrive(self) -> None:
         """Be where it computes: in a script the workers meet now, and share their random numbers from here on."""
         script_worker.check_still(self.spec)
-        if choice.has_remote():
-            script_worker.check_notebook(self.spec, choice.remote_machines())
+        if this_process.remote is not None:
+            script_worker.check_notebook(self.spec, this_process.machines())
             devices = self.worker_devices
             nccl = all(device.startswith("cuda") for device in devices) and len(set(devices)) == len(devices)
             script_worker.check_communication(self.spec, devices, nccl)

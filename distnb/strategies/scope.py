@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from distnb.options import StrategySpec, VariableAggregation
-from distnb.runtime import this_process
+from distnb.runtime.this_process import this_process
 
 __all__ = ["adopt_restored", "drift_report", "is_apart", "is_mirrored", "is_read_together", "read_together", "spec_of"]
 
@@ -31,69 +31,46 @@ def is_mirrored(value: Any) -> bool:
     return bool(trainable) and all(map(registry.is_mirrored, trainable))
 
 
-def is_read_together(value: Any) -> bool:
-    """Whether replicas hold parts of an object, of which only reading makes one value: all of them read it together.
-
-    Args:
-        value: A sync-on-read variable that has an aggregation; a buffer of a module made in a scope.
-    """
-    torch, process = sys.modules.get("torch"), this_process.replica()
-    if torch is None or process is None or not isinstance(value, torch.Tensor):
+def _is_on_read(value: Any) -> bool:
+    variables = sys.modules.get("distnb.variables.sync_on_read")
+    if this_process.replica is None or variables is None:
         return False
-    from distnb.variables.sync_on_read import SyncOnReadVariable
+    return isinstance(value, variables.SyncOnReadVariable)
 
-    if isinstance(value, SyncOnReadVariable):
-        return value.aggregation is not VariableAggregation.NONE and process.runs(value.distribute_strategy)
-    return process.buffers_of(value) is not None
+
+def is_read_together(value: Any) -> bool:
+    """Whether replicas hold parts of an object, a sync-on-read variable, of which only reading makes one value."""
+    process = this_process.replica
+    if process is None or not _is_on_read(value) or value.aggregation is VariableAggregation.NONE:
+        return False
+    return process.runs(value.distribute_strategy)
 
 
 def is_apart(value: Any) -> bool:
-    """Whether an object's components are different things, even while equal: those of a variable without aggregation.
+    """Whether an object's components are different things, even while equal: a variable's without aggregation."""
+    return _is_on_read(value) and value.aggregation is VariableAggregation.NONE
 
-    Args:
-        value: Any object.
-    """
-    variables = sys.modules.get("distnb.variables.sync_on_read")
-    return (
-        variables is not None
-        and isinstance(value, variables.SyncOnReadVariable)
-        and value.aggregation is VariableAggregation.NONE
-        and this_process.replica() is not None
-    )
+
+def read_together(value: Any) -> Any:
+    """What an object is outside replicas. All of them call this with theirs; most objects are what they are."""
+    return value.read_value() if is_read_together(value) else value
 
 
 def drift_report(value: Any) -> str:
     """Whether the replicas hold the same bits of an object, in words. All of them call this with theirs."""
     from distnb.runtime.consistency.sync_check import drift_report as report
 
-    process = this_process.replica()
-    assert process is not None, "only a replica is asked"
-    return report(process.group, value)
-
-
-def read_together(value: Any) -> Any:
-    """What an object is outside replicas. All of them call this with theirs; most objects are what they are."""
-    process = this_process.replica()
-    if process is None or not is_read_together(value):
-        return value
-    from distnb.variables.sync_on_read import SyncOnReadVariable
-
-    if isinstance(value, SyncOnReadVariable):
-        return value.read_value()
-    buffers = process.buffers_of(value)
-    return value if buffers is None else buffers.read([value], "buffer.read")[0]
+    assert this_process.replica is not None, "only a replica is asked"
+    return report(this_process.replica.group, value)
 
 
 def spec_of(value: Any) -> StrategySpec | None:
     """The strategy in whose scope a module, optimizer or parameter was made; None if there is none."""
-    process = this_process.replica()
+    process = this_process.replica
     if process is None or not is_mirrored(value):
         return None
-    for parameter in _parameters(value):
-        strategy = process.strategy_of(parameter)
-        if strategy is not None:
-            return strategy.spec
-    return None
+    found = (process.strategy_of(parameter) for parameter in _parameters(value))
+    return next((strategy.spec for strategy in found if strategy is not None), None)
 
 
 def adopt_restored(value: Any, spec: StrategySpec | None) -> None:

@@ -9,6 +9,7 @@ from distnb.cluster import tpu_chips
 from distnb.errors import OptionError, StartError
 from distnb.options import StrategySpec
 from distnb.runtime import choice
+from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy, kept_options
 from distnb.topology import Device, device_names, parse_device
 
@@ -57,7 +58,7 @@ class TPUStrategy(Strategy):
         placed = choice.started_by_launcher()
         if not placed:
             check_available("TPUStrategy")
-        if placed or choice.has_remote():
+        if placed or this_process.remote is not None:
             _ = strategy.num_replicas_in_sync  # the engines start now, or the script's replicas meet
         return strategy
 

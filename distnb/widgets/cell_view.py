@@ -9,8 +9,8 @@ from typing import Any
 from distnb.notebook.output.live_model import LiveModel, VariableRow
 from distnb.notebook.output.output_merger import OutputMerger
 from distnb.runtime import step_count
-from distnb.widgets.base import LiveView
 from distnb.widgets.publisher import Publisher
+from distnb.widgets.views import LiveView
 from distnb.wire.messages import Died, Display, Live, Output, ProgramEnded, Status, TelemetrySample
 
 __all__ = ["VIEW_EVENTS", "CellView"]

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import html
 import math
 from dataclasses import dataclass
 
-from distnb.notebook.output.html_table import filled_columns, html_table, human_bytes
 from distnb.notebook.output.live_model import Curve, Line, LiveModel
+from distnb.notebook.output.wording import filled_columns, html_table, human_bytes
 from distnb.widgets.picture import as_image, pictures, short_number
 
-__all__ = ["Table", "head_text", "images", "plain_summary", "replica_table", "static_html"]
+__all__ = [
+    "Table",
+    "head_text",
+    "images",
+    "live_html",
+    "plain_summary",
+    "replica_table",
+    "short_number",
+    "static_html",
+    "table_html",
+]
 
 
 _COLORS = {"failed": "#ef4444", "died": "#ef4444", "interrupted": "#ca8a04"}
@@ -74,21 +85,29 @@ def images(model: LiveModel) -> str:
     return "".join(as_image(svg, _curve_text(model, model.curves[name])) for name, svg in pictures(model).items())
 
 
+def table_html(model: LiveModel) -> str:
+    """The replicas' table; nothing where there are none."""
+    table = replica_table(model)
+    return html_table(table.header, table.rows, numeric=table.numeric) if table.rows else ""
+
+
+def live_html(model: LiveModel, now: float) -> str:
+    """What the widget shows while the cell runs: pictures of a page's own, which change without a flicker."""
+    dot = f'<span class="dot {model.state}"></span>'
+    head = f'<div class="status">{dot}<span class="head">{html.escape(head_text(model, now))}</span></div>'
+    return f'{head}<div class="charts">{"".join(pictures(model).values())}</div>{table_html(model)}'
+
+
 def static_html(model: LiveModel, now: float) -> str:
     """What stays when the cell has ended: pictures, replicas, and where its variables live.
 
     Nothing in it needs a kernel, a script or trust.
     """
-    color = _COLORS.get(model.state, "#808080")
-    parts = [
-        f'<div style="font-size:13px"><span style="color:{color}">●</span> {_escaped(head_text(model, now))}</div>'
-    ]
-    parts.append(images(model))
+    dot = f'<span style="color:{_COLORS.get(model.state, "#808080")}">●</span>'
+    parts = [f'<div style="font-size:13px">{dot} {html.escape(head_text(model, now))}</div>', images(model)]
     if model.curves or model.steps or model.state in _COLORS:
-        table = replica_table(model)
-        if table.rows:
-            parts.append(html_table(table.header, table.rows, numeric=table.numeric))
-        if model.variables:
+        parts.append(table_html(model))
+        if model.rows and model.variables:
             parts.append(_variables(model))
     return f'<div class="distnb-live">{"".join(parts)}</div>'
 
@@ -102,7 +121,7 @@ def _variables(model: LiveModel) -> str:
 
 
 def _curve_text(model: LiveModel, curve: Curve) -> str:
-    shown = curve.shown(max(1, len(model.rows)))
+    shown = curve.shown()
     return f"{curve.name}: {', '.join(_first_and_last(line) for line in shown.values() if line.points)}"
 
 
@@ -120,7 +139,3 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;")

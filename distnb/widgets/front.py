@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from distnb.notebook.output.live_model import HERE, LiveModel, VariableRow
 from distnb.runtime import step_count
 from distnb.strategies import live
-from distnb.widgets.base import LiveView
 from distnb.widgets.cell_view import VIEW_EVENTS, CellView
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
-from distnb.widgets.views import NoView, PictureView, TextView
+from distnb.widgets.views import LiveView, PictureView, TextView
 from distnb.wire.messages import Died, Display, Output, TelemetrySample
 
 if TYPE_CHECKING:
@@ -257,5 +256,5 @@ class Front:
                 mode = "picture"  # no anywidget in this environment: displays do as well, at some cost
             else:
                 return WidgetView(model, publisher, name)
-        kinds: dict[str, type[LiveView]] = {"picture": PictureView, "text": TextView, "off": NoView}
+        kinds: dict[str, type[LiveView]] = {"picture": PictureView, "text": TextView, "off": LiveView}
         return kinds[mode](model, publisher, name)

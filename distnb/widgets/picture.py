@@ -8,8 +8,8 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 
-from distnb.notebook.output.figures import mark
 from distnb.notebook.output.live_model import Curve, LiveModel, Point
+from distnb.notebook.output.wording import mark
 
 __all__ = ["COLORS", "as_image", "nice_ticks", "pictures", "short_name", "short_number"]
 
@@ -30,13 +30,13 @@ def pictures(model: LiveModel) -> dict[str, str]:
         An SVG document for each, by its name.
     """
     total = max(1, len(model.rows))
-    return {
-        name: f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="system-ui,sans-serif" font-size="11">'
-        f"{_chart(curve, total)}</svg>"
-        for name, curve in model.curves.items()
-        if curve.lines
-    }
+    look = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+    font = 'font-family="system-ui,sans-serif" font-size="11"'
+    drawn = {}
+    for name, curve in model.curves.items():
+        own = f'data-name="{html.escape(name)}"><title>{html.escape(name)}</title>'
+        drawn[name] = f'<svg xmlns="http://www.w3.org/2000/svg" {look} {font} {own}{_chart(curve, total)}</svg>'
+    return drawn
 
 
 def as_image(svg: str, alt: str) -> str:
@@ -76,7 +76,7 @@ def short_number(value: float | None) -> str:
 
 
 def _chart(curve: Curve, total: int) -> str:
-    lines = curve.shown(total)
+    lines = curve.shown()
     points = [point for line in lines.values() for point in line.points]
     x_low, x_high = _span([point[0] for point in points])
     y_low, y_high = _span([value for point in points for value in point[2:]])
@@ -119,7 +119,7 @@ def _title(curve: Curve, last: Sequence[tuple[tuple[int, ...], float | None]], t
         words += [mark(replicas)] if total > 1 else []
         told.append((" ".join(words), COLORS[replicas[0] % len(COLORS)]))
     room = _WIDTH - _LEFT - sum(6 + 6.5 * len(words) for words, _ in told)
-    spans = [f'<tspan font-weight="600">{html.escape(short_name(curve.name, room))}</tspan>']
+    spans = [f'<tspan class="name" font-weight="600">{html.escape(short_name(curve.name, room))}</tspan>']
     spans += [f'<tspan dx="6" fill="{color}">{words}</tspan>' for words, color in told]
     return f'<text x="{_LEFT}" y="16" fill="{_GREY}">{"".join(spans)}</text>'
 
@@ -170,7 +170,7 @@ def _marks(places: Sequence[tuple[float, float]]) -> str:
     at = f'x="{first + 6:.1f}"' if first < _WIDTH - 50 else f'x="{first - 6:.1f}" text-anchor="end"'
     return (
         f'<path class="mark" d="{crosses}" fill="none" stroke="{_RED}" stroke-width="1.5"/>'
-        f'<text {at} y="{foot + 3}" fill="{_RED}">{value:g}</text>'
+        f'<text {at} y="{foot + 3}" style="fill:{_RED}">{value:g}</text>'
     )
 
 

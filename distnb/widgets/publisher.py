@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from distnb.notebook.output.instructions import Area, Change, Clear, Instruction, Show, Write
+from distnb.notebook.output.displays import Area, Clear, Instruction, Show, Write
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -36,9 +36,7 @@ class Publisher(ABC):
                 self.latest = (self.latest + each.text)[-_LATEST_CHARACTERS:]
                 self.write(each.stream, each.text)
             elif isinstance(each, Show):
-                self.display(each.name, each.bundle.data, each.bundle.metadata)
-            elif isinstance(each, Change):
-                self.display(each.name, each.bundle.data, each.bundle.metadata, update=True)
+                self.display(each.name, each.bundle.data, each.bundle.metadata, update=each.update)
             elif isinstance(each, Area):
                 self.area(each.lines)
             elif isinstance(each, Clear):

@@ -1,13 +1,42 @@
-"""The live views that need no widget: an SVG picture that is replaced, a line in a terminal, and none."""
+"""The ways to draw a live view that need no widget: none, a picture that is replaced, and a line in a terminal."""
 
 from __future__ import annotations
 
-from distnb.notebook.output.html_table import html_table
-from distnb.widgets.base import LiveView
-from distnb.widgets.content import head_text, images, plain_summary, replica_table, static_html
-from distnb.widgets.picture import short_number
+from distnb.notebook.output.live_model import LiveModel
+from distnb.widgets.content import head_text, images, plain_summary, short_number, static_html, table_html
+from distnb.widgets.publisher import Publisher
 
-__all__ = ["NoView", "PictureView", "TextView"]
+__all__ = ["LiveView", "PictureView", "TextView"]
+
+
+class LiveView:
+    """Draws one cell's model; this one draws nothing. Called by one thread at a time.
+
+    Args:
+        model: What is drawn.
+        publisher: Where it is shown.
+        name: Display id, unique in the notebook.
+    """
+
+    period_s: float = 1.0
+    """Seconds between two drawings."""
+
+    def __init__(self, model: LiveModel, publisher: Publisher, name: str) -> None:
+        self.model = model
+        self.publisher = publisher
+        self.name = name
+
+    def show(self, now: float) -> None:
+        """Appear; again after the cell's output was cleared."""
+
+    def update(self, now: float) -> None:
+        """Draw what is new."""
+
+    def finish(self, now: float) -> None:
+        """Leave what stays in the notebook."""
+
+    def close(self) -> None:
+        """Free what the view held, once nobody looks at it any more."""
 
 
 class PictureView(LiveView):
@@ -19,21 +48,17 @@ class PictureView(LiveView):
         self._publish(self._html(now), now, update=False)
 
     def update(self, now: float) -> None:
-        self.model.take_fresh()
         self._publish(self._html(now), now, update=True)
 
     def finish(self, now: float) -> None:
         self._publish(static_html(self.model, now), now, update=True)
 
     def _html(self, now: float) -> str:
-        table = replica_table(self.model)
-        cells = html_table(table.header, table.rows, numeric=table.numeric)
-        return f"<div>{head_text(self.model, now)}</div>{images(self.model)}{cells}"
+        return f"<div>{head_text(self.model, now)}</div>{images(self.model)}{table_html(self.model)}"
 
     def _publish(self, html: str, now: float, *, update: bool) -> None:
-        self.publisher.display(
-            self.name, {"text/html": html, "text/plain": plain_summary(self.model, now)}, {}, update=update
-        )
+        data = {"text/html": html, "text/plain": plain_summary(self.model, now)}
+        self.publisher.display(self.name, data, {}, update=update)
 
 
 class TextView(LiveView):
@@ -45,12 +70,11 @@ class TextView(LiveView):
         self.update(now)
 
     def update(self, now: float) -> None:
-        self.model.take_fresh()
         if self.model.state in ("ended", "failed", "interrupted"):
             return  # the shell may be writing its error
         values = []
         for curve in self.model.curves.values():
-            lines = curve.shown(max(1, len(self.model.rows)))
+            lines = curve.shown()
             values.append(f"{curve.name} {'/'.join(short_number(line.last) for line in lines.values())}")
         self.publisher.area((" · ".join([head_text(self.model, now), *values]),))
 
@@ -58,18 +82,3 @@ class TextView(LiveView):
         self.publisher.area(())
         if self.model.curves or self.model.steps:
             self.publisher.write("stderr", plain_summary(self.model, now).replace("\n", " · ") + "\n")
-
-
-class NoView(LiveView):
-    """`%distnb live off`: nothing is drawn."""
-
-    period_s = 1.0
-
-    def show(self, now: float) -> None:
-        return
-
-    def update(self, now: float) -> None:
-        self.model.take_fresh()
-
-    def finish(self, now: float) -> None:
-        return

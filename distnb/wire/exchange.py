@@ -1,18 +1,22 @@
-"""What notebook and engines tell each other of names and objects: snapshots one way, effects the other."""
+"""What notebook and engines tell each other of names and objects: snapshots one way, results the other."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from distnb.objects.modes import Environment
 from distnb.objects.packing import Packed
+from distnb.options import ReduceOp
 from distnb.values import DistributedValues
 from distnb.wire.messages import ObjectId
 
 __all__ = [
     "Described",
+    "HeldArgument",
+    "Items",
     "Result",
     "Keywords",
     "Leaf",
@@ -22,14 +26,14 @@ __all__ = [
     "Reloads",
     "Request",
     "Snapshot",
-    "SpaceKey",
+    "TeamKey",
     "Summary",
     "follow",
     "is_bare",
     "former",
 ]
 
-SpaceKey = tuple[tuple[int, ...], int]
+TeamKey = tuple[tuple[int, ...], int]
 """The engines whose objects belong together, and how often that group was made anew."""
 
 
@@ -44,13 +48,26 @@ class NamedArgument(NamedTuple):
     name: str
 
 
+class HeldArgument(NamedTuple):
+    """Stands among the arguments of a call for a distributed value, by the token that stands for it in a pack."""
+
+    token: Any
+
+
 class Keywords(NamedTuple):
-    """Stands among the arguments of a call for the keyword arguments of the function that it calls."""
+    """Stands among the arguments of a call for a dict that is made for the call, such as its keyword arguments."""
 
     values: dict[str, Any]
 
 
-_BARE = frozenset({type(None), bool, int, float, str, NamedArgument})
+class Items(NamedTuple):
+    """Stands among the arguments of a call for a list that is made for the call."""
+
+    values: tuple[Any, ...]
+
+
+_BARE = frozenset({type(None), bool, int, float, str, NamedArgument, ReduceOp})
+_FUNCTIONS = frozenset({types.FunctionType, types.BuiltinFunctionType})
 
 
 def is_bare(arguments: Any) -> bool:
@@ -60,7 +77,11 @@ def is_bare(arguments: Any) -> bool:
         return all(map(is_bare, arguments))
     if kind is dict:
         return all(type(name) is str and is_bare(value) for name, value in arguments.items())
-    return kind in _BARE or (kind is Keywords and is_bare(arguments.values))
+    if kind is HeldArgument:
+        return arguments.token[0] in ("own", "argument") and not arguments.token[2]
+    if kind in _FUNCTIONS:
+        return str(arguments.__module__).startswith(("distnb.", "_operator")) and "<" not in arguments.__qualname__
+    return kind in _BARE or (kind in (Keywords, Items) and is_bare(arguments.values))
 
 
 def follow(obj: Any, path: Iterable[tuple[str, Any]]) -> Any:
@@ -89,13 +110,12 @@ class Snapshot:
     """What a program needs of the notebook's namespace.
 
     Attributes:
-        space: The engines whose objects it is about.
+        team: The engines whose objects it is about.
         serial: Its number; objects that the program makes are called by it.
         names: All that is to be in the namespace; None where it may stay as it is.
         imports: Modules by the names that are bound to them.
         sections: Names whose values are compared after the program, whether they are bound or not.
         pack: What the engines lack of these values.
-        early: How many values in it are functions and classes: they come before all others.
         plain: Immutable values and handles, by name, that the engines lack.
         arguments: Of a call, with `NamedArgument`s in them; packed unless they are bare.
         fresh: What was sent before is not certain to have arrived: all that is needed is here.
@@ -110,13 +130,12 @@ class Snapshot:
         modules: Submodules to be imported, and what became of local modules since, by name.
     """
 
-    space: SpaceKey
+    team: TeamKey
     serial: int
     names: tuple[str, ...] | None = None
     imports: Mapping[str, str] = field(default_factory=dict)
     sections: tuple[str, ...] = ()
     pack: Packed | None = None
-    early: int = 0
     plain: Packed | None = None
     arguments: Packed | tuple[tuple[Any, ...], dict[str, Any]] | None = None
     fresh: bool = False

@@ -15,7 +15,7 @@ pytestmark = [
 PROLOGUE = """
     import threading, time
     import torch.distributed as dist
-    from distnb.collectives.group import groups
+    from distnb.collectives.group.groups import groups
     from distnb.topology import Device, Team
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     def join(generation, devices):

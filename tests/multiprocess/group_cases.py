@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distnb.collectives.group import groups, process_group
+from distnb.collectives.group import communicator
+from distnb.collectives.group.groups import groups
 from distnb.collectives.group.interface import Group
 from distnb.topology import Device, Team
 
@@ -347,6 +348,7 @@ def other_reduce_op(group: Group) -> None:
 @case
 def other_root(group: Group) -> None:
     dist.broadcast(torch.ones(3), src=min(group.rank, 1))
+    dist.barrier()  # those who agree may be done before the other one comes
 
 
 @case
@@ -494,14 +496,14 @@ def aborted_soon(reason: str) -> Iterator[None]:
         mark()
         groups.abort(reason)
 
-    grace, process_group._ABORT_GRACE_S = process_group._ABORT_GRACE_S, 60.0
+    grace, communicator._ABORT_GRACE_S = communicator._ABORT_GRACE_S, 60.0
     timer = threading.Timer(0.5, strike)
     timer.start()
     try:
         yield
     finally:
         timer.join()
-        process_group._ABORT_GRACE_S = grace
+        communicator._ABORT_GRACE_S = grace
 
 
 @case

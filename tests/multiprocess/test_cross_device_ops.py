@@ -20,7 +20,7 @@ from distnb import HierarchicalCopyAllReduce, ReductionToOneDevice
 
 if "APART" in os.environ:  # as on machines that share no memory
     from distnb.collectives.shared_memory.shared_sum import SharedSum
-    SharedSum.of = classmethod(lambda cls, board: None)
+    SharedSum.of = classmethod(lambda cls, log: None)
 
 
 class Ring(distnb.CrossDeviceOps):
@@ -307,7 +307,7 @@ def test_a_sum_never_meets_a_mean() -> None:
 
 def test_what_an_algorithm_has_at_hand() -> None:
     program = """
-    from distnb.collectives.group import groups
+    from distnb.collectives.group.groups import groups
     from distnb.collectives.algorithms.replicas import Replicas
     group = groups.join_from_env()
     replicas = Replicas(group)
@@ -347,13 +347,13 @@ def test_what_an_algorithm_has_at_hand() -> None:
 
 def test_how_many_messages_many_tensors_become() -> None:
     program = """
-    from distnb.collectives.group.entering import Entering
+    from distnb.collectives.group.process_group import GuardedProcessGroup
     sent = []
-    plain = Entering.start_in_memory
+    plain = GuardedProcessGroup.start_in_memory
     def noted(self, key, tensor, op, *rest, **named):
         sent.append(tensor.numel() * tensor.dtype.itemsize)
         return plain(self, key, tensor, op, *rest, **named)
-    Entering.start_in_memory = noted
+    GuardedProcessGroup.start_in_memory = noted
 
     def messages(strategy, call):
         strategy.run(lambda: None)

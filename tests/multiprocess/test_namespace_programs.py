@@ -19,7 +19,7 @@ from distnb.notebook.handles.handle import HANDLES
 from distnb.notebook.remote_runtime import Remote
 from distnb.notebook.session import Session
 from distnb.options import StrategySpec
-from distnb.runtime import choice
+from distnb.runtime.this_process import this_process
 from distnb.values import Mirrored
 from tests.worlds import Process, modes_kept
 
@@ -37,7 +37,7 @@ def notebook() -> Process:
 def session(notebook: Process) -> Iterator[Session]:
     torch.set_num_threads(1)
     session = Session.start(2, "cpu:0,cpu:1", user_ns=notebook.user_ns)
-    choice.register_remote(lambda strategy: Remote(lambda: session))
+    this_process.remote = lambda strategy: Remote(lambda: session)
     yield session
     session.stop()
 

@@ -665,16 +665,13 @@ waits_here()
 def test_a_message_that_an_engine_cannot_read(notebook: Notebook) -> None:
     notebook.run("""%%distribute mirrored
 if distnb.replica_id() == 1:
-    import threading
-    from distnb.wire import channel
+    from distnb.wire import unix_socket
 
-    def fails(frames, decode=channel.decode):
-        if threading.current_thread() is not threading.main_thread():
-            return decode(frames)
-        channel.decode = decode
+    def fails(frames, decode=unix_socket.decode):
+        unix_socket.decode = decode
         raise OSError("no memory to be had")
 
-    channel.decode = fails
+    unix_socket.decode = fails
 """)
     ran = failed(notebook, "%%distribute mirrored\ndist.all_reduce(torch.ones(3))", "OSError")
     assert "no memory to be had" in ran.error_text

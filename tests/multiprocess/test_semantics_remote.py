@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import distnb
 from distnb.errors import ContextError
@@ -81,6 +82,65 @@ def test_values_datasets_and_contexts(strategy: Any) -> None:
         totals.append(float(strategy.reduce("sum", losses, axis=None)))
     assert totals == [1.0, 3.5]
     assert (distnb.has_strategy(), distnb.in_cross_replica_context(), distnb.replica_id()) == (False, False, 0)
+
+
+def test_a_batch_that_is_asked_for_ahead_is_not_yet_given(strategy: Any) -> None:
+    data = torch.arange(12.0)
+    dataset = strategy.distribute_dataset(DataLoader(TensorDataset(data), batch_size=4))
+
+    def seen(batch: Any) -> list[float]:
+        found: list[float] = strategy.gather(batch[0], axis=0).numpy().tolist()
+        return found
+
+    for batch in dataset:
+        assert type(batch) is list
+        assert seen(batch) == [0.0, 1.0, 2.0, 3.0]
+        break
+    state = dataset.state_dict()
+    assert (state["epoch"], state["position"]) == (0, 1)
+    batches = iter(dataset)
+    assert [seen(next(batches)) for _ in range(2)] == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
+    assert dataset.state_dict()["position"] == 2
+    assert [seen(each) for each in batches] == [[8.0, 9.0, 10.0, 11.0]]
+    assert (dataset.epoch, dataset.state_dict()["position"]) == (2, 0)
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_what_reading_raises_is_raised_where_the_batch_is_wanted(strategy: Any) -> None:
+    class Broken(Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 5:
+                raise KeyError("broken")
+            return index
+
+    dataset = strategy.distribute_dataset(DataLoader(Broken(), batch_size=4, num_workers=1))
+    batches = iter(dataset)
+    first = next(batches)
+    assert strategy.gather(first, axis=0).numpy().tolist() == [0, 1, 2, 3]
+    with pytest.raises(KeyError, match="broken"):
+        next(batches)
+
+
+def test_what_reading_changes_in_the_notebook_s_data_is_there_at_the_end(strategy: Any) -> None:
+    class Counting(Dataset[Any]):
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            self.asked += 1
+            return index
+
+    data = Counting()
+    for _ in strategy.distribute_dataset(DataLoader(data, batch_size=4)):
+        pass
+    assert data.asked == 4
 
 
 def test_a_loss_of_handles_is_refused_with_the_cure(strategy: Any) -> None:

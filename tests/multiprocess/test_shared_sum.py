@@ -11,9 +11,9 @@ from tests.ranks import run_ranks
 
 _START = """
 import threading, time
-from distnb.collectives.group import groups
+from distnb.collectives.group.groups import groups
 group = groups.join_from_env()
-assert group.process_group._shared is not None, "this machine's replicas share memory"
+assert group.process_group.communicator.shared is not None, "this machine's replicas share memory"
 rank, size = group.rank, group.size
 
 def waits():

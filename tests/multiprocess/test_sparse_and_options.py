@@ -81,7 +81,7 @@ def test_sparse_tensors_are_summed_and_options_of_a_call_are_kept() -> None:
     program = """
     import distnb
     from distnb import CommunicationOptions, ReduceOp
-    from distnb.collectives.group.guarded_operations import GuardedProcessGroup
+    from distnb.collectives.group.process_group import GuardedProcessGroup
 
     class Seen(distnb.CrossDeviceOps):
         sizes = []
@@ -90,11 +90,12 @@ def test_sparse_tensors_are_summed_and_options_of_a_call_are_kept() -> None:
             return replicas.all_reduce(tensor, op)
 
     by_sockets = []
-    whole = GuardedProcessGroup.all_reduce_as
-    def noted(self, key, tensor, options):
-        by_sockets.append(tensor.numel())
-        return whole(self, key, tensor, options)
-    GuardedProcessGroup.all_reduce_as = noted
+    plain = GuardedProcessGroup.run
+    def noted(self, key, method, tensors, *rest, **named):
+        if method == "allreduce":
+            by_sockets.append(tensors[0][0].numel())
+        return plain(self, key, method, tensors, *rest, **named)
+    GuardedProcessGroup.run = noted
 
     def error(call):
         try:

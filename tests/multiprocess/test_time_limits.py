@@ -11,7 +11,7 @@ PROLOGUE = """
 import threading
 from datetime import timedelta
 import torch.distributed as dist
-from distnb.collectives.group import groups
+from distnb.collectives.group.groups import groups
 group = groups.join_from_env()
 rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
 store.set_timeout(timedelta(seconds=60))  # the store of a group has its limit

@@ -222,21 +222,15 @@ def test_buffers_drift_and_synchronised_batch_norm() -> None:
             torch.manual_seed(0)
             return Sequential(Linear(3, 4), BatchNorm1d(4), Linear(4, 1))
 
-        # Buffers are the replicas' own until they are saved: no backward pass follows.
+        # Buffers are the replicas' own: no backward pass follows.
         with strategy.scope():
             plain = Sequential(BatchNorm1d(1, momentum=1.0))
-            plain.register_buffer("mask", torch.tensor([0.1, float("-inf")]))
         batch = strategy.distribute_values_from_function(
             lambda context: torch.tensor([[0.0], [2.0]]) + 10 * context.replica_id_in_sync_group)
         strategy.run(plain, args=(batch,))
-        saved = plain.state_dict()
-        result["saved"] = {name: value.tolist() for name, value in saved.items()}
-        result["own"] = plain[0].running_mean.tolist()
-        result["part"] = plain[0].state_dict()["running_mean"].tolist()
-        result["in a replica"] = strategy.run(
-            lambda: torch.equal(plain.state_dict()["0.running_mean"], plain[0].running_mean))
+        result["saved"] = plain.state_dict()["0.running_mean"].tolist()
         result["reduced"] = strategy.reduce("mean", plain[0].running_mean, axis=None).tolist()
-        plain.load_state_dict(saved)
+        plain.load_state_dict(strategy.broadcast(plain.state_dict()))
         result["restored"] = plain[0].running_mean.tolist()
 
         # Uneven slices, against one replica that sees everything.
@@ -275,12 +269,7 @@ def test_buffers_drift_and_synchronised_batch_norm() -> None:
         n=3,
     )
     for rank, one in enumerate(found):
-        assert one["saved"]["0.running_mean"] == one["part"] == one["reduced"] == one["restored"] == [11.0]
-        assert one["saved"]["0.num_batches_tracked"] == 1
-        assert one["saved"]["mask"][0] == found[0]["saved"]["mask"][0]
-        assert abs(one["saved"]["mask"][0] - 0.1) < 1e-7
-        assert one["own"] == [1.0 + 10 * rank]
-        assert one["in a replica"] is True
+        assert (one["saved"], one["reduced"], one["restored"]) == ([1.0 + 10 * rank], [11.0], [1.0])
         assert one["apart"] == []
         assert one["trained"]
         assert one["evaluated"]
@@ -383,71 +372,28 @@ def test_reading_on_one_replica_alone_ends_with_the_cure() -> None:
         _PRELUDE
         + """
 with strategy.scope():
-    model = torch.nn.BatchNorm1d(1)
     total = distnb.Variable(0, synchronization="on_read", aggregation="sum")
 if me == 0:
-    for read in (model.state_dict, lambda: int(total)):
-        try:
-            read()
-        except distnb.errors.CollectiveMismatchError as error:
-            result[len(result)] = str(error) + "".join(getattr(error, "__notes__", []))
+    try:
+        int(total)
+    except distnb.errors.CollectiveMismatchError as error:
+        result["told"] = str(error) + "".join(getattr(error, "__notes__", []))
 """,
         2,
     )
-    assert len(first.check().result) == 2
-    assert all("before `if distnb.is_chief():`" in note for note in first.result.values())
+    assert "before `if distnb.is_chief():`" in first.check().result["told"]
 
 
 def test_saving_on_one_replica_as_scripts_for_ddp_do() -> None:
-    """Who saves and who goes on: both are told what to do, and nothing is saved."""
-    ended = run_ranks(
-        _PRELUDE
-        + """
-import torch.distributed as dist
-
-with strategy.scope():
-    model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2))
-    bare = torch.nn.Linear(1, 1)
-result["bare"] = me != 0 or len(bare.state_dict())  # nothing to bring together
-try:
-    if me == 0:
-        result["saved"] = model.state_dict()
-    dist.barrier()
-except distnb.errors.CollectiveMismatchError as error:
-    result["told"] = str(error)
-""",
-        2,
-    )
-    for rank in ended:
-        found = rank.check().result
-        assert found["bare"]
-        assert "saved" not in found
-        assert "replica 0 called Sequential.state_dict(float32[2], float32[2], int64[])" in found["told"]
-        assert "replica 1 called barrier()" in found["told"]
-        assert "call it before `if distnb.is_chief():`" in found["told"]
-
-
-def test_the_buffers_of_a_whole_model_are_brought_together_at_once() -> None:
-    ended = ranks(
+    first, second = ranks(
         """
-        from distnb.collectives.group.groups import Group
-        from torch.nn import BatchNorm1d, Sequential
+        import torch.distributed as dist
+
         with strategy.scope():
-            model = Sequential(*(BatchNorm1d(1, momentum=1.0, affine=False) for _ in range(4)))
-        batch = strategy.distribute_values_from_function(
-            lambda context: torch.tensor([[0.0], [2.0]]) + 10 * context.replica_id_in_sync_group)
-        strategy.run(model, args=(batch,))
-        for part in model:
-            part.running_mean.fill_(me)
-        gather, calls = Group.all_gather, []
-        Group.all_gather = lambda self, *args, **kwargs: calls.append(1) or gather(self, *args, **kwargs)
-        saved = model.state_dict(prefix="m.")
-        result["calls"] = len(calls)
-        result["means"] = [saved[f"m.{place}.running_mean"].item() for place in range(4)]
-        result["own"] = model[0].running_mean.item()
+            model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2))
+        result["saved"] = len(model.state_dict()) if me == 0 else 0
+        dist.barrier()
         """,
         2,
     )
-    assert [rank["calls"] for rank in ended] == [1, 1]
-    assert [rank["means"] for rank in ended] == [[0.5] * 4] * 2
-    assert [rank["own"] for rank in ended] == [0.0, 1.0]
+    assert (first["saved"], second["saved"]) == (7, 0)

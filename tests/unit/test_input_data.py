@@ -319,7 +319,7 @@ class Pressing(threading.Thread):
     def run(self) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        reads = {reading.DirectReader.read.__code__, reading.ThreadReader.read.__code__}
+        reads = {reading.CallerReader.read.__code__, reading.ThreadReader.read.__code__}
         while not any(frame.f_code in reads for frame, _ in traceback.walk_stack(sys._current_frames()[main])):
             if self.over.wait(0.01):
                 return

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from distnb.magics.held_interrupts import HeldInterrupts
 from distnb.notebook.interrupts import Interrupts
 
 
@@ -125,13 +124,3 @@ def test_what_lasts_is_ended_by_the_second(interrupts: Interrupts) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert interrupts.take()
-
-
-def test_a_callback_leaves_it_to_the_cell() -> None:
-    held = HeldInterrupts()
-    with held:
-        signal.raise_signal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        held.visit(None)  # type: ignore[arg-type]
-    held.visit(None)  # type: ignore[arg-type]
-    held.close()

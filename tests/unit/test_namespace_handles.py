@@ -374,7 +374,7 @@ def test_forwarding(world: DoubleWorld) -> None:
 def test_completion_and_help(world: DoubleWorld) -> None:
     here(world, "import torch")
     there(world, "model = torch.nn.Linear(2, 1)\nd = {'k': 1}")
-    before = len(world.namespaces[0].objects)
+    before = len(world.namespaces[0].teams)
     model = world.notebook.user_ns["model"]
     calls = world._programs
     assert {"state_dict", "weight", "bias", "forward", "component"} <= set(dir(model))
@@ -382,16 +382,16 @@ def test_completion_and_help(world: DoubleWorld) -> None:
     assert list(inspect.signature(model).parameters) == ["input"]
     assert "keys" in dir(world.notebook.user_ns["d"])
     assert calls == world._programs, "completion must not ask the engines"
-    assert len(world.namespaces[0].objects) == before
+    assert len(world.namespaces[0].teams) == before
 
 
 def test_freed_with_the_last_handle(world: DoubleWorld) -> None:
     there(world, "big = [1] * 1000\nkeep = {}")
-    count = len(world.namespaces[0].objects)
+    count = len(world.namespaces[0].teams)
     here(world, "del big")
     gc.collect()
     there(world, "pass")
-    assert len(world.namespaces[0].objects) == count - 1
+    assert len(world.namespaces[0].teams) == count - 1
     assert "big" not in world.engines[0].user_ns
     there(world, "n = len(keep)")
     assert world.notebook.user_ns["n"] == 0
@@ -408,7 +408,7 @@ def test_no_leak_over_many_cells(world: DoubleWorld) -> None:
         here(world, "xs = []\ntmp = [[1], [2]]\nclass Own: pass\nmine = Own()")
         there(world, "tmp[0].append(3)\nmine.n = 1")
         gc.collect()
-        sizes.append(len(world.namespaces[0].objects))
+        sizes.append(len(world.namespaces[0].teams))
     assert sizes[-1] <= sizes[4] + 2, sizes
 
 
@@ -643,21 +643,21 @@ def test_local_module_is_reloaded(world: DoubleWorld, tmp_path: Path, monkeypatc
     file.write_text("value = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     here(world, "import distnb_local_module as local")
-    delivery = world.namespace.outgoing("local.value", world.team)
-    assert "distnb_local_module" not in delivery.modules
+    snapshot = world.namespace.outgoing("local.value", world.team)
+    assert "distnb_local_module" not in snapshot.modules
     file.write_text("value = 2  # edited\n")
     importlib.invalidate_caches()
     importlib.reload(sys.modules["distnb_local_module"])
-    delivery = world.namespace.outgoing("local.value", world.team)
-    assert delivery.modules["distnb_local_module"] == (1, False)
-    known = dict(delivery.modules)  # told once
+    snapshot = world.namespace.outgoing("local.value", world.team)
+    assert snapshot.modules["distnb_local_module"] == (1, False)
+    known = dict(snapshot.modules)  # told once
     # %autoreload changes a module in place: only the version of its file tells. None: a reload failed.
     told: list[int | None] = [7]
     module_watch.versions.append(lambda name: told[0] if name == "distnb_local_module" else None)
     try:
         for told[0], expected in ((7, (1, False)), (8, (2, True)), (None, (2, True)), (8, (2, True)), (9, (3, True))):
-            delivery = world.namespace.outgoing("local.value", world.team)
-            known |= delivery.modules
+            snapshot = world.namespace.outgoing("local.value", world.team)
+            known |= snapshot.modules
             assert known["distnb_local_module"] == expected
     finally:
         module_watch.versions.pop()
@@ -696,12 +696,12 @@ def test_calls(world: DoubleWorld) -> None:
 
 def test_failed_call_is_taken_back(world: DoubleWorld) -> None:
     here(world, "log = [0]\ndef bad():\n    log.append(1)\n    raise ValueError('no')")
-    delivery = world.namespace.outgoing_call((world.notebook.user_ns["bad"],), {}, world.team)
+    snapshot = world.namespace.outgoing_call((world.notebook.user_ns["bad"],), {}, world.team)
     for namespace in world.namespaces:
-        (function,), _ = namespace.open_call(world._send(delivery), 0)
+        (function,), _ = namespace.open_call(world._send(snapshot), 0)
         with pytest.raises(ValueError, match="no"):
             function()
-    world.namespace.failed(delivery)
+    world.namespace.failed(snapshot)
     there(world, "n = len(log)")
     assert world.notebook.user_ns["n"] == 1
 
@@ -709,18 +709,18 @@ def test_failed_call_is_taken_back(world: DoubleWorld) -> None:
 def test_names_of_an_unfinished_scope_are_taken_back(world: DoubleWorld) -> None:
     here(world, "log = []\nx = 1")
     before, scope = "y = 5\n", "x = 2\nmodel = [1]\nlog.append(1)\n1 / 0"
-    delivery = world.namespace.outgoing(before + scope, world.team)
-    effects = {}
+    snapshot = world.namespace.outgoing(before + scope, world.team)
+    results = {}
     for replica, namespace in enumerate(world.namespaces):
-        namespace.open(world._send(delivery), replica)
+        namespace.open(world._send(snapshot), replica)
         mark = namespace.begin(before + scope)
         world.engines[replica].run(before, 1)
         take_back = namespace.note_names()
         with pytest.raises(ZeroDivisionError):
             world.engines[replica].run(scope, 2)
         take_back()
-        effects[replica] = world._send(namespace.finish(mark))
-    world.namespace.incoming(before + scope, world.team, effects)
+        results[replica] = world._send(namespace.finish(mark))
+    world.namespace.incoming(before + scope, world.team, results)
     ns = world.notebook.user_ns
     assert (ns["x"], ns["y"], ns["log"]) == (1, 5, [1])
     assert "model" not in ns

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distnb.notebook.output.instructions import Area, Change, Clear, Show, Write
+from distnb.notebook.output.displays import Area, Clear, Show, Write
 from distnb.notebook.output.output_merger import HOLD_S, OutputMerger
 from distnb.wire.messages import Display, Output
 
@@ -197,8 +197,9 @@ def test_the_number_left_out_is_honest() -> None:
     merger = OutputMerger(1, "m")
     merger.feed(out(0, "".join(f"{i}\n" for i in range(4_000))), 0.0)
     text = text_of(merger.collect(0.0, final=True))
-    left_out = int(text.partition("… ")[2].partition(" lines")[0].replace(",", ""))
-    assert text.count("\n") - 1 + left_out == 4_000
+    assert text.startswith("0\n1\n")
+    left_out = [int(line.split()[1].replace(",", "")) for line in text.splitlines() if line.startswith("…")]
+    assert text.count("\n") - len(left_out) + sum(left_out) == 4_000
 
 
 def test_a_very_long_line_is_cut() -> None:
@@ -234,7 +235,7 @@ def test_a_late_figure_changes_what_is_shown() -> None:
     assert "[0]" in first.bundle.data["text/html"]
     merger.feed(png(1, "AAAA"), 5.0)
     (change,) = merger.collect(5.0)
-    assert isinstance(change, Change)
+    assert change.update
     assert change.name == first.name
     assert change.bundle.data["image/png"] == "AAAA"
 
@@ -271,7 +272,7 @@ def test_display_ids_are_updated() -> None:
             1.0,
         )
     (change,) = merger.collect(1.0)
-    assert isinstance(change, Change)
+    assert change.update
     assert "<b>1</b>" in change.bundle.data["text/html"]
 
 
@@ -294,7 +295,7 @@ def test_clear_output_of_one_removes_its_displays_only() -> None:
     merger.collect(0.0)
     merger.feed(Display(0, 1, 0, {}, clear="now"), 1.0)
     (change,) = merger.collect(1.5)
-    assert isinstance(change, Change)
+    assert change.update
     assert "AAAA" not in change.bundle.data["text/html"]
     assert "BBBB" in change.bundle.data["text/html"]
 
@@ -310,7 +311,7 @@ def test_a_loop_that_clears_and_draws_shows_the_last() -> None:
         for each in merger.collect(now):
             if isinstance(each, Clear):
                 shown.clear()
-            elif isinstance(each, Show | Change):
+            elif isinstance(each, Show):
                 shown[each.name] = str(each.bundle.data.get("image/png"))
     assert list(shown.values()) == ["figure 49"]
 

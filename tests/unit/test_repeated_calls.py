@@ -85,8 +85,8 @@ def test_after_a_call_that_failed(world: DoubleWorld) -> None:
     ns = world.notebook.user_ns
     for _ in range(3):
         assert world.call(ns["f"]) == 7
-    delivery = world.namespace.outgoing_call((ns["f"], (), {}), {}, world.team)
-    world.namespace.failed(delivery)  # it reached no engine
+    snapshot = world.namespace.outgoing_call((ns["f"], (), {}), {}, world.team)
+    world.namespace.failed(snapshot)  # it reached no engine
     assert [world.call(ns["f"]) for _ in range(3)] == [7] * 3
 
 

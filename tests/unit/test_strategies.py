@@ -15,8 +15,9 @@ import torch
 import distnb
 from distnb import errors
 from distnb.options import StrategySpec
-from distnb.runtime import choice, step_count
+from distnb.runtime import step_count
 from distnb.runtime.central.setup import check_places
+from distnb.runtime.this_process import this_process
 from distnb.strategies import resolve
 from distnb.values import PerReplica
 
@@ -65,8 +66,8 @@ def test_options_that_cannot_be_honoured() -> None:
         ({"compute_devices": []}, "compute_devices is empty"),
         ({"compute_devices": 3}, "compute_devices=3: name the devices"),
         ({"check_mean_loss": "no"}, "True or False"),
-        ({"compute_devices": ["cuda:0", "cpu:0"]}, "devices of one kind"),
-        ({"compute_devices": ["cuda:0", "cuda:1"], "parameter_device": "cuda:0"}, "variables are on cpu:0"),
+        ({"compute_devices": ["cuda:0", "cpu:0"]}, "cannot compute with"),
+        ({"compute_devices": ["cuda:0", "cuda:1"]}, "MirroredStrategy"),
         ({"compute_devices": ["cuda:0"], "parameter_device": "cpu:0"}, "variables are on cuda:0"),
         ({"compute_devices": ["cpu:0", "cpu:1"], "parameter_device": "cuda:0"}, "variables are on cpu:0"),
         ({"parameter_device": "nonsense:x"}, "no device"),
@@ -106,7 +107,7 @@ def test_a_registered_remote_runtime_is_used() -> None:
         def __getattr__(self, name: str) -> Any:
             return lambda *args: calls.append((name, *args)) or 2
 
-    choice.register_remote(lambda strategy: Recorder())  # type: ignore[arg-type, return-value]
+    this_process.remote = lambda strategy: Recorder()  # type: ignore[assignment, return-value]
     try:
         strategy = distnb.MirroredStrategy(gradient_reduction="mean")
         assert strategy.num_replicas_in_sync == 2
@@ -117,7 +118,7 @@ def test_a_registered_remote_runtime_is_used() -> None:
             strategy.run(print, 1)  # type: ignore[arg-type]
         assert ONE.run(lambda: 1) == 1  # runs here all the same
     finally:
-        choice.register_remote(None)
+        this_process.remote = None
     assert [call[0] for call in calls] == ["num_replicas", "num_replicas", "run", "reduce", "local_results"]
     assert calls[2][1:] == (strategy, print, [1], {}, None)
     assert calls[3][2:] == (distnb.ReduceOp.SUM, 3, (0, 1))

@@ -97,7 +97,7 @@ def test_an_argument_is_honoured_or_refused(arguments: dict[str, object], text: 
 
 @pytest.mark.usefixtures("four_chips")
 def test_the_word_and_the_class_name_the_same_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distnb.runtime.choice._remote", None)
+    monkeypatch.setattr("distnb.runtime.this_process.this_process.remote", None)
     request = read_request("tpu --devices tpu:0,tpu:1 --gradients mean", {})
     assert distnb.TPUStrategy(devices=["tpu:0", "/device:TPU:1"], gradient_reduction="mean").spec == request.spec
     with pytest.raises(OptionError, match="cpu:0 is no tpu device"):

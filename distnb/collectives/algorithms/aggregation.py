@@ -13,7 +13,7 @@ from distnb.collectives.algorithms.nccl import NcclAllReduce
 from distnb.collectives.algorithms.packs import Packs
 from distnb.collectives.algorithms.replicas import Replicas
 from distnb.collectives.algorithms.results import confirm_equal, unfit
-from distnb.collectives.group.entering import OWN
+from distnb.collectives.group.process_group import OWN
 from distnb.errors import OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 

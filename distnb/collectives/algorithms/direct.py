@@ -11,7 +11,7 @@ from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.base import CrossDeviceOps
 from distnb.collectives.algorithms.packs import Packs
-from distnb.collectives.group import groups
+from distnb.collectives.group.groups import groups
 from distnb.collectives.group.interface import Group
 from distnb.errors import ContextError, DistributedValueError, OptionError
 from distnb.options import CommunicationOptions, ReduceOp

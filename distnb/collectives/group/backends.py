@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
 
 from distnb.collectives.group import exits
-from distnb.collectives.group.gloo_sockets import Connections, pollers
+from distnb.collectives.group.gloo_sockets import Connections, event_loops
 from distnb.errors import CollectiveError
 
 __all__ = ["FOREVER", "Carrier", "Backends", "abort_all", "form"]
@@ -216,9 +216,9 @@ def form(
 
 def _make(store: Store, rank: int, size: int, carrier: Carrier | None, staged: frozenset[str], local: bool) -> Backends:
     with _device_making:  # its event loop is known by being new; whoever is left behind below must not hold the lock
-        before = pollers()
+        before = event_loops()
         device = _gloo_device(local)
-        made = pollers() - before
+        made = [poller for pipe, poller in event_loops().items() if pipe not in before]
     gloo = _gloo(PrefixStore("gloo", store), rank, size, device, _THREADS if local else _THREADS_ACROSS)
     connections = Connections.of_device(made)
     connections.stop_listening()

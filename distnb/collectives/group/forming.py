@@ -1,4 +1,4 @@
-"""How a process group is formed: the replicas meet at the store, share a board, connect, and leave together."""
+"""How a communicator is formed: the replicas meet at the store, share a collective log, connect, and leave together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from distnb.collectives.group import backends, rendezvous
 from distnb.collectives.group.backends import Backends, Carrier
-from distnb.collectives.group.process_group import GroupCore
+from distnb.collectives.group.communicator import Communicator
 from distnb.collectives.group.rendezvous import Card, StoreClient
 from distnb.collectives.shared_memory import shared_sum
 from distnb.collectives.verify import collective_log
@@ -20,26 +20,18 @@ from distnb.collectives.verify.collective_log import CollectiveLog
 from distnb.collectives.verify.replicated_log import ReplicatedLog
 from distnb.errors import CollectiveError
 
-__all__ = ["Forming", "Parts"]
+__all__ = ["Forming"]
 
 _PERIOD_S = 0.1
 _PAUSE_S = 0.0002
 
 
 @dataclass
-class Parts:
-    """What a formed group consists of."""
-
-    transport: Backends
-    board: CollectiveLog
-
-
-@dataclass
 class Forming:
-    """One forming of one group.
+    """One forming of one communicator.
 
     Attributes:
-        group: Which group.
+        communicator: What is formed.
         client: The store's.
         prefix: Where in the store this team of this generation meets.
         device: This replica's device, by its name.
@@ -49,7 +41,7 @@ class Forming:
         timeout_s: How long to wait for the others to come; None for as long as there is hope.
     """
 
-    group: GroupCore
+    communicator: Communicator
     client: StoreClient
     prefix: str
     device: str
@@ -59,56 +51,52 @@ class Forming:
     timeout_s: float | None
 
     def __post_init__(self) -> None:
-        self._connect_store()
-        self._rank: int = self.group.rank()
-        self._size: int = self.group.size()
-        self._board: CollectiveLog | None = None
+        self._group = self.communicator.group
+        self._rank: int = self._group.rank()
+        self._size: int = self._group.size()
+        self._log: CollectiveLog | None = None
         self._next_look = 0.0
         self._local = self._abandoned = False
+        self._connect_store()
 
     def _connect_store(self) -> None:
-        self._store = PrefixStore(f"{self.prefix}/{self.group.meeting}", self.client.store())
+        self._store = PrefixStore(f"{self.prefix}/{self._group.meeting}", self.client.store())
 
-    def _abandon(self) -> None:
-        """A thread is left behind that may block in the connection to the store: use another one from now on."""
-        self.client.spoil()
-        self._abandoned = True
-
-    def run(self) -> Parts:
-        """Form the group.
+    def run(self) -> tuple[Backends, CollectiveLog]:
+        """Form it.
 
         Raises:
             CollectiveError: Another replica did not come in time, or could not be connected to.
         """
         try:
-            self._board = made = self._share_board()
-            return Parts(self._connect(made), made)
+            self._log = log = self._share_log()
+            return self._connect(log), log
         finally:
-            self.group.waited()
+            self.communicator.waited()
 
-    def _share_board(self) -> CollectiveLog:
+    def _share_log(self) -> CollectiveLog:
         rank, size, beside = self._rank, self._size, shared_sum.nbytes(self._size)
         memory, descriptor = collective_log.create_memory(size, beside) if rank == 0 else (None, -1)
         try:
             card = Card(rendezvous.host(), os.getpid(), descriptor, self.device)
-            what = f"the process group of replicas {list(self.group.replicas)}"
+            what = f"the process group of replicas {list(self._group.replicas)}"
             cards = rendezvous.meet(self._store, rank, size, card, self._check, timeout_s=self.timeout_s, what=what)
             self._local = len({other.host for other in cards}) == 1
             if self._local and memory is None:
                 with suppress(OSError):
-                    memory = collective_log.open_memory(cards[0].pid, cards[0].board, size, beside)
+                    memory = collective_log.open_memory(cards[0].pid, cards[0].log, size, beside)
             # A container or a security module may forbid it to some; then nobody shares memory.
             if self._local and self._all_agree("shares", memory is not None) and memory is not None:
                 return CollectiveLog(memory, rank, size)
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
-        return ReplicatedLog(self._board_store(), rank, size)
+        return ReplicatedLog(self._log_store(), rank, size)
 
-    def _board_store(self) -> PrefixStore:
-        return PrefixStore("board", self._store)
+    def _log_store(self) -> PrefixStore:
+        return PrefixStore("log", self._store)
 
-    def _connect(self, made: CollectiveLog) -> Backends:
+    def _connect(self, log: CollectiveLog) -> Backends:
         try:
             connected = backends.form(
                 self._store,
@@ -122,28 +110,33 @@ class Forming:
             )
         except BaseException as error:
             with suppress(Exception):
-                if self._abandoned and isinstance(made, ReplicatedLog):
+                if self._abandoned and isinstance(log, ReplicatedLog):
                     self._connect_store()
-                    made.move(self._board_store())
-                made.set_verdict(f"Replica {self.group.replicas[self._rank]} could not connect: {error}")
-                made.exchange()
+                    log.move(self._log_store())
+                log.set_verdict(f"Replica {self._group.replicas[self._rank]} could not connect: {error}")
+                log.exchange()
             raise
         try:
-            self._leave_together(made)
+            self._leave_together(log)
         except BaseException:
             connected.abort()
             connected.release(lambda: True)
             raise
         return connected
 
-    def _leave_together(self, made: CollectiveLog) -> None:
+    def _abandon(self) -> None:
+        """A thread is left behind that may block in the connection to the store: use another one from now on."""
+        self.client.spoil()
+        self._abandoned = True
+
+    def _leave_together(self, log: CollectiveLog) -> None:
         """Wait until everyone is connected: an abort on one replica would spoil the connecting of another."""
-        if not made.shared:
+        if not log.shared:
             self._all_agree("connected", True)
             return
-        made.set_phase(0, "running")
+        log.set_phase(0, "running")
         began = time.monotonic()
-        while any(made.phase(rank)[1] == "idle" for rank in range(self._size)):
+        while any(log.phase(rank)[1] == "idle" for rank in range(self._size)):
             self._check()
             # Most are here within a millisecond; a replica that is not has lost its core to another process.
             time.sleep(_PAUSE_S if time.monotonic() - began < 0.05 else 10 * _PAUSE_S)
@@ -157,8 +150,8 @@ class Forming:
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _PERIOD_S
-        self.group.check_forming(absent)
-        if self._board is not None:
-            found = [self._board.verdict_of(rank) for rank in range(self._size) if rank != self._rank]
+        self.communicator.examine_forming(absent)
+        if self._log is not None:
+            found = [self._log.verdict_of(rank) for rank in range(self._size) if rank != self._rank]
             if any(found):
                 raise CollectiveError(next(filter(None, found)))

@@ -14,11 +14,12 @@ import socket
 import stat
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from distnb.errors import CollectiveError
 
-__all__ = ["LOST_AFTER_S", "Connections", "give_up_on_silence", "owner_of_peer", "pollers"]
+__all__ = ["LOST_AFTER_S", "Connections", "event_loops", "give_up_on_silence", "owner_of_peer"]
 
 LOST_AFTER_S = 10.0
 """How long a machine may leave what was sent to it unconfirmed. Its kernel confirms, however busy its programs are."""
@@ -32,25 +33,26 @@ _WORD = struct.Struct("=I")
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 
-def pollers() -> set[int]:
-    """File descriptors of all epoll instances that this process holds now."""
-    found = set()
+def event_loops() -> dict[int, int]:
+    """The event loops of Gloo's devices: for the pipe of each (its inode) the epoll instance that watches it.
+
+    A pipe's inode tells a new loop from an earlier one whose descriptor it was given.
+    """
+    found = {}
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with suppress(OSError):  # closed since it was listed
             if os.readlink(f"/proc/self/fd/{name}").endswith("[eventpoll]"):
-                found.add(int(name))
-        except OSError:
-            pass  # closed since it was listed
+                found.update(
+                    {os.fstat(pipe).st_ino: int(name) for pipe in _watched(int(name)) if _state(pipe) == "pipe"}
+                )
     return found
 
 
 def _watched(poller: int) -> list[int]:
     """What an epoll instance watches."""
-    try:
-        with open(f"/proc/self/fdinfo/{poller}") as info:
-            return [int(number) for number in _WATCHED.findall(info.read())]
-    except OSError:
-        return []
+    with suppress(OSError), open(f"/proc/self/fdinfo/{poller}") as info:
+        return [int(number) for number in _WATCHED.findall(info.read())]
+    return []
 
 
 def _state(descriptor: int) -> str:
@@ -136,20 +138,19 @@ class Connections:
         self._silent_looks = 0
 
     @classmethod
-    def of_device(cls, candidates: Iterable[int]) -> Connections:
+    def of_device(cls, loops: Iterable[int]) -> Connections:
         """Find the connected sockets of a Gloo device.
 
         Gloo's event loop is an epoll instance that watches a pipe, one listening socket, and the connections.
 
         Args:
-            candidates: The epoll instances that were made while the device was.
+            loops: Event loops that were made while the device was.
         """
         found: list[int] = []
         listening: list[tuple[int, int]] = []
-        for poller in candidates:
+        for poller in loops:
             states = {number: _state(number) for number in _watched(poller)}
-            kinds = list(states.values())
-            if "pipe" in kinds and kinds.count("listening") == 1:
+            if list(states.values()).count("listening") == 1:
                 found += [number for number, state in states.items() if state == "connected"]
                 listening += [(number, poller) for number, state in states.items() if state == "listening"]
         return cls(found, listening)

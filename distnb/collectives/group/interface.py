@@ -10,12 +10,18 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, GatherOptions, ReduceOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+)
 
-from distnb.collectives.group.entering import OWN
-from distnb.collectives.group.guarded_operations import GuardedProcessGroup
-from distnb.collectives.group.regions import Regions
+from distnb.collectives.group.process_group import OWN, GuardedProcessGroup
 from distnb.collectives.shared_memory.shared_sum import GATHER, SharedWork
+from distnb.collectives.verify.regions import Regions
 from distnb.collectives.verify.signature import of_tensors
 from distnb.errors import CollectiveMismatchError, OptionError
 from distnb.topology import Device
@@ -69,6 +75,7 @@ class Group:
         size: How many replicas there are.
         device: This replica's device.
         devices: Every replica's device, in replica order.
+        team_generation: That of the team whose group this is.
         regions: Where this replica is in its program.
     """
 
@@ -79,21 +86,15 @@ class Group:
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self.device = device
-        self._generation = generation
+        self.team_generation = generation
         self.devices = tuple(devices)
         self.regions: Regions = process_group.regions
-        self._epoch = process_group.epoch
 
     @property
     def generation(self) -> int:
         """Grows with the team's generation, and with errors that replicas caught: what they agreed on may be half."""
-        breaks, number = self.process_group.disturbances
-        return self._generation + (breaks << 32) + (number << 64)
-
-    @property
-    def aborted(self) -> bool:
-        """Whether the group has ended, so that a new generation must be joined."""
-        return self.process_group.failure is not None or self.process_group.epoch != self._epoch
+        breaks, number = self.process_group.positions.disturbed
+        return self.team_generation + (breaks << 32) + (number << 64)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Replace the tensor on each replica by the sum (mean, max, min) over all.
@@ -118,10 +119,10 @@ class Group:
         if in_memory is not None:
             return in_memory
         if tensor.is_contiguous():
-            work = self.process_group.all_reduce_as(key, _view(tensor), options)
+            work = self.process_group.run(key, "allreduce", ([_view(tensor)],), (True,), options)
             return PendingCollective(work, tensor, self.size if op == "mean" else 1)
         whole = tensor.contiguous()
-        self.process_group.all_reduce_as(key, _view(whole), options).wait()
+        self.process_group.run(key, "allreduce", ([_view(whole)],), (True,), options).wait()
         tensor.copy_(whole.div_(self.size) if op == "mean" else whole)
         return PendingCollective(None, tensor, 1)
 
@@ -133,7 +134,8 @@ class Group:
             return in_memory.result()
         mine = tensor.detach().contiguous()
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        self.process_group.all_gather_as(key, [_bytes_of(each) for each in gathered], _bytes_of(mine)).wait()
+        tensors = [[_bytes_of(each) for each in gathered]], [_bytes_of(mine)]
+        self.process_group.run(key, "allgather", tensors, (True, False), AllgatherOptions()).wait()
         return gathered
 
     def all_gather_uneven(self, tensor: Tensor, dim: int = 0) -> list[Tensor]:
@@ -186,7 +188,7 @@ class Group:
         options.rootRank = source
         if not whole.is_contiguous():
             whole = whole.contiguous()
-        self.process_group.broadcast_as(key, _bytes_of(whole), options).wait()
+        self.process_group.run(key, "broadcast", ([_bytes_of(whole)],), (True,), options).wait()
         if whole.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(whole)
@@ -205,7 +207,7 @@ class Group:
         options.reduceOp, options.rootRank = _options(op).reduceOp, to
         message = tensor.detach().clone(memory_format=torch.contiguous_format)
         key = of_tensors(OWN + "reduce", _NUMBERS[op], to, [message])
-        self.process_group.reduce_as(key, _view(message), options).wait()
+        self.process_group.run(key, "reduce", ([_view(message)],), (True,), options).wait()
         if self.rank != to:
             return None
         return message.div_(self.size) if op == "mean" else message
@@ -229,7 +231,8 @@ class Group:
         gathered = [torch.empty_like(mine) for _ in range(self.size)] if here else []
         options: Any = GatherOptions()
         options.rootRank = to
-        self.process_group.gather_as(key, [_bytes_of(each) for each in gathered], _bytes_of(mine), options).wait()
+        tensors = [[_bytes_of(each) for each in gathered]] if here else [], [_bytes_of(mine)]
+        self.process_group.run(key, "gather", tensors, (True, False), options).wait()
         return gathered if here else None
 
     def exchange(self, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor | None:
@@ -264,13 +267,10 @@ class Group:
         message = _bytes_of(mine.contiguous()).reshape(-1)
         got = torch.empty_like(mine, memory_format=torch.contiguous_format) if source is not None else None
         nothing, count = message.new_empty(0), message.numel()
-        self.process_group.exchange_as(
-            key,
-            nothing if got is None else _bytes_of(got).reshape(-1),
-            nothing if target is None else message,
-            [count if rank == source else 0 for rank in range(self.size)],
-            [count if rank == target else 0 for rank in range(self.size)],
-        ).wait()
+        tensors = nothing if got is None else _bytes_of(got).reshape(-1), nothing if target is None else message
+        received = [count if rank == source else 0 for rank in range(self.size)]
+        sent = [count if rank == target else 0 for rank in range(self.size)]
+        self.process_group.run(key, "alltoall_base", tensors, (True, False), received, sent, AllToAllOptions()).wait()
         return got
 
     def note(self, operation: str, tensors: Sequence[Tensor]) -> None:

@@ -3,54 +3,40 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any
+from collections.abc import Sequence
 
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from distnb.accelerators import c10d_backend, torch_device
-from distnb.collectives.group import backends, exits
-from distnb.collectives.group.backends import Carrier
-from distnb.collectives.group.forming import Forming, Parts
-from distnb.collectives.group.gloo_sockets import LOST_AFTER_S
-from distnb.collectives.group.guarded_operations import GuardedProcessGroup
-from distnb.collectives.group.process_group import GroupCore
+from distnb.collectives.group import backends
+from distnb.collectives.group.backends import Backends, Carrier
+from distnb.collectives.group.communicator import Communicator
+from distnb.collectives.group.forming import Forming
+from distnb.collectives.group.process_group import GuardedProcessGroup
 from distnb.collectives.group.rendezvous import StoreClient
-from distnb.collectives.group.world import World
+from distnb.collectives.group.world import TorchDistributed, World
+from distnb.collectives.verify.collective_log import CollectiveLog
 from distnb.errors import CollectiveError, ProgramAborted
 from distnb.topology import Device, Team
 
-__all__ = ["Attempt", "Member", "tend_all"]
-
-_PERIOD_S = 0.1
-_SILENT = (
-    f"The connection to another replica was lost: its machine has confirmed nothing for {LOST_AFTER_S:g} s. Is it "
-    "down, or the network between?"
-)
+__all__ = ["Attempt", "Member"]
 
 
 class Attempt:
-    """A joining under way, which can be given up from another thread."""
+    """A joining, which can be given up from another thread.
 
-    def __init__(self) -> None:
-        self._reason: str | None = None
+    Attributes:
+        reason: Why it was given up, if it was.
+    """
 
-    def abort(self, reason: str) -> None:
-        """Give it up."""
-        self._reason = reason
+    reason: str | None = None
 
     def check(self) -> None:
         """Raises ProgramAborted if it was given up."""
-        if self._reason is not None:
-            raise ProgramAborted(self._reason)
-
-
-def _nothing() -> None:
-    """No attempt is under way that could be given up."""
+        if self.reason is not None:
+            raise ProgramAborted(self.reason)
 
 
 class Member:
@@ -69,45 +55,31 @@ class Member:
     ) -> None:
         self.key = key
         self.rank = rank
-        self.size = len(devices)
         self.device = device
         self.devices = devices
-        self._apart = apart
-        self._backend = self._device_backend()
+        # The devices' own backend needs one of them for each replica.
+        alike = apart and len({each.type for each in devices}) == 1
+        self._backend = c10d_backend(device.type) if alike else None
         self.generation = -1
-        self.group = self._group(rank, range(self.size), "world", None)
-        self.world = World(self.group, HashStore(), self._backend_name, self._backend_config)
+        self.group = self._make_group(rank, range(len(devices)), "world", None)
+        name, kind = self.group.name(), "cuda" if device.type == "cpu" else device.type
+        self.world = World.of_group(self.group, HashStore(), name, f"cpu:gloo,{kind}:{name}")
         self._names: Counter[str] = Counter()
         self._subgroups: tuple[weakref.ref[GuardedProcessGroup], ...] = ()
         self._client: StoreClient | None = None
         self._prefix = ""
-        self._attempt: Attempt | None = None
+        self._attempt = Attempt()
         self._timeout_s: float | None = None
 
-    # -- which backends ----------------------------------------------------------------------------------------------
-
-    def _device_backend(self) -> str | None:
-        """That of the replicas' devices; it needs one for each replica."""
-        kinds = {device.type for device in self.devices}
-        return c10d_backend(self.device.type) if self._apart and len(kinds) == 1 else None
-
-    @property
-    def _backend_name(self) -> str:
-        return self._backend or "gloo"
-
-    @property
-    def _backend_config(self) -> str:
-        kind = "cuda" if self.device.type == "cpu" else self.device.type
-        return f"cpu:gloo,{kind}:{self._backend_name}"
-
-    def _group(self, rank: int, replicas: Any, name: str, parent: GuardedProcessGroup | None) -> GuardedProcessGroup:
+    def _make_group(
+        self, rank: int, replicas: Sequence[int], label: str, parent: GuardedProcessGroup | None
+    ) -> GuardedProcessGroup:
         return GuardedProcessGroup(
             rank,
-            len(replicas),
-            label=name,
+            label=label,
             replicas=replicas,
             form=self._form,
-            backend_name=self._backend_name,
+            backend_name=self._backend or "gloo",
             device_types=list(dict.fromkeys(("cpu", self.device.type))),
             parent=parent,
             make_subgroup=self._make_subgroup,
@@ -118,14 +90,21 @@ class Member:
             return None
         # Unlike torch's, a name is never used twice in a store: not after a destroyed group, nor in a later generation.
         self._names[name] += 1
-        made = self._group(ranks.index(self.rank), ranks, f"part/{self.generation}/{name}/{self._names[name]}", parent)
+        label = f"part/{self.generation}/{name}/{self._names[name]}"
+        made = self._make_group(ranks.index(self.rank), ranks, label, parent)
         # Never changed in place: other threads look at it.
         self._subgroups = (*(each for each in self._subgroups if each() is not None), weakref.ref(made))
         return made
 
+    def groups(self) -> list[GuardedProcessGroup]:
+        """The default group and all subgroups."""
+        return [self.group, *(group for each in self._subgroups if (group := each()) is not None)]
+
     # -- forming -----------------------------------------------------------------------------------------------------
 
-    def advance(self, team: Team, client: StoreClient, attempt: Attempt, timeout_s: float | None) -> None:
+    def advance(
+        self, team: Team, client: StoreClient, attempt: Attempt, timeout_s: float | None, torch: TorchDistributed
+    ) -> None:
         """Be connected in the team's generation."""
         if self.generation == team.generation:
             if self.group.has_ended:
@@ -141,35 +120,27 @@ class Member:
         except BaseException:
             self.suspend()
             raise
-        for group in self.groups():
+        for group in self.groups()[1:]:
             group.renew()  # the parts connect when they are first used
         self.generation = team.generation
-        self.world.set_store(PrefixStore(f"{team.prefix}/user", client.store()))
-        self._attempt = None
+        torch.set_store(self.world, PrefixStore(f"{team.prefix}/user", client.store()))
+        self._attempt = Attempt()
 
-    def _form(self, group: GroupCore) -> Parts:
+    def _form(self, communicator: Communicator) -> tuple[Backends, CollectiveLog]:
         assert self._client is not None
-        carrier = None
+        group, carrier = communicator.group, None
         if self._backend is not None:
-            carrier = Carrier(self._backend, torch_device(self.device), group.label, tuple(group.replicas))
+            carrier = Carrier(self._backend, torch_device(self.device), group.label, group.replicas)
         return Forming(
-            group,
+            communicator,
             self._client,
             self._prefix,
             str(self.device),
             carrier=carrier,
             staged=frozenset({self.device.type} - {"cpu"}) if carrier is None else frozenset(),
-            give_up=self._attempt.check if self._attempt is not None else _nothing,
+            give_up=self._attempt.check,
             timeout_s=self._timeout_s,
         ).run()
-
-    # -- life --------------------------------------------------------------------------------------------------------
-
-    def groups(self) -> list[GuardedProcessGroup]:
-        """The default group and all subgroups."""
-        if not self._subgroups:
-            return [self.group]
-        return [self.group, *(group for each in self._subgroups if (group := each()) is not None)]
 
     def suspend(self) -> None:
         """Drop the connections. Never blocks."""
@@ -178,12 +149,20 @@ class Member:
         for group in self.groups():
             group.reset()
 
-    def fail(self, error: BaseException) -> None:
-        """End everything under way in this generation."""
-        groups = self.groups()
-        for group in groups:
-            group.fail(error, end_transport=False)
-        backends.abort_all([group.transport for group in groups if group.transport is not None])
+    def set_environment(self, team: Team) -> None:
+        """What torchrun would have set; programs select their GPU by LOCAL_RANK."""
+        beside = team.beside(self.rank)
+        local = beside.index(self.rank) if self.device.type == "cpu" else self.device.index
+        os.environ.update(
+            RANK=str(self.rank),
+            WORLD_SIZE=str(len(self.devices)),
+            LOCAL_RANK=str(local),
+            LOCAL_WORLD_SIZE=str(len(beside)),
+            MASTER_ADDR=team.store_host,
+            MASTER_PORT=str(team.store_port),
+        )
+
+    # -- programs ----------------------------------------------------------------------------------------------------
 
     def begin(self, program: int) -> None:
         """A program began."""
@@ -206,54 +185,9 @@ class Member:
         """Whether errors that the program caught have left a group less than whole."""
         return any(group.was_disturbed for group in self.groups())
 
-    def end_process(self, until: float) -> None:
-        """Before the interpreter ends: see to it that no thread of the groups' backends needs it any more."""
-        for group in self.groups():
-            group.end_process(until)
-
-    def forget_in_child(self) -> None:
-        """In a forked child: see to it that nothing here is used or destroyed, and that no connection is kept open."""
-        for group in self.groups():
-            group.forget_in_child()
-
-    def set_environment(self, team: Team) -> None:
-        """What torchrun would have set."""
-        if self.key[0] < 0:
-            return  # it came from the environment
-        # Programs select their GPU by LOCAL_RANK.
-        beside = team.beside(self.rank)
-        local = beside.index(self.rank) if self.device.type == "cpu" else self.device.index
-        os.environ.update(
-            RANK=str(self.rank),
-            WORLD_SIZE=str(self.size),
-            LOCAL_RANK=str(local),
-            LOCAL_WORLD_SIZE=str(len(beside)),
-            MASTER_ADDR=team.store_host,
-            MASTER_PORT=str(team.store_port),
-        )
-
-
-# -- the thread that looks after waits in C++ ------------------------------------------------------------------------
-
-_tending = threading.Lock()
-_thread: threading.Thread | None = None
-
-
-def tend_all(members: Mapping[Any, Member]) -> None:
-    """Start the thread that looks after all groups, once in this process."""
-    global _thread
-    with _tending:
-        if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(target=_tend, args=(members,), name="distnb-groups", daemon=True)
-            exits.note(_thread)
-            _thread.start()
-
-
-def _tend(members: Mapping[Any, Member]) -> None:
-    while not exits.ending.wait(_PERIOD_S):
-        for member in list(members.values()):
-            for group in member.groups():
-                with suppress(Exception):  # this thread must live; what is wrong is raised where somebody waits
-                    if group.transport is not None and group.transport.connections.silent():
-                        group.fail(CollectiveError(_SILENT))
-                    group.tend()
+    def fail(self, error: BaseException) -> None:
+        """End everything under way in this generation."""
+        groups = self.groups()
+        for group in groups:
+            group.fail(error, abort=False)
+        backends.abort_all([made for group in groups if (made := group.communicator.backends) is not None])

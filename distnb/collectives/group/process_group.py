@@ -1,125 +1,186 @@
-"""The process group that torch and everyone above it see: each of its operations is recorded and can be aborted.
+"""The process group that torch and everyone above it see: its operations are recorded, compared, and can be ended.
 
-It stands in for Gloo's or NCCL's own group, which it holds inside. It outlives them: after an abort it forms new ones
-for the next generation, so that a DistributedDataParallel module or a subgroup made in an earlier cell stays good. A
-program that catches an error of a collective goes on: the next one that all replicas reach forms the group anew.
+It stands in for Gloo's or NCCL's own group, which its communicator holds. It outlives them: after an abort it has a new
+communicator for the next generation, so that a DistributedDataParallel module or a subgroup made in an earlier cell
+stays good. A program that catches an error of a collective goes on: the next one that all replicas reach is met in a
+new communicator, too.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BarrierOptions
+from torch.distributed import constants
 
 from distnb.collectives.group.backends import Backends
-from distnb.collectives.group.identity import GroupIdentity
-from distnb.collectives.group.regions import Regions, Standing
-from distnb.collectives.group.time_limit import TimeLimit, out_of_time
-from distnb.collectives.group.waiting import Waits
-from distnb.collectives.shared_memory.shared_sum import SharedSum
+from distnb.collectives.group.communicator import Beginning, Communicator
+from distnb.collectives.group.eager import methods_always_eager
+from distnb.collectives.group.work import CollectiveWork, DeviceWork, MessageWork, Staging, positive_seconds
+from distnb.collectives.shared_memory.shared_sum import SharedWork
+from distnb.collectives.verify import signature
 from distnb.collectives.verify.collective_log import CollectiveLog
-from distnb.collectives.verify.verifier import Superseded, Verifier
-from distnb.errors import CollectiveError, CollectiveMismatchError
+from distnb.collectives.verify.regions import PositionTracker, Regions
+from distnb.collectives.verify.signature import Key, of_tensors
+from distnb.collectives.verify.verifier import Superseded
+from distnb.errors import CollectiveError, OptionError
 
-__all__ = ["Formed", "GroupCore"]
+__all__ = ["OWN", "GuardedProcessGroup"]
 
-_ABORT_GRACE_S = 0.5
-_FAILED_GRACE_S = 3.0
-_LEFT_GRACE_S = 0.5  # an error that nobody catches ends the program by then, and is told as itself
+OWN = "group."
+"""How the operations of distnb itself are called. A time limit that a program gives holds for torch's."""
+
 _NOT_CONNECTED = (
     "This process group belongs to a team of replicas that is not the one that runs now, or to a generation that ended."
 )
+_IN_CHILD = "A forked child of a replica, such as a DataLoader's worker, cannot take part in its collectives."
+# For the type checker it is anything: torch's stubs have overloads that only the old interface used.
+_ProcessGroup: Any = dist.ProcessGroup
+Work = dist.Work
+_BOTH = (True, False)
 
 
-class Formed(Protocol):
-    """What a process group gets when it is formed."""
+@methods_always_eager
+class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group whose operations are recorded, compared and can be aborted.
 
-    transport: Backends
-    board: CollectiveLog
-
-
-class GroupCore(GroupIdentity):
-    """State and failure of a guarded process group; `operations.GuardedProcessGroup` adds the operations.
+    The operations have the names and arguments of torch's ProcessGroup; where torch renamed one, both names are here.
+    C++ is told no backends: it could go around the guard.
 
     Args:
-        rank, size: Who is who.
+        rank: Who this replica is in the group.
         label: Names the group among those of the team, the same on every replica.
         replicas: The replica id of each rank.
-        form: Connects with the other ranks; called again after a reset, by the first operation.
+        form: Connects a communicator with the other ranks.
         backend_name: What torch's `get_backend` says.
         device_types: The types of device whose tensors the group carries.
         make_subgroup: Makes the part of the group that `new_group` asks for: of this group, of these ranks, by name.
         parent: The group that this one is a part of.
 
     Attributes:
-        failure: What ended the group, or this forming of it.
-        breaks: How often it was formed anew in this generation.
-        half_met: Whether what ended it last was a replica that an error had taken elsewhere.
-        regions: Where this replica is in its program.
+        communicator: What it communicates by in this generation, unless that broke.
+        breaks: How often that was replaced in this generation.
+        half_met: Whether what ended the latest was a replica that an error had taken elsewhere.
+        regions, positions: Where this replica is in its program.
     """
 
     def __init__(
         self,
         rank: int,
-        size: int,
         *,
         label: str,
         replicas: Sequence[int],
-        form: Callable[[GroupCore], Formed],
+        form: Callable[[Communicator], tuple[Backends, CollectiveLog]],
         backend_name: str,
         device_types: Sequence[str],
-        make_subgroup: Callable[[Any, list[int], str], Any],
-        parent: GroupCore | None = None,
+        make_subgroup: Callable[[GuardedProcessGroup, list[int], str], GuardedProcessGroup | None],
+        parent: GuardedProcessGroup | None = None,
     ) -> None:
-        super().__init__(rank, size, label, backend_name, device_types)
-        self.epoch = 0
-        self.failure: BaseException | None = None
-        self.breaks = 0
-        self.half_met = False
-        self.regions: Regions = parent.regions if parent is not None else Regions()
-        self.regions.tell(self)
-        self._standing = Standing(self.regions)
-        self._mendable = self._told = self._broke_in_program = False
-        self._former: Verifier | None = None
-        self.replicas = tuple(replicas)
-        self.program: int = parent.program if parent is not None else 0
+        super().__init__(rank, len(replicas))
         self.label = label
-        self._form = form
-        self._make_subgroup = make_subgroup
-        self._parent = parent
-        self._transport: Backends | None = None
-        self._ledger: Verifier | None = None
-        self._own_waits: Waits | None = None
-        self._shared: SharedSum | None = None
-        self._issuing = threading.RLock()
-        self._forming = threading.Lock()
-        self._failing = threading.Lock()
-        self._open: dict[int, Any] = {}
-        self._watched: set[Any] = set()
-        self._failed_since: float | None = None
-        self._left_since: float | None = None
-        self._destroyed = False
-        self._time_limit = TimeLimit()
-        self.in_memory = True
+        self.replicas = tuple(replicas)
+        self.form = form
+        self.only_gloo = backend_name == "gloo"
+        self.parent = parent
+        self.program: int = parent.program if parent is not None else 0
+        self.regions: Regions = parent.regions if parent is not None else Regions()
+        self.positions = PositionTracker(self.regions)
+        self.communicator = Communicator(self)
+        self.breaks = 0
+        self.half_met = self._broke_in_program = self._destroyed = False
+        self._replacing = threading.Lock()
+        self._time_limit_s: float | None = None
         self._patience_s: float | None = None
-        self._waiting_since: dict[int, float] = {}
+        self._in_memory = True
+        self._make_subgroup = make_subgroup
+        self._backend_name = backend_name
+        self._devices = [torch.device(kind) for kind in device_types]
+        self._group_name = label
+        self._group_desc = "undefined"
 
-    # -- life ------------------------------------------------------------------------------------------------------
+    # -- what torch asks it about itself -----------------------------------------------------------------------------
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return list(self._devices)
+
+    def _get_backend(self, device: torch.device) -> Any:
+        backends = self._ready()[1]
+        kind = "cpu" if device.type in backends.staged else device.type
+        if kind not in backends.backends:
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return backends.backends[kind]
+
+    def _get_backend_name(self) -> str:
+        return self._backend_name
+
+    name = _get_backend_name
+
+    def getBackendName(self) -> str:
+        """What C++ is told. No name that it knows: it would take the group for one of its own classes."""
+        return "distnb"
+
+    # C++ keeps the names in its backends, of which it knows none here.
+    @property
+    def group_name(self) -> str:
+        return self._group_name
+
+    @property
+    def group_desc(self) -> str:
+        return self._group_desc
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, text: str) -> None:
+        self._group_desc = text
+
+    def getGroupName(self) -> str:
+        """What C++ asks for the name."""
+        return self._group_name
+
+    def getGroupDesc(self) -> str:
+        """What C++ asks for the description."""
+        return self._group_desc
+
+    def _get_sequence_number_for_group(self) -> int:
+        verifier = self.communicator.verifier
+        return verifier.number if verifier is not None else 0
+
+    def _set_sequence_number_for_group(self) -> None:
+        """The verifier numbers operations; there is nothing to agree on."""
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._get_backend(device)._start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self._get_backend(device)._end_coalescing()
+
+    # -- life --------------------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta | None) -> None:
-        """End the group if an operation of torch's takes longer than this; None, or torch's default: never."""
-        self._time_limit.set(timeout)
+        """End the communicator if an operation of torch's takes longer than this; None, or torch's default: never.
+
+        Raises:
+            OptionError: It is not positive.
+        """
+        self._time_limit_s = _limit(timeout)
 
     def prefer(self, patience_s: float | None, in_memory: bool) -> tuple[float | None, bool]:
         """What the strategy that computes now was told of communication. All replicas alike; returns what held before.
 
         Args:
-            patience_s: How long one waits in one collective before it ends the group, for ever without it.
-            in_memory: Whether memory that replicas share may be used instead of sockets."""
-        before = self._patience_s, self.in_memory
-        self._patience_s, self.in_memory = patience_s, in_memory
+            patience_s: How long one collective may take before it ends the communicator; None for as long as it takes.
+            in_memory: Whether memory that replicas share may be used instead of sockets.
+        """
+        before = self._patience_s, self._in_memory
+        self._patience_s, self._in_memory = patience_s, in_memory
         return before
 
     def connect(self) -> None:
@@ -127,53 +188,23 @@ class GroupCore(GroupIdentity):
         self._ready()
 
     def reset(self) -> None:
-        """Forget the connections; every operation is refused until `renew`. Never blocks."""
-        self._drop()
-        self.failure, self._mendable = CollectiveError(_NOT_CONNECTED), False
-        self._former, self.breaks = None, 0
-        self._standing.forget()
-
-    def _drop(self) -> None:
-        transport, opened, watched = self._transport, self._open, self._watched
-        self.epoch += 1
-        self._transport = self._ledger = self._shared = None
-        self._open, self._watched = {}, set()
-        self._time_limit.forget()
-        self._waiting_since.clear()
-        self._failed_since = self._left_since = None
-        if transport is not None:
-            transport.abort()
-            transport.release(lambda: not _under_way(opened, watched))
+        """Let go of the connections; every operation is refused until `renew`. Never blocks."""
+        self.communicator.retire()
+        self.communicator = Communicator(self, CollectiveError(_NOT_CONNECTED))
+        self.breaks = 0
+        self.positions.forget()
 
     def renew(self) -> None:
         """The next operation connects again, for a new generation; unless the group was destroyed."""
         if not self._destroyed:
-            self.failure = None
+            self.communicator = Communicator(self)
 
-    def fail(
-        self, error: BaseException, end_transport: bool = True, *, mendable: bool = False, told: bool = False
-    ) -> None:
-        """End every operation under way, and all later ones until `reset`, with an error. Safe from any thread.
-
-        Args:
-            error: What all of them raise.
-            end_transport: Whether to abort the transport too; else the caller does.
-            mendable: Whether the next operation after the program has heard of it forms the group anew.
-            told: Whether the program hears of it from the caller.
-        """
-        with self._failing:
-            if self.failure is not None and (mendable or not self._mendable):
-                self._told |= told
-                return
-            self.failure, self._mendable, self._told = error, mendable, told
-        ledger = self._ledger
-        if mendable and ledger is not None and isinstance(error, CollectiveError):
-            self._broke_in_program, self.half_met = True, ledger.half_met
-            ledger.tell(error)
-        if self._transport is not None and end_transport:
-            self._transport.abort()
-        for work in list(self._watched):
-            work.conclude()
+    def fail(self, error: BaseException, *, abort: bool = True) -> None:
+        """End every operation under way, and all later ones until `renew`. Safe from any thread; see `Communicator`."""
+        failed = None
+        while failed is not self.communicator:  # it may just be replaced
+            failed = self.communicator
+            failed.fail(error, abort=abort)
 
     def abort(self) -> None:
         """What torch calls to end everything under way on this replica."""
@@ -181,121 +212,59 @@ class GroupCore(GroupIdentity):
 
     def shutdown(self) -> None:
         """What torch calls to end a group that is no longer used; others may still be in their last operation."""
-        transport, opened, watched = self._transport, self._open, self._watched
         self._destroyed = True
-        self.failure = self.failure or CollectiveError("The process group was destroyed. Make a new one.")
-        self._transport = self._ledger = None
-        if transport is not None:
-            transport.release(lambda: not _under_way(opened, watched))
-
-    @property
-    def transport(self) -> Backends | None:
-        """What carries the data, while the group is connected."""
-        return self._transport
-
-    def end_process(self, until: float) -> None:
-        """Before the interpreter ends: end what is under way, and the backends' threads.
-
-        Args:
-            until: When to stop waiting, as `time.monotonic` tells it.
-        """
-        transport, opened, watched = self._transport, self._open, self._watched
-        if transport is None:
-            return
-        self.fail(CollectiveError("This replica's program has ended."), end_transport=_under_way(opened, watched))
-        while _under_way(opened, watched) and time.monotonic() < until:
-            time.sleep(0.01)
-        self._transport = None
-        transport.end(idle=not _under_way(opened, watched), until=until)
+        self.communicator.retire(CollectiveError("The process group was destroyed. Make a new one."), abort=False)
 
     def forget_in_child(self) -> None:
         """In a forked child: let go of the connections, which would otherwise stay open when the replica dies."""
-        self.failure = CollectiveError(
-            "A forked child of a replica, such as a DataLoader's worker, cannot take part in its collectives."
-        )
-        if self._transport is not None:
-            self._transport.keep_for_ever()
-            self._transport.connections.forget_in_child()
+        self.communicator.failure = CollectiveError(_IN_CHILD)
+        if (backends := self.communicator.backends) is not None:
+            backends.keep_for_ever()
+            backends.connections.forget_in_child()
 
-    def _ready(self) -> Backends:
-        if self.failure is not None:
-            self._mend()
-        if self._transport is None:
-            with self._forming:
-                if self._transport is None:
-                    self._connect()
-            if self.failure is not None:  # aborted meanwhile
-                if (made := self.transport) is not None:
-                    made.abort()
-                self.raise_failure()
-        transport = self.transport
-        assert transport is not None
-        return transport
+    def broke(self, half_met: bool) -> None:
+        """The communicator ended by an error that the program can catch."""
+        self._broke_in_program, self.half_met = True, half_met
 
-    def _connect(self) -> None:
-        try:
-            formed = self._form(self)
-        except BaseException as error:
-            if self.breaks:
-                text = str(error) if isinstance(error, CollectiveError) else "The forming of a group was broken off."
-                self.fail(CollectiveError(text))
-            raise
-        ledger = Verifier(formed.board, self.replicas, standing=self._standing, breaks=self.breaks)
-        ledger.begin(self.program)
-        self._own_waits = Waits(formed.board)
-        self._shared = SharedSum.of(formed.board)
-        self._ledger, self._transport, self._former = ledger, formed.transport, None
+    def _ready(self) -> tuple[Communicator, Backends]:
+        current = self.communicator
+        if current.failure is not None and current.mendable and current.told:
+            current = self._replace(current)
+        if current.backends is None or current.failure is not None:
+            current.connect()
+        backends = current.backends
+        if backends is None:
+            current.raise_failure()
+        return current, backends
 
-    def _mend(self) -> None:
-        """Leave a group that broke, so that a new one is formed; raise if nobody has heard of it, or it is the end."""
-        if not (self._mendable and self._told):
-            self.raise_failure()
-        with self._forming:
-            if self.failure is None:
-                return  # another thread has done it
-            self._former = self._ledger or self._former
-            self._drop()
-            self.breaks += 1
-            with self._failing:
-                if self._mendable:  # and no order to end has come meanwhile
-                    self.failure, self._mendable = None, False
-
-    def supersede(self, found: Superseded) -> None:
-        """Leave this group for a new one without an error, since this replica had its own."""
-        if self._ledger is not None:
-            self._ledger.begin_again()
-        self.fail(found.error, mendable=True, told=True)
+    def _replace(self, broken: Communicator) -> Communicator:
+        """Leave a communicator whose end the program has heard of."""
+        with self._replacing:
+            if self.communicator is broken:
+                made = Communicator(self, former=broken.verifier or broken.former)
+                with broken.failing:
+                    if broken.mendable:  # and no order to end has come meanwhile
+                        self.breaks += 1
+                        self.communicator = made
+                if self.communicator is made:
+                    broken.retire()
+            return self.communicator
 
     @property
     def meeting(self) -> str:
-        """Where in the store the replicas meet to form the group: another place each time."""
+        """Where in the store the replicas meet to form a communicator: another place each time."""
         return f"{self.label}/{self.breaks}" if self.breaks else self.label
 
-    @property
-    def disturbances(self) -> tuple[int, int]:
-        """Grows where replicas meet after an error, at the same collective on all: state may be half-way."""
-        return self._standing.disturbed
-
-    def left(self, low: int, high: int, text: str) -> None:
-        """An error left these regions on this replica."""
-        if self._ledger is not None:
-            self._ledger.left(low, high, text)
-        else:
-            self._standing.leave(low, high, text)
-
-    # -- programs --------------------------------------------------------------------------------------------------
+    # -- programs ----------------------------------------------------------------------------------------------------
 
     def begin(self, program: int) -> None:
         """A program began on this replica."""
         self.program = program
         self._broke_in_program = False
-        if self._parent is None:
+        if self.parent is None:
             self.regions.begin_program()
-        self._standing.forget()
-        if self._ledger is not None:
-            self._ledger.begin(program)
-        if self._own_waits is not None:
-            self._own_waits.begin_program()
+        self.positions.forget()
+        self.communicator.begin_program(program)
 
     def end(self, failed: bool) -> None:
         """The program ended on this replica.
@@ -304,224 +273,327 @@ class GroupCore(GroupIdentity):
             CollectiveMismatchError: It ended well, but so did others, with other counts.
             BaseException: It ended well, but the group had failed before, and nobody saw it.
         """
-        ledger, failure = self._ledger or self._former, self.failure
-        caught = self._mendable and self._told
-        if ledger is not None:
-            with self._issuing:
-                ledger.end(failed or (failure is not None and not caught), whole=failure is None and not self._former)
-            if failure is not None and not failed and not caught:
-                self.raise_failure()
+        current = self.communicator
+        verifier, broken = current.verifier or current.former, current.failure is not None
+        caught = current.mendable and current.told
+        if verifier is not None:
+            with current.posting:
+                verifier.end(failed or (broken and not caught), whole=not broken and current.former is None)
+            if broken and not failed and not caught:
+                current.raise_failure()
 
     @property
     def has_ended(self) -> bool:
         """Whether no operation can follow in this generation."""
-        return self.failure is not None and not self._mendable
+        return self.communicator.failure is not None and not self.communicator.mendable
 
     @property
     def was_disturbed(self) -> bool:
         """Whether the program's errors have left the group, or what replicas agreed on, less than whole."""
-        standing = self._standing
-        return self._broke_in_program or self.failure is not None or standing.excused or standing.disturbed > (0, 0)
+        broken = self._broke_in_program or self.communicator.failure is not None
+        return broken or self.positions.excused or self.positions.disturbed > (0, 0)
 
-    # -- failure ---------------------------------------------------------------------------------------------------
+    # -- how operations begin ----------------------------------------------------------------------------------------
 
-    def raise_failure(self) -> NoReturn:
-        """Raise what ended the group."""
-        failure = self.failure
-        assert failure is not None
-        self._told = True
-        raise type(failure)(*failure.args) from None  # anew: one object would collect the traceback of every raise
-
-    @property
-    def _waits(self) -> Waits | None:
-        """Where this replica tells for whom it waits: on the board of the whole team."""
-        return self._own_waits if self._parent is None else self._parent._waits
-
-    def check_forming(self, absent: Callable[[], list[int]]) -> None:
-        """Look, while connecting, for reasons not to wait any longer.
+    def run(
+        self,
+        key: Key,
+        method: str,
+        tensors: tuple[Any, ...],
+        written: tuple[bool, ...],
+        *rest: Any,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """Record a collective and enter it.
 
         Args:
-            absent: Gives the ranks that have not come yet.
-
-        Raises:
-            BaseException: The one that ended this group or the whole one, or CollectiveMismatchError if a replica
-                cannot come any more.
+            key: Its signature.
+            method: The backend's name for it.
+            tensors: Its arguments that are tensors or lists of them; `written` tells which it writes to.
+            rest: The other arguments.
+            timeout: The caller's own time limit.
         """
-        parent, former = self._parent, self._former
-        if self.failure is not None:
-            self.raise_failure()
-        if former is not None:
-            self._mourn(former.check_gone())
-        if parent is not None:
-            parent.examine(parent.epoch, None)
-        elif former is None:
-            return
-        try:
-            if parent is not None and parent._ledger is not None:
-                parent._mourn(parent._ledger.check_present(self.replicas))
-            if self._waits is not None:
-                names = [self.replicas[rank] for rank in absent()]
-                what = f"the first collective of the process group of replicas {list(self.replicas)}"
-                self._waits.on(self.meeting, 0, names, what)
-        except CollectiveMismatchError as error:
-            if parent is not None:
-                parent.fail(error, mendable=True, told=True)
-            raise
-
-    def examine(
-        self, epoch: int, number: int | None, waiting: bool = True, mourning_s: float = _FAILED_GRACE_S
-    ) -> None:
-        """Look, while waiting, for reasons not to wait any longer.
-
-        Args:
-            epoch, number: Which operation; no number for messages.
-            waiting: Whether this replica does nothing else meanwhile.
-            mourning_s: How long a replica must be known to have ended with an error.
-
-        Raises:
-            BaseException: The one that ended the group, or CollectiveMismatchError if the ledger finds one now.
-        """
-        if epoch != self.epoch:
-            raise CollectiveError(
-                "This operation belonged to an earlier generation of the process group, which was aborted."
-            )
-        if self.failure is not None:
-            self.raise_failure()
-        ledger = self._ledger
-        if ledger is None:
-            return
-        if not (waiting and number in self._open):  # the thread that tends the groups does it for who waits there
-            ledger.exchange()
-        try:
-            with self._issuing:
-                ledger.check()
-                failed = ledger.check_departed(number) if number is not None else []
-                left = ledger.departed(number) if number is not None else ""
-            if waiting and number is not None and self._waits is not None:
-                absent = [self.replicas[rank] for rank in ledger.absent(number)]
-                self._wait_on(number, absent, ledger.told(number))
-            self._miss(ledger, left)
-        except CollectiveError as error:
-            self.fail(error, mendable=True, told=waiting)
-            raise
-        if waiting and number is not None and self._patience_s is not None:
-            since = self._waiting_since.setdefault(number, time.monotonic())
-            if time.monotonic() - since > self._patience_s:
-                self.fail(self._out_of_time(number, self._patience_s), mendable=True)
-                self.raise_failure()
-        if self._parent is not None:
+        while True:
+            current, backends = self._ready()
             try:
-                self._parent.examine(self._parent.epoch, None, waiting)
-            except Exception as error:
-                self.fail(error, mendable=self._parent._mendable, told=waiting)
+                return self._enter(current, backends, key, method, tensors, written, *rest, timeout=timeout)
+            except Superseded as found:
+                current.supersede(found)
+
+    def _enter(
+        self,
+        current: Communicator,
+        backends: Backends,
+        key: Key,
+        method: str,
+        tensors: tuple[Any, ...],
+        written: tuple[bool, ...],
+        *rest: Any,
+        timeout: timedelta | None,
+    ) -> Work:
+        device = key[3]
+        record = signature.record(key)
+        staging = None
+        if device in backends.staged:
+            staging = Staging(_device_of(tensors))
+            tensors = tuple(staging.host(each, written=flag) for each, flag in zip(tensors, written, strict=True))
+            device = "cpu"
+        backend = backends.backends.get(device)
+        if backend is None:
+            raise RuntimeError(
+                f"No backend type associated with device type {device}: these replicas communicate tensors on "
+                f"{', '.join(backends.backends)}."
+            )
+        call = getattr(backend, method, None) or getattr(backends.plain, method)
+        wait_s, limit_s = positive_seconds(timeout), self._patience_s
+        if not key[0].startswith(OWN):
+            # A caller that waits in Gloo is freed alone; one that waits in NCCL only by an abort.
+            limits = (limit_s, self._time_limit_s, wait_s if device != "cpu" else None)
+            limit_s = min((each for each in limits if each is not None), default=None)
+        with current.posting:
+            number = current.post(record, limit_s)
+            if device == "cpu":
+                current.open[number] = Beginning()
+            try:
+                inner = call(*tensors, *rest)
+            except BaseException as error:
+                current.retract(number, error)
                 raise
-        self._mourn(failed, mourning_s)
+        current.limit(number, inner, limit_s)
+        if device != "cpu":
+            return cast(Work, inner and DeviceWork(current, inner))  # none while operations are coalesced
+        current.open[number] = inner
+        return CollectiveWork(current, inner, number, staging, wait_s)
 
-    def _wait_on(self, number: int, absent: list[int], text: str) -> None:
-        """Tell for whom this replica waits. A circle of waits breaks the whole group too, in which others wait."""
-        assert self._waits is not None
-        try:
-            self._waits.on(self.label, number, absent, text)
-        except CollectiveMismatchError as error:
-            if self._parent is not None:
-                self._parent.fail(error, mendable=True, told=True)
-            raise
+    def start_in_memory(
+        self, key: Key, tensor: Tensor, op: str, sources: Sequence[int] | None = None, wanted: bool = True
+    ) -> SharedWork | None:
+        """Begin a reduction, or the copying of tensors, in memory that the replicas share.
 
-    def _miss(self, ledger: Verifier, text: str) -> None:
-        """Raise if a replica left where this one waits, some time after its error did."""
-        self._left_since = (self._left_since or time.monotonic()) if text else None
-        if self._left_since is not None and time.monotonic() - self._left_since >= _LEFT_GRACE_S:
-            ledger.half_met = True
-            raise CollectiveError(text)
+        Args:
+            key: Its signature.
+            tensor: What is reduced, in place, or gathered. As large on all replicas.
+            op: "sum", "mean", "max", "min" or "gather".
+            sources: Of a gather: whose tensors this replica gets; None for all.
+            wanted: Of a gather: whether any replica gets this one's.
 
-    def _mourn(self, failed: list[int], mourning_s: float = _FAILED_GRACE_S) -> None:
-        """Raise if replicas ended their program with an error, some time after they did."""
-        self._failed_since = (self._failed_since or time.monotonic()) if failed else None
-        if self._failed_since is not None and time.monotonic() - self._failed_since >= mourning_s:
-            # The notebook's side tells of failures much sooner; this is for programs that have no notebook.
-            who = ", ".join(str(self.replicas[rank]) for rank in failed)
-            self.fail(
-                CollectiveError(
-                    f"Replica {who} ended with an error, and will not come to the collective that this replica "
-                    "waits in."
-                )
-            )
-            self.raise_failure()
-
-    def explain(self, epoch: int, number: int | None, error: BaseException) -> NoReturn:
-        """Raise what an operation that failed in the backend means."""
-        # Most likely another replica was aborted or died, and who watches over both will say so in a moment.
-        until = time.monotonic() + _ABORT_GRACE_S
-        while time.monotonic() < until:
-            self.examine(epoch, number)
-            time.sleep(0.01)
-        self.examine(epoch, number, mourning_s=0.0)  # what ended with an error takes its connections along
-        self.fail(CollectiveError(f"The connection to another replica was lost, which may have died: {error}"))
-        self.raise_failure()
-
-    def ran_out_of_time(self, epoch: int, number: int | None, limit_s: float) -> NoReturn:
-        """Raise that the time limit which the caller gave is over."""
-        self.examine(epoch, number)
-        raise self._out_of_time(number, limit_s)
-
-    def _out_of_time(self, number: int | None, limit_s: float) -> CollectiveError:
-        return out_of_time(self._ledger, self.replicas, number, limit_s)
-
-    # -- bookkeeping of works --------------------------------------------------------------------------------------
-
-    def watch(self, work: Any) -> None:
-        """Have a work concluded by an abort."""
-        self._watched.add(work)
-        if self.failure is not None:
-            work.conclude()
-
-    def finished(self, work: Any) -> None:
-        """Forget a work that ended, unless somebody has yet to be told."""
-        self._open.pop(work.number, None)  # none of a message
-        self._waiting_since.pop(work.number, None)
-        if work in self._watched and not work.under_way():
-            self._watched.discard(work)
-
-    def waited(self) -> None:
-        """A wait that was long enough to be told of is over."""
-        if self._waits is not None:
-            self._waits.over()
-
-    def tend(self) -> None:
-        """Called ten times a second on a thread of its own: for waits in C++, and for works that nobody waits for."""
-        for number, inner in list(self._open.items()):
-            if inner.is_completed():
-                self._open.pop(number, None)
-        overdue = self._time_limit.overdue()
-        if overdue is not None:
-            self.fail(self._out_of_time(*overdue), mendable=True)
-        numbers, epoch, ledger = list(self._open), self.epoch, self._ledger
-        if ledger is None or self.failure is not None:
-            return
-        if numbers:
+        Returns:
+            The work; None if this tensor, or this group, cannot be served so. That is so on all replicas then.
+        """
+        while True:
+            current, backends = self._ready()
+            shared, kind = current.shared, tensor.device.type
+            served = shared is not None and self._in_memory and (kind == "cpu" or kind in backends.staged)
+            if shared is None or not served or not shared.takes(tensor, op):
+                return None
             try:
-                self.examine(epoch, min(numbers), waiting=False)
-            except Superseded:
-                pass  # the thread that posts next goes on in a new group
-            except Exception as error:  # noqa: BLE001  (raised where somebody waits)
-                if epoch == self.epoch and self.failure is None:
-                    self.fail(error)
-            return
-        if ledger.untold:
-            ledger.exchange()  # only that: an error of this replica's own may be on its way to who catches it
-        if self._backend_name != "gloo":
-            self._tend_device(ledger, epoch)
+                record = signature.record(key)
+                with current.posting:
+                    number = current.post(record, self._patience_s)
+                    own = shared.post(tensor, current, number, wanted)
+            except Superseded as found:
+                current.supersede(found)
+                continue
+            work = SharedWork(shared, own, tensor, op, current, number, sources)
+            current.limit(number, work, self._patience_s)
+            return work
 
-    def _tend_device(self, ledger: Verifier, epoch: int) -> None:
-        """Waits for an accelerator see nothing: look for them whether a replica has left where this one is."""
-        try:
-            self._miss(ledger, ledger.departed(ledger.number))
-        except CollectiveError as error:
-            if epoch == self.epoch:
-                self.fail(error, mendable=True)
+    def note(self, key: Key) -> int:
+        """Record something that every replica must do alike, though nothing is communicated in it. Returns its number.
+
+        Args:
+            key: Its signature.
+        """
+        while True:
+            current, _ = self._ready()
+            try:
+                with current.posting:
+                    return current.post(signature.record(key))
+            except Superseded as found:
+                current.supersede(found)
+
+    # -- reductions and broadcasts -----------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> Work:
+        if isinstance(tensors, Tensor):  # torch's short form
+            tensors = [tensors]
+        if not isinstance(opts, AllreduceOptions):  # its old interface takes a bare reduce op, or nothing
+            given, opts = opts, AllreduceOptions()
+            if given is not None:
+                opts.reduceOp = given
+        return self.run(of_tensors("all_reduce", _op(opts), None, tensors), "allreduce", (tensors,), (True,), opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work:
+        key = of_tensors("all_reduce_coalesced", _op(opts), None, tensors)
+        return self.run(key, "allreduce_coalesced", (tensors,), (True,), opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
+        return self.run(of_tensors("broadcast", None, opts.rootRank, tensors), "broadcast", (tensors,), (True,), opts)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
+        return self.run(of_tensors("reduce", _op(opts), opts.rootRank, tensors), "reduce", (tensors,), (True,), opts)
+
+    # -- gathers -----------------------------------------------------------------------------------------------------
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        key = of_tensors("all_gather", None, None, inputs)
+        return self.run(key, "allgather", (outputs, inputs), _BOTH, opts or AllgatherOptions())
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        key = of_tensors("all_gather_into_tensor", None, None, [input])
+        return self.run(key, "_allgather_base", (output, input), _BOTH, opts or AllgatherOptions())
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
+        key = of_tensors("all_gather_coalesced", None, None, inputs)
+        return self.run(key, "allgather_coalesced", (outputs, inputs), _BOTH, opts or AllgatherOptions())
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
+        key = of_tensors("all_gather_into_tensor", None, None, inputs)
+        return self.run(key, "allgather_into_tensor_coalesced", (outputs, inputs), _BOTH, opts or AllgatherOptions())
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
+        return self.run(of_tensors("gather", None, opts.rootRank, inputs), "gather", (outputs, inputs), _BOTH, opts)
+
+    # -- scatters ----------------------------------------------------------------------------------------------------
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+        return self.run(of_tensors("scatter", None, opts.rootRank, outputs), "scatter", (outputs, inputs), _BOTH, opts)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
+        key = of_tensors("reduce_scatter", _op(opts), None, inputs[0])
+        return self.run(key, "reduce_scatter", (outputs, inputs), _BOTH, opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
+        key = of_tensors("reduce_scatter_tensor", _op(opts), None, [input])
+        return self.run(key, "_reduce_scatter_base", (output, input), _BOTH, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+        key = of_tensors("reduce_scatter_tensor", _op(opts), None, inputs)
+        return self.run(key, "reduce_scatter_tensor_coalesced", (outputs, inputs), _BOTH, opts)
+
+    # -- all to all --------------------------------------------------------------------------------------------------
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any
+    ) -> Work:
+        if output_splits or input_splits:
+            # Each replica may have splits of its own, so they are compared in a way of their own before any data flows.
+            self._compare_splits(output, input, output_splits, input_splits)
+            key = ("all_to_all_single", None, None, input.device.type, ("splits", *input.shape[1:]), input.dtype)
+        else:
+            key = of_tensors("all_to_all_single", None, None, [input])
+        return self.run(key, "alltoall_base", (output, input), _BOTH, output_splits, input_splits, opts)
+
+    def _compare_splits(self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int]) -> None:
+        size = self.size()
+        sent = torch.tensor(input_splits or [input.shape[0] // size] * size, dtype=torch.int64)
+        expected = torch.tensor(output_splits or [output.shape[0] // size] * size, dtype=torch.int64)
+        coming = torch.empty_like(sent)
+        key = of_tensors("all_to_all_single", None, None, [sent])
+        self.run(key, "alltoall_base", (coming, sent), _BOTH, [], [], AllToAllOptions()).wait()
+        if not torch.equal(coming, expected):
+            # Whoever expects other sizes than come raises; the others are told when this replica does not enter.
+            raise ValueError(
+                f"all_to_all_single: this replica expects {expected.tolist()} rows from the ranks, but they send "
+                f"{coming.tolist()}. output_split_sizes[j] must be what rank j has as input_split_sizes for this rank."
+            )
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
+        key = ("all_to_all", None, None, inputs[0].device.type, "…", inputs[0].dtype)
+        return self.run(key, "alltoall", (outputs, inputs), _BOTH, opts)
+
+    # -- barriers ----------------------------------------------------------------------------------------------------
+
+    def barrier(self, opts: Any = None) -> Work:
+        given = opts or BarrierOptions()
+        # A time limit of Gloo's own would break the connections when it passes; ours only frees the caller.
+        inner = BarrierOptions()
+        inner.device_ids, inner.device = given.device_ids, given.device
+        kind = given.device.type if given.device is not None else "cpu"
+        if kind not in {each.type for each in self._devices} or kind in self._ready()[1].staged:
+            kind = "cpu"
+        return self.run(("barrier", None, None, kind), "barrier", (), (), inner, timeout=given.timeout)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier with a time limit, whose error names all replicas that did not come."""
+        limit_s = _limit(timeout)
+        limit = timedelta(seconds=limit_s) if limit_s is not None else None
+        self.run(("monitored_barrier", None, None, "cpu"), "barrier", (), (), BarrierOptions(), timeout=limit).wait()
+
+    # -- messages between two replicas -------------------------------------------------------------------------------
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Work:
+        return self._message("send", tensors, False, rank, tag)
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> Work:
+        return self._message("recv", tensors, True, rank, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        return self._message("recv_anysource", tensors, True, tag)
+
+    def _message(self, method: str, tensors: list[Tensor], written: bool, *rest: Any) -> Work:
+        """Start a send or a receive. These have no number: only two replicas take part."""
+        current, backends = self._ready()
+        device = tensors[0].device
+        if device.type != "cpu" and device.type not in backends.staged:
+            return DeviceWork(current, getattr(backends.backends[device.type], method)(tensors, *rest))
+        staging = None
+        if device.type in backends.staged:
+            staging = Staging(device)
+            tensors = staging.host(tensors, written=written)
+        inner = getattr(backends.backends["cpu"], method)(tensors, *rest)
+        return MessageWork(current, inner, None, staging, self._time_limit_s)
+
+    # -- subgroups ---------------------------------------------------------------------------------------------------
+
+    def new_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        pg_options: Any = None,
+        group_name: str = "",
+        group_desc: str | None = None,
+        backend: str | None = None,
+    ) -> GuardedProcessGroup | None:
+        """A part of this group; None on replicas outside it. It connects when it is first used.
+
+        Whatever backend is asked for (torch says it since 2.14), the part has those of the whole: one that carries each
+        type of device.
+        """
+        name = str(group_name)
+        if name.isdigit():
+            # A name from torch's counter: every replica makes its groups in the same order. The counters themselves may
+            # differ since an earlier failure, so the group gets its number in the log.
+            name = str(self.note(("new_group", None, None, "cpu", tuple(ranks), "ranks")))
+        made = self._make_subgroup(self, list(ranks), name)
+        if made is not None:
+            made.set_timeout(timeout)
+            made._set_group_name(group_name)
+            made._set_group_desc(group_desc or "undefined")
+        return made
+
+    # torch's older names
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-def _under_way(opened: dict[int, Any], watched: set[Any]) -> bool:
-    if any(not inner.is_completed() for inner in list(opened.values())):
-        return True
-    return any(work.under_way() for work in list(watched))
+def _op(opts: Any) -> int:
+    return hash(opts.reduceOp)  # the op's number, five times faster than asking for it
+
+
+def _device_of(value: Any) -> torch.device:
+    while not isinstance(value, Tensor):
+        value = next(each for each in value if not isinstance(each, (list, tuple)) or each)
+    return value.device
+
+
+def _limit(timeout: timedelta | None) -> float | None:
+    """A time limit in seconds. torch hands down its default of half an hour as if it had been given: that is none."""
+    if timeout is None or timeout in (constants.default_pg_timeout, constants.default_pg_nccl_timeout):
+        return None
+    if timeout.total_seconds() <= 0:
+        raise OptionError(f"timeout={timeout!r}: a time limit for collectives must be positive.")
+    return timeout.total_seconds()

@@ -28,13 +28,13 @@ class Card:
     Attributes:
         host: Equal on two replicas if they can open each other's memory.
         pid: Its process.
-        board: File descriptor of the board's memory, on the replica that made it; else -1.
+        log: File descriptor of the collective log's memory, on the replica that made it; else -1.
         device: Identity of its accelerator, or "" on the CPU.
     """
 
     host: str
     pid: int
-    board: int = -1
+    log: int = -1
     device: str = ""
 
 

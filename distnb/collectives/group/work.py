@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,9 @@ from distnb.collectives.group import exits
 from distnb.collectives.group.eager import methods_always_eager
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.process_group import GroupCore
-    from distnb.collectives.group.staging import Staging
+    from distnb.collectives.group.communicator import Communicator
 
-__all__ = ["Beginning", "CollectiveWork", "DeviceWork", "MessageWork", "positive_seconds"]
+__all__ = ["CollectiveWork", "DeviceWork", "MessageWork", "Staging", "positive_seconds"]
 
 _SLICE = timedelta(milliseconds=100)
 # A wait of Gloo's that times out leaves the work as it is: it can be waited for again, or left alone.
@@ -40,34 +40,62 @@ def positive_seconds(timeout: timedelta | None) -> float | None:
     return seconds if seconds > 0 else None
 
 
-class Beginning:
-    """Stands for an operation of Gloo's that begins, until its work is at hand.
+class Staging:
+    """Host copies of a device's tensors for one operation, where replicas share one GPU and only Gloo can carry them.
 
-    An order to end can come between the two: then it stands there for ever, and nobody takes the backend for idle.
+    Args:
+        device: The device of the tensors.
     """
 
-    def is_completed(self) -> bool:
-        """Nobody knows."""
-        return False
+    def __init__(self, device: torch.device) -> None:
+        self.devices = [device]
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._result: list[torch.Tensor] = []
+        self._done = False
+
+    def host(self, value: Any, *, written: bool) -> Any:
+        """A host copy of a tensor, or of each tensor in nested lists.
+
+        Args:
+            value: Tensor or (nested) list of tensors.
+            written: The operation writes to it, so that it is copied back.
+        """
+        if isinstance(value, torch.Tensor):
+            copy = value.detach().to("cpu", copy=True)
+            if written:
+                self._pairs.append((value, copy))
+            return copy
+        return [self.host(each, written=written) for each in value]
+
+    def copy_back(self) -> Sequence[torch.Tensor]:
+        """Bring what the operation wrote to the device. Idempotent.
+
+        Returns:
+            The tensors that were written.
+        """
+        if not self._done:
+            self._done = True
+            with torch.no_grad():
+                for original, copy in self._pairs:
+                    original.copy_(copy)
+            self._result = [original for original, _ in self._pairs]
+            self._pairs = []
+        return self._result
 
 
 @methods_always_eager
 class _GuardedWork(dist.Work):
-    """What works have in common: they stand in front of the backend's own, and end with their group's generation.
+    """What works have in common: they stand in front of the backend's own, and end with their communicator.
 
     Args:
-        group: The process group it belongs to.
+        communicator: What it is done with.
         inner: The backend's own work.
     """
 
-    def __init__(self, group: GroupCore, inner: Any) -> None:
+    def __init__(self, communicator: Communicator, inner: Any) -> None:
         super().__init__()
-        self._group = group
+        self._communicator = communicator
         self._inner = inner
-        self._epoch = group.epoch
-
-    def _gave_up(self) -> bool:
-        return self._group.failure is not None and self._group.epoch == self._epoch
 
     def result(self) -> Any:
         return self._inner.result()
@@ -86,9 +114,9 @@ class DeviceWork(_GuardedWork):
     """An operation under way in NCCL: waiting only makes the current stream wait, and never blocks."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream wait. Raises what ended the group, if something did."""
-        if self._gave_up():
-            self._group.raise_failure()
+        """Make the current stream wait. Raises what ended the communicator, if something did."""
+        if self._communicator.failed:
+            self._communicator.raise_failure()
         return bool(self._inner.wait() if positive_seconds(timeout) is None else self._inner.wait(timeout))
 
     def is_completed(self) -> bool:
@@ -119,22 +147,22 @@ class _HostWork(_GuardedWork):
     """A work of Gloo's.
 
     Args:
-        group: The process group it belongs to.
+        communicator: What it is done with.
         inner: Gloo's own work.
-        number: Its number in the group's ledger; messages have none.
+        number: Its number in the collective log; messages have none.
         staging: Where tensors of a device go through host memory: what to copy back.
         limit_s: A time limit for each wait, or None.
     """
 
     def __init__(
         self,
-        group: GroupCore,
+        communicator: Communicator,
         inner: Any,
         number: int | None,
         staging: Staging | None = None,
         limit_s: float | None = None,
     ) -> None:
-        super().__init__(group, inner)
+        super().__init__(communicator, inner)
         self.number = number
         self._staging = staging
         self._limit_s = limit_s
@@ -151,15 +179,15 @@ class _HostWork(_GuardedWork):
         return self._future
 
     def _follow(self) -> None:
-        """See to it that `conclude` is called when Gloo is done, or the group has failed."""
+        """See to it that `conclude` is called when Gloo is done, or the communicator has failed."""
         raise NotImplementedError
 
     def _conclude(self, root: torch.futures.Future[Any]) -> Any:
-        """The future's value. Raises what ended the work, or the group."""
+        """The future's value. Raises what ended the work, or the communicator."""
         raise NotImplementedError
 
     def conclude(self) -> None:
-        """Complete the future, if anyone asked for one, with the result or the group's failure. Idempotent."""
+        """Complete the future, if anyone asked for one, with the result or the communicator's failure. Idempotent."""
         if self._future is not None and not self._root.done():
             try:
                 self._root.set_result(None)
@@ -174,37 +202,37 @@ class CollectiveWork(_HostWork):
     _heard = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end. Raises what ended the group, if something did."""
-        group = self._group
-        if self._gave_up():
-            group.raise_failure()
+        """Wait for the end. Raises what ended the communicator, if something did."""
+        communicator = self._communicator
+        if self._communicator.failed:
+            communicator.raise_failure()
         if _ended(self._inner) is not None:
             try:
                 self._wait_longer(positive_seconds(timeout) or self._limit_s)
             finally:
-                group.waited()
-        group.finished(self)
+                communicator.waited()
+        communicator.finished(self)
         if self._staging is not None:
             self._staging.copy_back()
         return True
 
     def _wait_longer(self, limit: float | None) -> None:
-        group, inner, began = self._group, self._inner, time.monotonic()
+        communicator, inner, began = self._communicator, self._inner, time.monotonic()
         while True:
             # What timed out while it ended shows no error when asked again.
             if inner.is_completed() and (error := _ended(inner)) is not None:
-                group.explain(self._epoch, self.number, error)
-            group.examine(self._epoch, self.number)
+                communicator.explain(self.number, error)
+            communicator.examine(self.number)
             if limit is not None and time.monotonic() - began > limit:
-                group.ran_out_of_time(self._epoch, self.number, limit)
+                communicator.raise_out_of_time(self.number, limit)
             if _ended(inner) is None:
                 return
 
     def is_completed(self) -> bool:
-        return self._gave_up() or self._inner.is_completed()
+        return self._communicator.failed or self._inner.is_completed()
 
     def is_success(self) -> bool:
-        return not self._gave_up() and self._inner.is_success()
+        return not self._communicator.failed and self._inner.is_success()
 
     def exception(self) -> Any:
         return self._inner.exception()
@@ -212,7 +240,7 @@ class CollectiveWork(_HostWork):
     def _follow(self) -> None:
         self._heard = False  # now there is somebody to be told
         self._inner.get_future().add_done_callback(self._hear)
-        self._group.watch(self)
+        self._communicator.watch(self)
 
     def _hear(self, inner: Any) -> None:
         """Called by Gloo's own thread when it is done, with all that follows from the future."""
@@ -220,22 +248,22 @@ class CollectiveWork(_HostWork):
             self.conclude()
         finally:
             self._heard = True
-            self._group.finished(self)
+            self._communicator.finished(self)
 
     def _conclude(self, root: torch.futures.Future[Any]) -> Any:
-        group = self._group
-        if self._gave_up() and not self._inner.is_completed():
-            group.raise_failure()
+        communicator = self._communicator
+        if self._communicator.failed and not self._inner.is_completed():
+            communicator.raise_failure()
         failed: RuntimeError | None = None
         try:
             value = self._inner.get_future().value()
         except RuntimeError as error:
             failed = error.with_traceback(None)
         if failed is not None:
-            group.explain(self._epoch, self.number, failed)
+            communicator.explain(self.number, failed)
         if self._staging is not None:
             value = self._staging.copy_back()
-        group.finished(self)
+        communicator.finished(self)
         return value
 
     def under_way(self) -> bool:
@@ -252,9 +280,14 @@ class MessageWork(_HostWork):
     """
 
     def __init__(
-        self, group: GroupCore, inner: Any, staging: Staging | None = None, limit_s: float | None = None
+        self,
+        communicator: Communicator,
+        inner: Any,
+        number: int | None,
+        staging: Staging | None = None,
+        limit_s: float | None = None,
     ) -> None:
-        super().__init__(group, inner, None, staging, limit_s)
+        super().__init__(communicator, inner, number, staging, limit_s)
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -265,7 +298,7 @@ class MessageWork(_HostWork):
             if self._waiting:
                 return
             self._waiting = True
-        self._group.watch(self)
+        self._communicator.watch(self)
         thread = threading.Thread(target=self._run, name="distnb-message", daemon=True)
         exits.note(thread)
         thread.start()
@@ -276,19 +309,19 @@ class MessageWork(_HostWork):
         except RuntimeError as error:
             self._error = error.with_traceback(None)
         self._ended.set()
-        self._group.finished(self)
+        self._communicator.finished(self)
         self.conclude()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end. Raises what ended the group, if something did."""
+        """Wait for the end. Raises what ended the communicator, if something did."""
         self._begin()
         limit, began = positive_seconds(timeout) or self._limit_s, time.monotonic()
         while not self._ended.wait(0.1):
-            self._group.examine(self._epoch, None)
+            self._communicator.examine(None)
             if limit is not None and time.monotonic() - began > limit:
-                self._group.ran_out_of_time(self._epoch, None, limit)
+                self._communicator.raise_out_of_time(None, limit)
         if self._error is not None:
-            self._group.explain(self._epoch, None, self._error)
+            self._communicator.explain(None, self._error)
         if self._staging is not None:
             self._staging.copy_back()
         return True
@@ -310,7 +343,7 @@ class MessageWork(_HostWork):
 
     def _conclude(self, root: torch.futures.Future[Any]) -> Any:
         if not self._ended.is_set():
-            self._group.raise_failure()
+            self._communicator.raise_failure()
         if self._error is not None:
             raise self._error
         return []

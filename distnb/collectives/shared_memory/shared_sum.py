@@ -11,13 +11,10 @@ Only x86 keeps the order of plain stores that this relies on; elsewhere Gloo is 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import platform
 import select
 import sys
-import threading
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +24,7 @@ from distnb.collectives.verify.collective_log import CollectiveLog
 from distnb.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.process_group import GroupCore
+    from distnb.collectives.group.communicator import Communicator
 
 __all__ = ["GATHER", "SharedSum", "SharedWork", "nbytes"]
 
@@ -64,25 +61,21 @@ _syscall.restype = ctypes.c_long
 
 
 def nbytes(size: int) -> int:
-    """How much memory the areas of so many replicas take, beside a board."""
+    """How much memory the areas of so many replicas take, beside a collective log."""
     return _PAGE + size * (_HEADER_NBYTES + _AREA_NBYTES) + _PAGE if _POSSIBLE else 0
 
 
-_made: weakref.WeakKeyDictionary[CollectiveLog, SharedSum] = weakref.WeakKeyDictionary()
-
-
 class SharedSum:
-    """The areas of one generation of a group.
+    """The areas of one communicator.
 
     Args:
-        board: In whose memory they are, behind the board itself.
+        log: In whose memory they are, behind the log itself.
     """
 
-    def __init__(self, board: CollectiveLog) -> None:
-        memory, size = board.memory, board.size
-        assert isinstance(memory, mmap.mmap)
-        self._me, self.size = board.me, size
-        self._others = [rank for rank in range(size) if rank != board.me]
+    def __init__(self, log: CollectiveLog) -> None:
+        memory, size = log.memory, log.size
+        self._me, self.size = log.me, size
+        self._others = [rank for rank in range(size) if rank != log.me]
         base = -(-CollectiveLog.nbytes(size) // _PAGE) * _PAGE
         heads = [base + rank * _HEADER_NBYTES for rank in range(size)]
         self._words = [(ctypes.c_uint32 * _WORDS).from_buffer(memory, head) for head in heads]
@@ -97,17 +90,11 @@ class SharedSum:
         self._under_way: list[tuple[int, int, int]] = []  # (number, begin, end) of what others may still read
         self._finished: set[int] = set()
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
-        self.lock = threading.Lock()
 
     @classmethod
-    def of(cls, board: CollectiveLog | None) -> SharedSum | None:
-        """The areas beside a board; None where replicas share no memory."""
-        if not _POSSIBLE or board is None or board.size == 1:
-            return None
-        made = _made.get(board)
-        if made is None and isinstance(board.memory, mmap.mmap):
-            made = _made[board] = cls(board)
-        return made
+    def of(cls, log: CollectiveLog) -> SharedSum | None:
+        """The areas beside a log; None where replicas share no memory."""
+        return cls(log) if _POSSIBLE and log.shared and log.size > 1 else None
 
     def takes(self, tensor: torch.Tensor, op: str) -> bool:
         """Whether a tensor is reduced, or gathered, here. The answer is the same on all replicas."""
@@ -118,18 +105,18 @@ class SharedSum:
 
     # Writing -------------------------------------------------------------------------------------------------
 
-    def post(self, tensor: torch.Tensor, group: GroupCore, number: int, wanted: bool = True) -> int:
+    def post(self, tensor: torch.Tensor, communicator: Communicator, number: int, wanted: bool = True) -> int:
         """Copy a tensor to this replica's area and tell the others. Returns the operation's own number.
 
-        Call it in the order of the collectives, under `lock`.
+        Call it in the order of the collectives, one at a time.
 
         Args:
             tensor: What the others read, or what is as large as that.
-            group, number: Whose collective this is, and which.
+            communicator, number: Whose collective this is, and which.
             wanted: Whether any of the others reads it; else nothing is copied.
         """
         own = self._number = self._number + 1
-        begin = self._room(tensor.numel() * tensor.dtype.itemsize, own, group, number)
+        begin = self._room(tensor.numel() * tensor.dtype.itemsize, own, communicator, number)
         if wanted:
             self._view(self._me, begin, tensor).copy_(tensor.detach())
         words = self._words[self._me]
@@ -138,7 +125,7 @@ class SharedSum:
         _syscall(_SYS_FUTEX, self._addresses[self._me], _FUTEX_WAKE, self.size, None, None, 0)
         return own
 
-    def _room(self, size: int, own: int, group: GroupCore, number: int) -> int:
+    def _room(self, size: int, own: int, communicator: Communicator, number: int) -> int:
         """Where in the area there is room: as near to its beginning as can be, where the caches are warm."""
         size = -(-size // _LINE) * _LINE
         while True:
@@ -159,7 +146,7 @@ class SharedSum:
                     "and not waited for. Call wait() on what all_reduce_start returned."
                 )
             slowest = min(self._others, key=lambda rank: self._words[rank][_DONE])
-            self._sleep(slowest, _DONE, self._words[slowest][_DONE], group, number, group.epoch)
+            self._sleep(slowest, _DONE, self._words[slowest][_DONE], communicator, number)
 
     # Reading -------------------------------------------------------------------------------------------------
 
@@ -190,15 +177,19 @@ class SharedSum:
         return [tensor]
 
     def _wait_for(self, ranks: Sequence[int], own: int, work: SharedWork) -> None:
-        group = work.group
-        group.watch(work)
+        communicator = work.communicator
+        communicator.watch(work)
         try:
             for rank in ranks:
                 words = self._words[rank]
                 while (posted := words[_POSTED]) < own:
-                    self._sleep(rank, _POSTED, posted, group, work.number, work.epoch)
+                    self._sleep(rank, _POSTED, posted, communicator, work.number)
         finally:
-            group.finished(work)
+            communicator.finished(work)
+
+    def all_posted(self, own: int) -> bool:
+        """Whether every replica has come to that operation."""
+        return all(words[_POSTED] >= own for words in self._words)
 
     def done(self, own: int) -> None:
         """This replica reads nothing of that operation any more."""
@@ -213,20 +204,22 @@ class SharedSum:
         for address in self._addresses:
             _syscall(_SYS_FUTEX, address, _FUTEX_WAKE, self.size, None, None, 0)
 
-    def _sleep(self, rank: int, word: int, seen: int, group: GroupCore, number: int, epoch: int) -> None:
+    def _sleep(self, rank: int, word: int, seen: int, communicator: Communicator, number: int) -> None:
         """Wait until a word of a replica is no longer what was seen, or a slice of time is over."""
-        if group.failure is not None or group.epoch != epoch:
-            group.examine(epoch, number)
+        if communicator.failure is not None:
+            communicator.raise_failure()
         if _syscall(_SYS_FUTEX, self._addresses[rank] + 4 * word, _FUTEX_WAIT, seen, _slice_at, None, 0) == 0:
             return
         if self._words[rank][word] == seen:
             try:
-                group.examine(epoch, number)
+                communicator.examine(number)
                 if self._has_ended(rank):
-                    ended = f"process {self._words[rank][_PID]} of replica {group.replicas[rank]} has ended"
-                    group.explain(epoch, number, RuntimeError(ended))
+                    ended = (
+                        f"process {self._words[rank][_PID]} of replica {communicator.group.replicas[rank]} has ended"
+                    )
+                    communicator.explain(number, RuntimeError(ended))
             finally:
-                group.waited()
+                communicator.waited()
 
     def _has_ended(self, rank: int) -> bool:
         """Whether a replica's process is no more (or a zombie). Gloo would see its connections closed."""
@@ -260,7 +253,7 @@ class SharedWork:
     """One reduction under way.
 
     Attributes:
-        number: The collective's number in the group's ledger.
+        number: The collective's number in the collective log.
         sources: Whose tensors this replica reads, in this order; None for all.
     """
 
@@ -270,7 +263,7 @@ class SharedWork:
         own: int,
         tensor: torch.Tensor,
         op: str,
-        group: GroupCore,
+        communicator: Communicator,
         number: int,
         sources: Sequence[int] | None = None,
     ) -> None:
@@ -278,13 +271,12 @@ class SharedWork:
         self._own = own
         self._tensor: torch.Tensor | None = tensor
         self._op = op
-        self.group = group
+        self.communicator = communicator
         self.number = number
-        self.epoch = group.epoch
         self.sources = sources
 
     def wait(self) -> None:
-        """Wait for the end; the tensor holds the result then. Raises what ended the group, if something did."""
+        """Wait for the end; the tensor holds the result then. Raises what ended the communicator, if something did."""
         self.result()
 
     def result(self) -> list[torch.Tensor]:
@@ -292,18 +284,21 @@ class SharedWork:
         tensor, self._tensor = self._tensor, None
         if tensor is None:
             return []
-        group = self.group
-        if group.failure is not None and group.epoch == self.epoch:
-            group.raise_failure()
+        if self.communicator.failed:
+            self.communicator.raise_failure()
         return self._shared.collect(self._own, tensor, self._op, self)
 
     def conclude(self) -> None:
-        """The group has failed: have the wait look up."""
+        """The communicator has failed: have the wait look up."""
         self._shared.wake()
 
     def under_way(self) -> bool:
         """Nothing of it runs outside of Python."""
         return False
+
+    def is_completed(self) -> bool:
+        """Whether all replicas have come."""
+        return self._shared.all_posted(self._own)
 
     def __del__(self) -> None:
         # Nobody waits for it: the others' data is not needed any more.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import linecache
 import os
@@ -17,11 +16,8 @@ import torch
 
 import distnb
 from distnb.collectives.gradients.backward_passes import name_of
-from distnb.collectives.verify import wording
 
-__all__ = ["IDENTITY_NBYTES", "CallSite", "current", "find", "words_of"]
-
-IDENTITY_NBYTES: Final = 32
+__all__ = ["CallSite", "current", "find"]
 
 _PACKAGE: Final = os.path.dirname(distnb.__file__) + os.sep
 _ENGINE: Final = os.path.join(_PACKAGE, "engine") + os.sep
@@ -46,22 +42,19 @@ class CallSite:
 
     Attributes:
         identity: Four times 8 bytes, equal on two replicas if: the innermost line is; the lines that called it are
-            too; what the innermost call is about, as it is written, is; that of its callers is too. The last two are
-            zeros where the source is not at hand.
+            too; the innermost line's text is; the texts of those that called it are too.
         text: The innermost line, for people: `train.py, line 12`.
-        words: The innermost call as it is written.
         file: The innermost line's file, as the code object names it.
         line: Its number.
     """
 
     identity: bytes
     text: str
-    words: str = ""
     file: str = ""
     line: int = 0
 
 
-NOWHERE = CallSite(bytes(IDENTITY_NBYTES), "a place without Python code")
+NOWHERE = CallSite(bytes(32), "a place without Python code")
 _kinds: dict[int, tuple[int, CodeType]] = {}
 _sites: dict[tuple[int, ...], CallSite] = {}
 _by_identity: dict[bytes, CallSite] = {NOWHERE.identity: NOWHERE}
@@ -110,46 +103,20 @@ def find(identity: bytes) -> CallSite:
     return _by_identity.get(identity, NOWHERE)
 
 
-def words_of(identity: bytes, place: str) -> str:
-    """A call of another replica as it is written in this one's source; empty if it is not there, or another one is.
-
-    Args:
-        identity: As in `CallSite`.
-        place: Its text there.
-    """
-    known = _by_identity.get(identity)
-    return known.words if known is not None else _words_at(identity[16:24], place)
-
-
-@functools.lru_cache(maxsize=1000)
-def _words_at(about: bytes, place: str) -> str:
-    name, _, line = place.rpartition(", line ")
-    files = {code.co_filename for kind, code in list(_kinds.values()) if kind == _USER}
-    for file in (each for each in files if name_of(each) == name and line.isdigit()):
-        for text in wording.calls_at("".join(linecache.getlines(file)), int(line)):
-            if _digest([wording.subject(text)]) == about:
-                return text
-    return ""
-
-
 def _describe(key: tuple[int, ...]) -> CallSite:
     frames = [(_kinds[known][1], instruction) for known, instruction in zip(key[::2], key[1::2], strict=True)]
     lines = [(code.co_filename, _line(code, instruction)) for code, instruction in frames]
     # Replicas of one script can be started from different folders, but run the same files.
     chain = [f"{os.path.basename(file)}:{line}" for file, line in lines]
-    texts = [wording.words(code, instruction) for code, instruction in frames]
-    about = [wording.subject(text) if text is not None else None for text in texts]
-    identity = _digest(chain[:1]) + _digest(chain) + _digest(about[:1]) + _digest(about)
+    texts = [linecache.getline(file, line).strip() for file, line in lines]
     file, line = lines[0]
-    site = CallSite(identity, f"{name_of(file)}, line {line}", texts[0] or "", file, line)
-    _sites[key] = _by_identity[identity] = site
+    identity = b"".join(map(_digest, (chain[:1], chain, texts[:1], texts)))
+    site = _sites[key] = _by_identity[identity] = CallSite(identity, f"{name_of(file)}, line {line}", file, line)
     return site
 
 
-def _digest(parts: Sequence[str | None]) -> bytes:
-    if None in parts:
-        return bytes(8)
-    return hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=8).digest()
+def _digest(parts: Sequence[str]) -> bytes:
+    return hashlib.blake2b("|".join(parts).encode(), digest_size=8).digest()
 
 
 def _line(code: CodeType, instruction: int) -> int:

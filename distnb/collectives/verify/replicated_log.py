@@ -1,12 +1,11 @@
-"""A board for replicas that share no memory: each has a copy, and the copies are kept equal through the store.
+"""A collective log for replicas that share no memory: each has a copy, and the store keeps the copies equal.
 
 Several times a second each replica publishes its own part, as far as others have not acknowledged it, and reads
 theirs. A thread of its own does so: a question to the store takes a round trip, which no collective waits for but one
 whose signature is new. That one is entered only when everyone has told the same; any other difference, found at once
 where memory is shared, is found within a second here.
 
-The store is plain text on the network, so no source text goes through it: digests do, and who needs the text looks for
-it in its own source.
+The store is plain text on the network, so no source text goes through it: digests do.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import threading
 
 from torch._C._distributed_c10d import Store
 
-from distnb.collectives.verify import callsite
-from distnb.collectives.verify.collective_log import HEADER_NBYTES, RING, SLOT_NBYTES, CollectiveLog, Record, Stand
+from distnb.collectives.verify.collective_log import HEADER_NBYTES, RING, SLOT_NBYTES, CollectiveLog, Position, Record
 
 __all__ = ["ReplicatedLog"]
 
 _NUMBER = struct.Struct("<Q")
+_LAST_AT = 16  # in a header
 
 
 class ReplicatedLog(CollectiveLog):
@@ -38,6 +37,7 @@ class ReplicatedLog(CollectiveLog):
     def __init__(self, store: Store, me: int, size: int) -> None:
         super().__init__(bytearray(self.nbytes(size)), me, size)
         self._store = store
+        self._others = [rank for rank in range(size) if rank != me]
         self._pulled = [0] * size  # up to which number this replica knows each other's collectives
         self._acknowledged = [0] * size  # up to which number each other knows this replica's
         self._published = b""
@@ -51,24 +51,16 @@ class ReplicatedLog(CollectiveLog):
         """Use another connection to the same store."""
         self._store = store
 
-    def told(self, replica: int) -> int:
+    def acknowledged(self, replica: int) -> int:
         """Up to which number another replica surely has this one's records."""
         return self._acknowledged[replica]
 
-    def write(self, number: int, record: Record, program: int, stand: Stand = Stand()) -> None:  # noqa: B008
-        """Post this replica's collective of that number, without its source text."""
-        super().write(number, record.without_words, program, stand)
+    def write(self, number: int, record: Record, program: int, position: Position = Position()) -> None:  # noqa: B008
+        """Post this replica's collective of that number."""
+        super().write(number, record, program, position)
         if number <= self.last(self.me):  # taken back: others may have read the first word of it
             self._rewritten = number
             self._tell = True
-
-    def read(self, replica: int, number: int) -> tuple[Record, int] | None:
-        """A replica's collective, with the text that this replica's source has for it."""
-        found = super().read(replica, number)
-        if found is None:
-            return None
-        record, program = found
-        return Record(record.key, f"{record.text}\0{callsite.words_of(record.site, record.place)}"), program
 
     @property
     def untold(self) -> bool:
@@ -97,13 +89,12 @@ class ReplicatedLog(CollectiveLog):
             self._tell = False
             packet, last = self._pack()
             if packet != self._published:
-                self._store.set(f"board/{self.me}", packet)  # type: ignore[arg-type]
+                self._store.set(f"log/{self.me}", packet)  # type: ignore[arg-type]
                 self._published = packet
             self._published_last = last
-            others = [rank for rank in range(self.size) if rank != self.me]
-            there = [rank for rank in others if self._seen[rank] or self._store.check([f"board/{rank}"])]
+            there = [rank for rank in self._others if self._seen[rank] or self._store.check([f"log/{rank}"])]
             if there:
-                told = self._store.multi_get([f"board/{rank}" for rank in there])  # one question for all
+                told = self._store.multi_get([f"log/{rank}" for rank in there])  # one question for all
                 for rank, found in zip(there, told, strict=True):
                     self._unpack(rank, found)
         except RuntimeError:
@@ -112,37 +103,31 @@ class ReplicatedLog(CollectiveLog):
             self._lock.release()
 
     def _pack(self) -> tuple[bytes, int]:
-        part = self.part(self.me)
         # The header first: another thread may post meanwhile, and it must not tell of a record that is not in here.
-        header = bytes(self.memory[part.start : part.start + HEADER_NBYTES])
-        last = self.last_of(header)
-        known = min(number for rank, number in enumerate(self._acknowledged) if rank != self.me)
+        header = bytes(self.memory[self._mine : self._mine + HEADER_NBYTES])
+        last = int(_NUMBER.unpack_from(header, _LAST_AT)[0])
+        known = min(self._acknowledged[rank] for rank in self._others)
         again = self._rewritten
         # Who has what was posted after it was taken back has heard of that, too.
         first = max(known + 1 if known > again else min(known + 1, again), last - RING + 1, 1)
-        slots = [bytes(self.memory[at : at + SLOT_NBYTES]) for at in map(self._own_slot, range(first, last + 1))]
+        places = [self._slot(self.me, number) for number in range(first, last + 1)]
+        slots = [bytes(self.memory[at : at + SLOT_NBYTES]) for at in places]
         vector = b"".join(map(_NUMBER.pack, self._pulled))
         return header + vector + _NUMBER.pack(first) + b"".join(slots), last
-
-    def _own_slot(self, number: int) -> int:
-        return self._slot(self.me, number)
 
     def _unpack(self, rank: int, packet: bytes) -> None:
         if packet == self._seen[rank]:
             return
         self._seen[rank] = packet
-        at = HEADER_NBYTES
-        vector = [_NUMBER.unpack_from(packet, at + 8 * other)[0] for other in range(self.size)]
-        self._acknowledged[rank] = max(self._acknowledged[rank], vector[self.me])
-        at += 8 * self.size
-        first = _NUMBER.unpack_from(packet, at)[0]
-        at += _NUMBER.size
-        count = (len(packet) - at) // SLOT_NBYTES
-        for number in range(first, first + count):
-            begin = at + (number - first) * SLOT_NBYTES
+        known, first = (
+            _NUMBER.unpack_from(packet, HEADER_NBYTES + _NUMBER.size * place)[0] for place in (self.me, self.size)
+        )
+        self._acknowledged[rank] = max(self._acknowledged[rank], known)
+        begin = HEADER_NBYTES + _NUMBER.size * (self.size + 1)
+        for number, at in enumerate(range(begin, len(packet), SLOT_NBYTES), first):
             into = self._slot(rank, number)
-            self.memory[into : into + SLOT_NBYTES] = packet[begin : begin + SLOT_NBYTES]
-        self._pulled[rank] = max(self._pulled[rank], first + count - 1)
+            self.memory[into : into + SLOT_NBYTES] = packet[at : at + SLOT_NBYTES]
+            self._pulled[rank] = max(self._pulled[rank], number)
         # The header goes last: it says up to which number there are records.
-        start = self.part(rank).start
+        start = self._slot(rank, 0) - HEADER_NBYTES
         self.memory[start : start + HEADER_NBYTES] = packet[:HEADER_NBYTES]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distnb.collectives.verify import callsite
-from distnb.collectives.verify.collective_log import TEXT_NBYTES, Record
+from distnb.collectives.verify.collective_log import Record
 
 __all__ = ["Key", "of_tensors", "record"]
 
@@ -17,7 +17,6 @@ Key = tuple[Any, ...]
 """(operation, number of the reduce op or None, root or None, kind of device, shape, dtype, shape, dtype, …)."""
 
 _OPS = {0: "sum", 1: "avg", 2: "product", 3: "min", 4: "max", 5: "band", 6: "bor", 7: "bxor", 8: "premul_sum"}
-_FIRST = 4
 _records: dict[tuple[Key, bytes], Record] = {}
 _MANY = 10_000
 _SHOWN = 3
@@ -36,22 +35,17 @@ def of_tensors(operation: str, op: int | None, root: int | str | None, tensors: 
 
 
 def record(key: Key) -> Record:
-    """The record of a collective with this signature, called from where the caller's caller stands."""
+    """The record of a collective with this signature, called from where the user's innermost frame is."""
     site = callsite.current()
     known = _records.get((key, site.identity))
     if known is not None:
         return known
     if len(_records) > _MANY:  # shapes that never repeat
         _records.clear()
-    text = f"{describe(key)}\0{site.text}\0{site.words}".encode()[:TEXT_NBYTES].decode(errors="ignore")
-    made = Record(_digest(key) + site.identity, text)
-    _records[key, site.identity] = made
+    # Equal on every replica for the same signature, which `hash` is not.
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    made = _records[key, site.identity] = Record(digest + site.identity, describe(key), site.text)
     return made
-
-
-def _digest(key: Key) -> bytes:
-    """Equal on every replica for the same signature, which `hash` is not."""
-    return hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
 
 
 def describe(key: Key) -> str:

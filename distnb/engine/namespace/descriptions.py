@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import io
-import pickle
 import reprlib
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
-import xxhash
-
-from distnb.engine.namespace.engine_objects import Space
+from distnb.engine.namespace.engine_objects import EngineObjects
 from distnb.objects.code import is_code
 from distnb.objects.memory import dense_tensor
-from distnb.objects.packing import Looker, digest_of_stream
+from distnb.objects.packing import Looker
 from distnb.objects.plain import SCALARS, is_importable, is_plain
 from distnb.objects.tracking import Look
 from distnb.strategies.scope import is_apart, is_mirrored, is_read_together
@@ -34,7 +31,7 @@ class Describer:
     """Describes what a program assigned or returned on one engine.
 
     Args:
-        space: The group of engines.
+        objects: What this engine has of a team's.
         serial: Of the program's snapshot: new objects get ids of it.
 
     Attributes:
@@ -43,8 +40,8 @@ class Describer:
         fresh: Objects that what is sent refers to, and that stay.
     """
 
-    def __init__(self, space: Space, serial: int) -> None:
-        self._space = space
+    def __init__(self, objects: EngineObjects, serial: int) -> None:
+        self._objects = objects
         self._serial = serial
         self.plain: dict[str, Any] = {}
         self.sent: dict[str, Any] = {}
@@ -56,9 +53,9 @@ class Describer:
         """Give a value that was assigned an id; what is to be sent by value is noted."""
         if isinstance(value, types.ModuleType) or is_plain(value):
             return
-        space, tracker = self._space, self._space.tracker
+        objects, tracker = self._objects, self._objects.tracker
         number = tracker.number_of(value) if tracker.has_objects() else None
-        by_value = space.id_of(value) is None and (is_code(value) or number is not None)
+        by_value = objects.id_of(value) is None and (is_code(value) or number is not None)
         if by_value:
             look = tracker.look({path: value})
             by_value = not look.refused
@@ -67,13 +64,13 @@ class Describer:
             self._numbers[path] = number
             self.look.digests.update(look.digests)
             self.look.classes.update(look.classes)
-        space.own((self._serial, path), value, by_value=by_value)
+        objects.own((self._serial, path), value, by_value=by_value)
 
     def value(self, value: Any, path: str, *, brief: bool = False) -> Described:
         """Describe what a name or a result is. A new object is kept under `path`."""
         if isinstance(value, types.ModuleType):
-            known = self._space.id_of(value)
-            identity = known if known is not None else self._space.own((self._serial, path), value)
+            known = self._objects.id_of(value)
+            identity = known if known is not None else self._objects.own((self._serial, path), value)
             return Described("module", value=value.__name__, identity=identity)
         if type(value) in SCALARS or (type(value) is str and len(value) < _SHORT_CHARACTERS):
             return Described("plain", None, value)
@@ -82,11 +79,11 @@ class Describer:
             return Described("plain")
         if path in self.sent:
             return Described("sent", self.look.digests[path], self._numbers[path], (self._serial, path))
-        tracker = self._space.tracker
+        tracker = self._objects.tracker
         number = tracker.number_of(value) if tracker.has_objects() else None
-        if number is not None and self._space.id_of(value) is None:
+        if number is not None and self._objects.id_of(value) is None:
             return Described("tracked", value=number)
-        return self.object(value, self._space.own((self._serial, path), value), brief=brief)
+        return self.object(value, self._objects.own((self._serial, path), value), brief=brief)
 
     def object(self, value: Any, identity: ObjectId, *, brief: bool = False) -> Described:
         """Describe an object that stays on the engine, behind a handle."""
@@ -94,7 +91,7 @@ class Describer:
         wrapped = isinstance(value, DistributedValues)
         # The content of a distributed value is not asked for: looking at it would wait for the device.
         compared = not (mirrored or wrapped or is_apart(value))
-        survey = None if wrapped else Surveyor(self._space, value, contents=compared)
+        survey = None if wrapped else Surveyor(self._objects, value, contents=compared)
         return Described(
             "object",
             survey.digest if survey is not None and compared else None,
@@ -110,7 +107,7 @@ class Describer:
 
     def register_fresh(self, value: Any) -> ObjectId:
         """An object that what is sent refers to, and that stays: the notebook gets a handle."""
-        identity = self._space.own((self._serial, f"*{len(self.fresh)}"), value)
+        identity = self._objects.own((self._serial, f"*{len(self.fresh)}"), value)
         self.fresh[identity] = Described("object", identity=identity)  # it may hold itself
         self.fresh[identity] = self.object(value, identity, brief=True)
         return identity
@@ -137,7 +134,7 @@ class Surveyor(Looker):
     """What is in an engine's object, told by pickling it.
 
     Args:
-        space: The group of engines.
+        objects: What this engine has of a team's.
         value: The object.
         contents: Whether its tensors' contents count.
 
@@ -146,42 +143,34 @@ class Surveyor(Looker):
         holds: Names of the notebook's whose objects are within it, and ids of engine objects that are.
     """
 
-    def __init__(self, space: Space, value: Any, *, contents: bool) -> None:
-        tracker = space.tracker
+    def __init__(self, objects: EngineObjects, value: Any, *, contents: bool) -> None:
+        tracker = objects.tracker
         self.digest: bytes | None = None
         holds: dict[str | ObjectId, None] = {}
         self.holds = holds
-        self._space = space
+        self._objects = objects
         self._root = value
         self._contents = contents
-        file, digests = io.BytesIO(), []
 
         def note(obj: Any) -> None:
             number = tracker.number_of(obj)
             if number is not None:
                 holds[tracker.name_of(number)] = None
             elif type(obj) in (list, dict, set) and obj is not value:
-                identity = space.id_of(obj)
+                identity = objects.id_of(obj)
                 if identity is not None:
                     holds[identity] = None
 
-        def keep(buffer: pickle.PickleBuffer) -> bool:
-            digests.append(xxhash.xxh3_128_digest(buffer.raw()))
-            return False
-
-        if tracker.has_objects() or space.owns_containers:
+        if tracker.has_objects() or objects.owns_containers:
             self.persistent_id = note  # asked for every object: only where there is something to be found
-        super().__init__(file, tracker.side, keep)
-        try:
-            self.dump([value])
-        except Exception:  # many objects cannot be pickled: then nothing is known of them  # noqa: BLE001
-            return
-        self.digest = digest_of_stream(file.getbuffer(), digests)
+        super().__init__(tracker.side)
+        with contextlib.suppress(Exception):  # many objects cannot be pickled: then nothing is known of them
+            self.digest = self.digest_of([value])
 
     def reference(self, obj: Any) -> Any:
         if obj is self._root:
             return None
-        identity = self._space.id_of(obj)
+        identity = self._objects.id_of(obj)
         if identity is not None:
             self.holds[identity] = None
         return super().reference(obj)
@@ -191,7 +180,7 @@ class Surveyor(Looker):
         return super().array(array)
 
     def _note_memory(self, start: int) -> None:
-        tracker = self._space.tracker
+        tracker = self._objects.tracker
         number = tracker.number_of_memory(start, 1)
         if number is not None:
             self.holds[tracker.name_of(number)] = None

@@ -9,9 +9,8 @@ from typing import Any
 from distnb.engine.cell_sources import remember_source
 from distnb.engine.guard import spared
 from distnb.engine.imported_modules import Modules
-from distnb.engine.namespace import object_operations
 from distnb.engine.namespace.descriptions import Describer
-from distnb.engine.namespace.engine_objects import NOT_THERE, Objects, Space
+from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects, ObjectsOfTeams
 from distnb.objects.code import is_code
 from distnb.objects.modes import (
     Environment,
@@ -24,8 +23,7 @@ from distnb.objects.modes import (
 from distnb.objects.packing import Packed, open_module
 from distnb.options import StrategySpec
 from distnb.strategies.scope import adopt_restored
-from distnb.wire.exchange import Keywords, Mark, NamedArgument, Result, Snapshot, SpaceKey, former
-from distnb.wire.messages import Apply
+from distnb.wire.exchange import HeldArgument, Items, Keywords, Mark, NamedArgument, Result, Snapshot, TeamKey, former
 
 __all__ = ["EngineNamespace"]
 
@@ -41,8 +39,8 @@ class EngineNamespace:
 
     Args:
         user_ns: The engine's one namespace.
-        objects: The engine's objects.
-        engine: This engine's id: its place among a space's engines is its replica.
+        teams: The engine's objects.
+        engine: This engine's id: its place among a team's engines is its replica.
         reserved: Names that the engine itself binds before a program runs.
 
     Attributes:
@@ -50,11 +48,16 @@ class EngineNamespace:
     """
 
     def __init__(
-        self, user_ns: dict[str, Any], objects: Objects, *, engine: int | None = None, reserved: Iterable[str] = ()
+        self,
+        user_ns: dict[str, Any],
+        teams: ObjectsOfTeams,
+        *,
+        engine: int | None = None,
+        reserved: Iterable[str] = (),
     ) -> None:
         self.user_ns = user_ns
-        self.objects = objects
-        objects.user_ns = user_ns
+        self.teams = teams
+        teams.user_ns = user_ns
         self.adopt: Callable[[Any, StrategySpec | None], None] = adopt_restored
         self._engine = engine
         self._reserved = frozenset(reserved)
@@ -66,20 +69,20 @@ class EngineNamespace:
         # `open` and `begin` are two calls: this is the snapshot of the next program.
         self._snapshot: Snapshot | None = None
 
-    def replica_in(self, key: SpaceKey) -> int:
+    def replica_in(self, key: TeamKey) -> int:
         """Which replica of a group of engines this one is."""
-        return key[0].index(self._engine) if self._engine in key[0] else self.objects.space(key).replica
+        return key[0].index(self._engine) if self._engine in key[0] else self.teams.of(key).replica
 
     # -- before a program ----------------------------------------------------------------------------------------------
 
     def open(self, snapshot: Snapshot, replica: int) -> None:
         """Make the namespace what a snapshot says; before `begin`, and in the order in which snapshots were made."""
         self._call, self._moment = None, "end"
-        space = self.objects.space(snapshot.space)
-        space.replica = replica
-        self.objects.program_begins(snapshot.serial)
+        objects = self.teams.of(snapshot.team)
+        objects.replica = replica
+        self.teams.program_begins(snapshot.serial)
         forget_casts()
-        self._settle(space, snapshot)
+        self._settle(objects, snapshot)
         environment = snapshot.environment
         if environment is not None:
             apply_environment(environment, early=True)
@@ -87,7 +90,7 @@ class EngineNamespace:
         for filename, (text, label) in snapshot.sources.items():
             remember_source(filename, text, label)
         with outside_inference():
-            self._bind(space, snapshot)
+            self._bind(objects, snapshot)
         if environment is not None:
             apply_environment(environment, early=False)
             self._environment = None
@@ -102,61 +105,55 @@ class EngineNamespace:
         return args, kwargs
 
     @spared
-    def _settle(self, space: Space, snapshot: Snapshot) -> None:
+    def _settle(self, objects: EngineObjects, snapshot: Snapshot) -> None:
         """Hear what the notebook made of earlier programs."""
         for identity, what in snapshot.adopt.items():
             if isinstance(what, str):
-                if what in space.tracker:
-                    space.own(identity, space.tracker.root(what))
-            elif space.replica in what:
-                given = what[space.replica]
-                space.own(identity, space.tracker.find(given) if isinstance(given, int) else space.owned[given])
+                if what in objects.tracker:
+                    objects.own(identity, objects.tracker.root(what))
+            elif objects.replica in what:
+                given = what[objects.replica]
+                objects.own(identity, objects.tracker.find(given) if isinstance(given, int) else objects.owned[given])
         for old, new in snapshot.renamed.items():
-            space.tracker.rename(old, new)
+            objects.tracker.rename(old, new)
         if snapshot.forget:
-            space.tracker.forget(snapshot.forget)
+            objects.tracker.forget(snapshot.forget)
         if snapshot.fresh:
-            space.tracker.clear()
-            space.plain.clear()
-        space.release(snapshot.release)
+            objects.tracker.clear()
+            objects.plain.clear()
+        objects.release(snapshot.release)
 
-    def _bind(self, space: Space, snapshot: Snapshot) -> None:
-        """Bind names: modules first, then functions and classes, which what comes after them may call when opened."""
-        user_ns, tracker, names = self.user_ns, space.tracker, snapshot.names
+    def _bind(self, objects: EngineObjects, snapshot: Snapshot) -> None:
+        user_ns, tracker, names, pack = self.user_ns, objects.tracker, snapshot.names, snapshot.pack
         if names is not None:
             for name in [name for name in user_ns if not self._is_hidden(name)]:
                 del user_ns[name]
             for name, module in snapshot.imports.items():
                 user_ns[name] = open_module(module)
         wanted = frozenset(names or ())
-        pack = snapshot.pack
-        opening = tracker.opening(pack) if pack is not None else None
-        early = pack.names[: snapshot.early] if pack is not None else ()
-        for name in early:
-            assert opening is not None
-            self._bind_one(name, opening.load(name), wanted)
         if snapshot.plain is not None:
-            space.plain.update(tracker.open_loose(snapshot.plain))
-        if names is not None:
-            for name in names:
-                if name in space.plain:
-                    self._bind_one(name, space.plain[name], wanted)
-                elif name in tracker and (pack is None or name not in pack.names):
-                    self._bind_one(name, tracker.root(name), wanted)
-        if opening is not None and pack is not None:
-            for name in pack.names[snapshot.early :]:
+            objects.plain.update(tracker.open_loose(snapshot.plain))
+        arriving = () if pack is None else pack.names
+        for name in wanted.difference(arriving):
+            if name in objects.plain:
+                self._bind_one(name, objects.plain[name], wanted)
+            elif name in tracker:
+                self._bind_one(name, tracker.root(name), wanted)
+        if pack is not None:
+            opening = tracker.opening(pack)
+            for name in pack.names:  # code comes first: what comes after it may call it when it is opened
                 self._bind_one(name, opening.load(name), wanted)
             values = opening.merge()
             tracker.settle(values)
             for name, value in values.items():
-                space.plain.pop(name, None)
+                objects.plain.pop(name, None)
                 self._bind_one(name, value, wanted)
         self._arguments = None
         if snapshot.arguments is not None:
             given = snapshot.arguments
-            args, kwargs = tracker.open_loose(given) if isinstance(given, Packed) else given
-            named = {name: _with_values(value, tracker.root) for name, value in kwargs.items()}
-            self._arguments = tuple(_with_values(value, tracker.root) for value in args), named
+            args, kwargs = tracker.open_loose(given)["@"] if isinstance(given, Packed) else given
+            named = {name: _with_values(value, objects) for name, value in kwargs.items()}
+            self._arguments = tuple(_with_values(value, objects) for value in args), named
 
     def _bind_one(self, name: str, value: Any, wanted: frozenset[str]) -> None:
         if name not in wanted:
@@ -197,29 +194,29 @@ class EngineNamespace:
             result: For a call, describes its result.
         """
         snapshot = mark.snapshot
-        space, serial = self.objects.space(snapshot.space), snapshot.serial
-        describer = Describer(space, serial)
+        objects, serial = self.teams.of(snapshot.team), snapshot.serial
+        describer = Describer(objects, serial)
         assigned = self._assigned(mark.before)
-        values = {name: space.tracker.root(name) for name in snapshot.sections if name in space.tracker}
+        values = {name: objects.tracker.root(name) for name in snapshot.sections if name in objects.tracker}
         for name in assigned:
-            if name in space.tracker:
-                space.tracker.rename(name, former(name, serial))
+            if name in objects.tracker:
+                objects.tracker.rename(name, former(name, serial))
                 if name in values:
                     values[former(name, serial)] = values.pop(name)
         for name in assigned:
             describer.register(self.user_ns[name], name)
             if name in describer.sent:
-                space.plain.pop(name, None)
-        changed, pack = self._pack(space, serial, values, describer)
+                objects.plain.pop(name, None)
+        changed, pack = self._pack(objects, serial, values, describer)
         names = {name: describer.value(self.user_ns[name], name) for name in assigned}
         described = result(describer) if result is not None else None
         handles = {
-            identity: describer.object(space.owned[identity], identity)
+            identity: describer.object(objects.owned[identity], identity)
             for identity in snapshot.handles
-            if identity in space.owned
+            if identity in objects.owned
         }
         deleted = tuple(name for name in mark.before if name not in self.user_ns and not self._is_hidden(name))
-        plain = space.tracker.pack_loose(describer.plain) if describer.plain else None
+        plain = objects.tracker.pack_loose(describer.plain) if describer.plain else None
         after = capture_environment(mark.environment, self._moment)
         environment = after.since(mark.environment)
         self._environment = after
@@ -237,10 +234,10 @@ class EngineNamespace:
         )
 
     def _pack(
-        self, space: Space, serial: int, values: dict[str, Any], describer: Describer
+        self, objects: EngineObjects, serial: int, values: dict[str, Any], describer: Describer
     ) -> tuple[dict[str, bytes], Any]:
         """What the program changed in place of the notebook's values, and what it assigned that is sent."""
-        tracker, sent = space.tracker, describer.sent
+        tracker, sent = objects.tracker, describer.sent
         if not values and not sent:
             return {}, None
         look = tracker.look(values)
@@ -254,7 +251,7 @@ class EngineNamespace:
                 values[name] = cls
                 if name not in tracker:
                     names.append(name)
-        space.references.register = describer.register_fresh
+        objects.references.register = describer.register_fresh
         try:
             every = {**sent, **values}
             lacking = sorted(
@@ -262,7 +259,7 @@ class EngineNamespace:
             )  # it may be called to open others
             pack = tracker.pack(serial << 1 | 1, every, look, lacking)
         finally:
-            space.references.register = None
+            objects.references.register = None
         return {name: look.digests[name] for name in names}, pack
 
     def close_call(self, result: Any) -> Result:
@@ -282,11 +279,7 @@ class EngineNamespace:
 
     def pack_error(self, error: BaseException) -> Packed:
         """An exception as a whole, with what it holds; its class is the same in the notebook."""
-        return self.objects.copies().pack_loose(error)
-
-    def apply(self, message: Apply) -> Any:
-        """Carry out an operation that a handle asked for."""
-        return object_operations.carry_out(self, message)
+        return self.teams.copies().pack_loose({"": error})
 
     def _assigned(self, before: Mapping[str, Any]) -> list[str]:
         return sorted(
@@ -301,14 +294,18 @@ class EngineNamespace:
         return _HIDDEN.fullmatch(name) is not None and name not in _SHOWN
 
 
-def _with_values(arguments: Any, value_of: Callable[[str], Any]) -> Any:
-    """The arguments of a call, with values in the place of their names."""
+def _with_values(arguments: Any, objects: EngineObjects) -> Any:
+    """The arguments of a call, with values in the place of what stands for them."""
     kind = type(arguments)
     if kind is NamedArgument:
-        return value_of(arguments.name)
+        return objects.tracker.root(arguments.name)
+    if kind is HeldArgument:
+        return objects.references.resolve(arguments.token)
     if kind is Keywords:
-        return {name: _with_values(value, value_of) for name, value in arguments.values.items()}
+        return {name: _with_values(value, objects) for name, value in arguments.values.items()}
+    if kind is Items:
+        return [_with_values(value, objects) for value in arguments.values]
     if kind is tuple:
-        found = tuple(_with_values(value, value_of) for value in arguments)
+        found = tuple(_with_values(value, objects) for value in arguments)
         return found if any(new is not old for new, old in zip(found, arguments, strict=True)) else arguments
     return arguments

@@ -13,10 +13,10 @@ from distnb.objects.placeholder import Placeholder
 from distnb.objects.tracking import Tracker
 from distnb.strategies.scope import is_mirrored
 from distnb.values import DistributedValues, Mirrored, PerReplica, structure
-from distnb.wire.exchange import SpaceKey
+from distnb.wire.exchange import TeamKey
 from distnb.wire.messages import ObjectId
 
-__all__ = ["NOT_THERE", "EngineReferences", "Objects", "Space"]
+__all__ = ["NOT_THERE", "EngineReferences", "ObjectsOfTeams", "EngineObjects"]
 
 
 class _NotThere:
@@ -36,44 +36,44 @@ class EngineReferences:
     """What of an engine's objects stays, and goes to the notebook as a handle.
 
     Args:
-        space: The group of engines.
+        objects: What this engine has of a team's.
 
     Attributes:
         register: Gives an id to an object that is to stay and has none; None while nothing may get one.
     """
 
-    def __init__(self, space: Space) -> None:
-        self._space = space
+    def __init__(self, objects: EngineObjects) -> None:
+        self._objects = objects
         self.register: Callable[[Any], ObjectId] | None = None
 
     def look(self, obj: Any) -> Any:
         """What stands for an object that the notebook has a handle of."""
-        identity = self._space.id_of(obj)
+        identity = self._objects.id_of(obj)
         if identity is None:
             return (_parts, (type(obj).__name__, obj.values)) if isinstance(obj, DistributedValues) else None
         return _reference, (identity,)
 
     def token(self, obj: Any) -> Any:
         """The id of an object that stays here."""
-        identity = self._space.id_of(obj)
+        identity = self._objects.id_of(obj)
         if identity is None and self.register is not None and _stays(obj):
             identity = self.register(obj)
         return identity
 
     def resolve(self, token: Any) -> Any:
         """The object that stands by reference in a snapshot."""
-        space, word = self._space, token[0]
+        objects, word = self._objects, token[0]
         if word == "refused":
             return Placeholder(*token[1:])
         if word == "components":  # a distributed value that the user made in the notebook: each replica takes its own
             kind, components = (Mirrored if token[1] == "Mirrored" else PerReplica), token[2]
-            own = {space.replica: components[space.replica]} if space.replica in components else components
-            return kind(own, space.size)
+            own = {objects.replica: components[objects.replica]} if objects.replica in components else components
+            return kind(own, objects.size)
         _, identity, local, kind_name = token
-        component = local[space.replica] if space.replica in local else space.owned.get(identity, NOT_THERE)
-        if word == "own" or component is NOT_THERE or structure.select(component, space.replica) is not component:
+        component = local[objects.replica] if objects.replica in local else objects.owned.get(identity, NOT_THERE)
+        if word == "own" or component is NOT_THERE or structure.select(component, objects.replica) is not component:
             return component  # the last: it is, or holds, distributed values, as a batch of a cell does
-        return (Mirrored if kind_name == "Mirrored" else PerReplica)({space.replica: component}, space.size)
+        return (Mirrored if kind_name == "Mirrored" else PerReplica)({objects.replica: component}, objects.size)
 
 
 def _reference(*parts: Any) -> None:
@@ -94,7 +94,7 @@ def _stays(obj: Any) -> bool:
     return is_mirrored(obj) or type(obj).__module__.startswith("distnb.input")
 
 
-class Space:
+class EngineObjects:
     """The objects of one group of engines, as this engine, one of its replicas, holds them.
 
     Args:
@@ -110,7 +110,7 @@ class Space:
         plain: Immutable values and engine objects, by the names that the notebook binds to them.
     """
 
-    def __init__(self, key: SpaceKey, user_ns: dict[str, Any], classes: Classes, place: str) -> None:
+    def __init__(self, key: TeamKey, user_ns: dict[str, Any], classes: Classes, place: str) -> None:
         self.key = key
         self.replica = 0
         self.references = EngineReferences(self)
@@ -179,8 +179,8 @@ def _whole(user_ns: dict[str, Any], classes: Classes) -> Tracker:
     return Tracker(Side(user_ns, _Copies(), classes, copying=True), "cpu")
 
 
-class Objects:
-    """Every space that this engine is part of.
+class ObjectsOfTeams:
+    """The objects of every team that this engine is part of.
 
     Args:
         user_ns: The engine's namespace.
@@ -191,19 +191,19 @@ class Objects:
         self.user_ns: dict[str, Any] = {} if user_ns is None else user_ns
         self.place = place
         self._classes = Classes()
-        self._spaces: dict[SpaceKey, Space] = {}
+        self._teams: dict[TeamKey, EngineObjects] = {}
 
-    def space(self, key: SpaceKey) -> Space:
-        """The space of a key; made when it is new, and then an older one of the same engines is freed."""
-        found = self._spaces.get(key)
+    def of(self, key: TeamKey) -> EngineObjects:
+        """Those of a team; made when it is new, and then an older one of the same engines is freed."""
+        found = self._teams.get(key)
         if found is None:
-            for stale in [old for old in self._spaces if old[0] == key[0]]:
-                del self._spaces[stale]
-            found = self._spaces[key] = Space(key, self.user_ns, self._classes, self.place)
+            for stale in [old for old in self._teams if old[0] == key[0]]:
+                del self._teams[stale]
+            found = self._teams[key] = EngineObjects(key, self.user_ns, self._classes, self.place)
         return found
 
     def copies(self) -> Tracker:
-        """What packs objects whole, whatever space they are of."""
+        """What packs objects whole, whatever team they are of."""
         return _whole(self.user_ns, self._classes)
 
     def program_begins(self, serial: int) -> None:
@@ -217,12 +217,12 @@ class Objects:
 
         self._classes.new_id = new_id
 
-    def rename(self, old: SpaceKey, new: SpaceKey) -> None:
-        """A space goes on with fewer engines, or with more."""
-        space = self._spaces.pop(old, None)
-        if space is not None:
-            space.key = new
-            self._spaces[new] = space
+    def rename(self, old: TeamKey, new: TeamKey) -> None:
+        """A team goes on with fewer engines, or with more."""
+        objects = self._teams.pop(old, None)
+        if objects is not None:
+            objects.key = new
+            self._teams[new] = objects
 
     def __len__(self) -> int:
-        return sum(len(space.owned) for space in self._spaces.values())
+        return sum(len(objects.owned) for objects in self._teams.values())

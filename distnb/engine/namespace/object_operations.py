@@ -5,22 +5,21 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from distnb.engine.namespace.descriptions import own_part, summarise
-from distnb.engine.namespace.engine_objects import NOT_THERE, Space
+from distnb.engine.namespace.engine_namespace import EngineNamespace
+from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects
 from distnb.errors import NamespaceError, StaleHandleError
 from distnb.input.dataset import DistributedDataset, DistributedIterator
 from distnb.objects.packing import Packed
+from distnb.objects.placeholder import Placeholder
 from distnb.strategies.scope import drift_report, is_mirrored, read_together, spec_of
 from distnb.values import DistributedValues
 from distnb.wire.exchange import Described, Leaf, Request, follow
 from distnb.wire.messages import Apply, ObjectId
-
-if TYPE_CHECKING:
-    from distnb.engine.namespace.engine_namespace import EngineNamespace
 
 __all__ = ["QUIET", "carry_out"]
 
@@ -31,25 +30,25 @@ _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
 def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
-    """Carry out one operation. Its effects on the namespace are described as those of a call are.
+    """Carry out one operation. Its results on the namespace are described as those of a call are.
 
     Raises:
         StaleHandleError: The object is not here.
         BaseException: What the operation itself raises.
     """
     if message.operation == "rename":
-        namespace.objects.rename(*message.payload)
+        namespace.teams.rename(*message.payload)
         return None
     request: Request = message.payload
     snapshot = request.snapshot
-    space = namespace.objects.space(snapshot.space)
-    replica = namespace.replica_in(snapshot.space)
+    objects = namespace.teams.of(snapshot.team)
+    replica = namespace.replica_in(snapshot.team)
     spectator = request.answers is not None and replica not in request.answers
     if spectator or message.operation in _TRANSFERS:
         namespace.open(snapshot, replica)
-        return None if spectator else _TRANSFERS[message.operation](namespace, space, request)
+        return None if spectator else _TRANSFERS[message.operation](namespace, objects, request)
     args, kwargs = namespace.open_call(snapshot, replica)
-    target = follow(_object(space, message.target), request.path)
+    target = follow(_object(objects, message.target), request.path)
     if message.operation in ("list", "next"):
         items = list(target) if message.operation == "list" else _next(target)
         # A batch is a structure of slices, as where the notebook's own cells read a dataset.
@@ -63,7 +62,9 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         return namespace.finish_with(
             lambda describer: Leaf(Described("object", summary=summarise(result), value="method"))
         )
-    return namespace.finish_with(lambda describer: Leaf(describer.value(result, "r")))
+    # What is computed is mostly computed with: how it looks is asked when it is shown.
+    brief = message.operation == "apply"
+    return namespace.finish_with(lambda describer: Leaf(describer.value(result, "r", brief=brief)))
 
 
 class _Answer:
@@ -73,11 +74,11 @@ class _Answer:
         self.value = value
 
 
-def _object(space: Space, identity: ObjectId) -> Any:
-    found = space.owned.get(identity, NOT_THERE)
+def _object(objects: EngineObjects, identity: ObjectId) -> Any:
+    found = objects.owned.get(identity, NOT_THERE)
     if found is NOT_THERE:
         raise StaleHandleError(
-            f"Replica {space.replica} has no object for this handle: the name was never assigned on it, "
+            f"Replica {objects.replica} has no object for this handle: the name was never assigned on it, "
             "or the object was freed."
         )
     if isinstance(found, DistributedValues) and len(found.values) == 1:
@@ -139,11 +140,11 @@ _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
 # -- whole objects -------------------------------------------------------------------------------------------------
 
 
-def _fetch(namespace: EngineNamespace, space: Space, request: Request) -> Packed:
+def _fetch(namespace: EngineNamespace, objects: EngineObjects, request: Request) -> Packed:
     """Copies of several objects, in one pickle: what they share, their copies share."""
-    values = [own_part(_object(space, identity)) for identity in request.targets]
+    values = [own_part(_object(objects, identity)) for identity in request.targets]
     try:
-        return space.copies().pack_loose(values)
+        return objects.copies().pack_loose({f"@{place}": value for place, value in enumerate(values)})
     except Exception as error:
         shown = type(values[0]).__qualname__
         raise NamespaceError(
@@ -155,35 +156,36 @@ def _fetch(namespace: EngineNamespace, space: Space, request: Request) -> Packed
 _STAYS = (DistributedDataParallel, DistributedDataset, DistributedIterator)
 
 
-def _export(namespace: EngineNamespace, space: Space, request: Request) -> tuple[Packed, tuple[ObjectId, ...]]:
+def _export(
+    namespace: EngineNamespace, objects: EngineObjects, request: Request
+) -> tuple[Packed, tuple[ObjectId, ...]]:
     """The mirrored objects, for an engine that takes a lost one's place: those of them that can be copied."""
-    wanted = {identity: space.owned.get(identity, NOT_THERE) for identity in request.targets}
-    wanted.update({identity: obj for identity, obj in space.owned.items() if is_mirrored(obj)})
-    ready = {identity: obj for identity, obj in wanted.items() if obj is not NOT_THERE and _packable(space, obj)}
+    wanted = {identity: objects.owned.get(identity, NOT_THERE) for identity in request.targets}
+    wanted.update({identity: obj for identity, obj in objects.owned.items() if is_mirrored(obj)})
+    ready = {identity: obj for identity, obj in wanted.items() if obj is not NOT_THERE and _packable(objects, obj)}
     owned = {identity: (obj, spec_of(obj)) for identity, obj in ready.items()}
-    return space.copies().pack_loose(owned), tuple(ready)
+    return objects.copies().pack_loose({"": owned}), tuple(ready)
 
 
-def _packable(space: Space, obj: Any) -> bool:
+def _packable(objects: EngineObjects, obj: Any) -> bool:
     """Whether a copy of an object can be made, and opened: one that cannot is not to spoil the others."""
     if isinstance(obj, _STAYS):
         return False
-    copies = space.copies()
+    copies = objects.copies()
     try:
-        copies.open_loose(copies.pack_loose(obj))
+        return type(copies.open_loose(copies.pack_loose({"": obj}))[""]) is not Placeholder
     except Exception:  # whatever pickling it, or making it again, raises  # noqa: BLE001
         return False
-    return True
 
 
-def _import(namespace: EngineNamespace, space: Space, request: Request) -> None:
+def _import(namespace: EngineNamespace, objects: EngineObjects, request: Request) -> None:
     assert request.pack is not None
-    for identity, (obj, spec) in space.tracker.open_loose(request.pack).items():
-        space.own(identity, obj)
+    for identity, (obj, spec) in objects.tracker.open_loose(request.pack)[""].items():
+        objects.own(identity, obj)
         namespace.adopt(obj, spec)
 
 
-_TRANSFERS: dict[str, Callable[[EngineNamespace, Space, Request], Any]] = {
+_TRANSFERS: dict[str, Callable[[EngineNamespace, EngineObjects, Request], Any]] = {
     "export": _export,
     "fetch": _fetch,
     "import": _import,

@@ -33,7 +33,8 @@ class ArraySource(Source):
 
     def __init__(self, data: Any, batch_size: int, place: Place) -> None:
         self._examples = count_examples(data)
-        self._data = map_leaves(data, self._examples, _column)
+        self.data = data
+        self._columns = map_leaves(data, self._examples, _column)
         self._batch_size = batch_size
         self._place = place
 
@@ -42,13 +43,13 @@ class ArraySource(Source):
         for first in range(beginning.skip * self._batch_size, examples, self._batch_size):
             size = min(self._batch_size, examples - first)
             start, stop = slice_bounds(size, place.num_replicas, place.replica_id)
-            yield Load(self._data, examples, (first + start, first + stop), size, borrowed=True)
+            yield Load(self._columns, examples, (first + start, first + stop), size, borrowed=True)
 
     def length(self) -> int:
         return -(-self._examples // self._batch_size)
 
     def peek(self) -> Any:
-        return map_leaves(self._data, self._examples, lambda leaf: leaf[: self._batch_size])
+        return map_leaves(self._columns, self._examples, lambda leaf: leaf[: self._batch_size])
 
 
 class _Column(Sequence[Any]):

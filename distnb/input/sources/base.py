@@ -110,12 +110,15 @@ class Source(ABC):
     """A dataset that can be read batch by batch, again and again.
 
     Attributes:
+        data: What the user distributed, for whoever looks at what a dataset leads to.
         threadable: Another thread may read it: that draws no random numbers in this process.
-        in_memory: The next batch is always at hand, so reading ahead on the caller's thread never waits for data.
+        in_memory: The next batch is always at hand, so reading ahead on the caller's thread never waits for data; that
+            runs none of the user's code, and draws no random numbers.
         iterable: It is read from end to end, and does not itself remember where it stands.
         exclusive: Only one iteration can be under way: starting a new one ends the last.
     """
 
+    data: Any
     threadable: bool = False
     in_memory: bool = False
     iterable: bool = False

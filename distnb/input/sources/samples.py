@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from distnb.input.draws import ReplicaDraws, draws_at_start_only, fold, on_host
 from distnb.input.feed import Feed
 from distnb.input.sources.base import FROM_THE_START, Beginning, Load, Place, Shared
+from distnb.input.splitting.collating import CollateRule
 from distnb.input.splitting.sliced import SlicedSource
 
 __all__ = ["SampleSource"]
@@ -19,6 +20,10 @@ __all__ = ["SampleSource"]
 
 class SampleSource(SlicedSource):
     """The examples of a DataLoader without workers."""
+
+    def __init__(self, loader: DataLoader[Any], place: Place, rule: CollateRule, shared: Shared) -> None:
+        super().__init__(loader, place, rule, shared)
+        self.in_memory = _is_quiet(loader) and draws_at_start_only(loader.batch_sampler)
 
     def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
         loader = self._loader
@@ -53,7 +58,7 @@ class _Samples(Iterator[Load]):
         self._fetch = _fetcher(loader)
         self._started = False
         self._quiet_sampler = draws_at_start_only(loader.batch_sampler)
-        self._quiet_dataset = type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
+        self._quiet_dataset = _is_quiet(loader)
 
     def __next__(self) -> Load:
         with on_host(self._device):
@@ -71,6 +76,11 @@ class _Samples(Iterator[Load]):
         return request.loaded(tree)
 
 
+def _is_quiet(loader: DataLoader[Any]) -> bool:
+    """Whether loading an example runs none of the user's code, and so draws nothing."""
+    return type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
+
+
 def _fetcher(loader: DataLoader[Any]) -> Callable[[Any], Any]:
     """What makes a batch of indices."""
     dataset: Any = loader.dataset
@@ -80,7 +90,7 @@ def _fetcher(loader: DataLoader[Any]) -> Callable[[Any], Any]:
     def fetch(indices: Any) -> Any:
         return collate(several(indices) if several else [dataset[index] for index in indices])
 
-    if type(dataset) is not TensorDataset or collate is not default_collate:
+    if not _is_quiet(loader):
         return fetch
     if any(tensor.layout is not torch.strided or tensor.requires_grad for tensor in dataset.tensors):
         return fetch

@@ -29,7 +29,7 @@ class LoaderSource(Source):
         if place.num_replicas > 1 and not getattr(loader, "in_order", True):
             # Replicas cut the same batch only if it comes at the same place for all.
             loader = changed(loader, in_order=True)
-        self._given = loader
+        self.data = loader
         self._loader = loader
         self._place = place
         self._shared = shared
@@ -45,7 +45,7 @@ class LoaderSource(Source):
         if self.exclusive and has_lost_workers(self._loader):
             self._forget()
         if beginning.kept not in (None, self.kept()):
-            self._loader = changed(self._given, **(own_seeds() if beginning.kept else {}))
+            self._loader = changed(self.data, **(own_seeds() if beginning.kept else {}))
         if beginning.state is not None:
             self._loader.load_state_dict(beginning.state)  # type: ignore[attr-defined]
             skip = 0
@@ -61,7 +61,7 @@ class LoaderSource(Source):
         return len(self._loader)
 
     def peek(self) -> Any:
-        return peek_at(self._given)
+        return peek_at(self.data)
 
     def state(self) -> Any:
         return _state_of(self._loader)
@@ -70,7 +70,7 @@ class LoaderSource(Source):
         return self.exclusive and has_workers(self._loader)
 
     def generators(self) -> list[Any]:
-        return list(generators_of(self._given))
+        return list(generators_of(self.data))
 
     def _forget(self) -> None:
         self._loader.__dict__["_iterator"] = None  # persistent workers that were killed
@@ -86,7 +86,7 @@ class PythonSource(Source):
     """
 
     def __init__(self, batches: Iterable[Any] | Callable[[], Iterable[Any]], place: Place, shared: Shared) -> None:
-        self._batches = batches
+        self.data = batches
         self._place = place
         self._shared = shared
         self._started = False
@@ -95,12 +95,12 @@ class PythonSource(Source):
     def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
         skip = beginning.skip
         if beginning.state is not None:
-            self._batches.load_state_dict(beginning.state)  # type: ignore[union-attr]
+            self.data.load_state_dict(beginning.state)
             skip = 0
         return _beyond(_WholeBatches(self._iterator(), self._shared, self._place, None), skip)
 
     def _iterator(self) -> Iterator[Any]:
-        batches = self._batches
+        batches = self.data
         if not isinstance(batches, Iterable):
             return iter(batches())
         iterator = iter(batches)
@@ -116,19 +116,19 @@ class PythonSource(Source):
         return iterator
 
     def length(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+        return len(self.data)
 
     def peek(self) -> Any:
-        if isinstance(self._batches, Iterator):
+        if isinstance(self.data, Iterator):
             raise ProgramError(
-                f"This dataset was made from a {type(self._batches).__name__}, which can be read once only: looking at "
+                f"This dataset was made from a {type(self.data).__name__}, which can be read once only: looking at "
                 "its first batch would take it away. Distribute something that can be read again: a list, a "
                 "DataLoader, or the function that makes the generator."
             )
         return next(self._iterator())
 
     def state(self) -> Any:
-        return _state_of(self._batches)
+        return _state_of(self.data)
 
 
 class _Workers(NamedTuple):

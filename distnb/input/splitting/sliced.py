@@ -24,7 +24,7 @@ class SlicedSource(Source):
     """
 
     def __init__(self, loader: DataLoader[Any], place: Place, rule: CollateRule, shared: Shared) -> None:
-        self._loader = loader
+        self.data = self._loader = loader
         self._place = place
         self._rule = rule
         self._shared = shared

@@ -17,7 +17,7 @@ from distnb.notebook.handles.state import state_of_handle
 from distnb.values import DistributedValues, Mirrored, structure
 
 if TYPE_CHECKING:
-    from distnb.notebook.handles.handle_operations import Operations
+    from distnb.notebook.namespace.handle_operations import Operations
 
 __all__ = ["FORWARDED", "compute", "special_methods"]
 

@@ -13,8 +13,8 @@ from distnb.wire.exchange import Described
 from distnb.wire.messages import ObjectId
 
 if TYPE_CHECKING:
-    from distnb.notebook.handles.handle_operations import Operations
-    from distnb.notebook.namespace.notebook_objects import NotebookObjects
+    from distnb.notebook.namespace.handle_operations import Operations
+    from distnb.notebook.namespace.tracked_objects import TrackedObjects
 
 __all__ = ["RemoteState", "state_of_handle"]
 
@@ -34,7 +34,7 @@ class RemoteState:
         parent: The handle that it was asked of: what this one is given, that one holds, too.
     """
 
-    space: NotebookObjects
+    tracked: TrackedObjects
     operations: Operations
     identity: ObjectId
     facts: dict[int, Described]
@@ -80,7 +80,7 @@ class RemoteState:
     @property
     def lost(self) -> set[int]:
         """Replicas whose component has ended with its engine."""
-        return {replica for replica, engine in enumerate(self.space.key[0]) if engine in self.gone}
+        return {replica for replica, engine in enumerate(self.tracked.key[0]) if engine in self.gone}
 
     def check(self, replicas: Iterable[int] | None = None) -> None:
         """Raise if components are gone.
@@ -94,11 +94,11 @@ class RemoteState:
         lost = self.lost if self.gone else set()
         left = sorted({*self.facts, *self.local} - lost)
         missing = lost if replicas is None or not left else lost.intersection(replicas)
-        if not (self.space.ended or missing):
+        if not (self.tracked.ended or missing):
             return
         what = self.label
         cure = "Run the cell that makes it again."
-        if left and not self.space.ended:
+        if left and not self.tracked.ended:
             name = what.strip("`")
             each = f"{name if name.isidentifier() else 'value'}.component({left[0]})"
             raise StaleHandleError(
@@ -106,7 +106,7 @@ class RemoteState:
                 f"the engine that it lived on has ended. Replica {', '.join(map(str, left))} still has its own, which "
                 f"can be fetched: {each}. {cure}"
             )
-        where = "the engines were" if self.space.ended else f"the engine of replica {min(lost)} was"
+        where = "the engines were" if self.tracked.ended else f"the engine of replica {min(lost)} was"
         raise StaleHandleError(
             f"{what} ({self.type_name}) is gone: {where} restarted or stopped since it was made, and it lived there. "
             f"{cure}"
@@ -127,7 +127,7 @@ class RemoteState:
         """New engines have got the component that another replica has."""
         if survivor in self.facts:
             self.facts.update({replica: self.facts[survivor] for replica in replicas if replica not in self.local})
-        self.gone.difference_update(self.space.key[0][replica] for replica in replicas)
+        self.gone.difference_update(self.tracked.key[0][replica] for replica in replicas)
 
     def check_assigned(self, replica: int) -> None:
         """Raise if a replica never assigned it.

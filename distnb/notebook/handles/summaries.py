@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from distnb.notebook.output.html_table import filled_columns, html_table
+from distnb.notebook.output.wording import filled_columns, html_table
 from distnb.wire.exchange import ParameterText
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def as_text(state: RemoteState, size: int, *, mirrored: bool, fresh: bool = True
         fresh: The engines were asked, if there was a reason to.
     """
     earlier = "" if fresh else _EARLIER
-    if state.space.ended:
+    if state.tracked.ended:
         return f"<stale: {state.label} ({state.type_name}) is gone, since the engines were restarted or stopped>"
     if mirrored:
         replica = next((r for r in range(size) if r in state.facts), 0)
@@ -65,7 +65,7 @@ def _cells(state: RemoteState, replica: int) -> tuple[str, str, str, str, str]:
 
 def as_html(state: RemoteState, size: int, *, mirrored: bool, fresh: bool = True) -> str:
     """The handle as a table: a row per replica, or one row where all have the same; `fresh` as for `as_text`."""
-    if state.space.ended:
+    if state.tracked.ended:
         return f"<pre>{html.escape(as_text(state, size, mirrored=mirrored))}</pre>"
     rows = [(str(replica), *_cells(state, replica)) for replica in range(size)]
     title = "PerReplica"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import pickle
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-import xxhash
-
-from distnb.objects.packing import Looker, Packed, digest_of_stream
+from distnb.objects.packing import Looker, Packed
 from distnb.objects.tracking import Tracker
 
 __all__ = ["differing"]
@@ -45,18 +42,9 @@ class _Shallow(Looker):
     """Looks at an object without looking into others that have numbers."""
 
     def __init__(self, tracker: Tracker, known: Mapping[int, int], obj: Any) -> None:
-        buffers: list[bytes] = []
-
-        def keep(buffer: pickle.PickleBuffer) -> bool:
-            buffers.append(xxhash.xxh3_128_digest(buffer.raw()))
-            return False
-
         self.persistent_id = lambda each: None if each is obj else known.get(id(each))
-        file = io.BytesIO()
-        super().__init__(file, tracker.side, keep)
+        super().__init__(tracker.side)
         self.looked_at = obj if isinstance(obj, type) else None
-        try:
-            self.dump(obj)
-            self.digest = digest_of_stream(file.getbuffer(), buffers)
-        except Exception:  # what cannot be looked at is not told from others  # noqa: BLE001
-            self.digest = b""
+        self.digest = b""
+        with contextlib.suppress(Exception):  # what cannot be looked at is not told from others
+            self.digest = self.digest_of(obj)

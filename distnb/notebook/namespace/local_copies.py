@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from distnb.notebook.handles.handle import HANDLES, RemoteState, state_of_handle
-from distnb.notebook.handles.handle_operations import Operations
-from distnb.notebook.namespace.notebook_objects import MISSING
-from distnb.objects.code import EMPTY, content_of, names_of_code
+from distnb.notebook.namespace.handle_operations import Operations
+from distnb.notebook.namespace.tracked_objects import MISSING
+from distnb.notebook.namespace.user_names import user_names
+from distnb.objects.code import content_of, names_of_code
 from distnb.objects.reads import Reads
-from distnb.values import DistributedValues, Mirrored
+from distnb.values import Mirrored
 
 __all__ = ["LocalCopies"]
 
@@ -33,111 +33,84 @@ class LocalCopies:
         self._user_ns = user_ns
         self._operations = operations
         self._announce = announce
-        self._bound: dict[str, tuple[Any, Any]] = {}
-        self._inner: list[tuple[Any, Any, Any, Any]] = []
-        self._prints: dict[str, bytes] = {}
+        self._places: list[tuple[Any, Any, Any, Any]] = []  # container or namespace, key, handle, copy
+        self._digests: dict[str, bytes] = {}  # of the copies that names hold
 
     def bind(self, reads: Reads) -> tuple[str, ...]:
-        """Bind names, and items of containers, that are handles of mirrored objects to copies of replica 0's.
+        """Bind names, and items of lists and dicts, that are handles of mirrored objects to copies of replica 0's.
 
         Returns:
             The names.
         """
-        names, handles, places = self._look(reads)
-        by_space: dict[int, list[DistributedValues]] = {}
-        for handle in handles:
-            by_space.setdefault(id(state_of_handle(handle).space), []).append(handle)
+        found = list(self._handles(reads))
+        handles = {id(handle): handle for _, _, handle in found}
+        for handle in handles.values():
+            state_of_handle(handle).check()
         copies: dict[int, Any] = {}
-        for group in by_space.values():
-            states = [state_of_handle(handle) for handle in group]
-            for state in states:
-                state.check()
-            copies.update(zip(map(id, group), self._operations.copies(states), strict=True))
-        for name in names:
-            handle = self._user_ns[name]
-            copy = copies[id(handle)]
-            self._bound[name] = handle, copy
-            self._user_ns[name] = copy
-            self._prints[name] = _digest(state_of_handle(handle), copy)
-        for container, key, handle in places:
-            self._inner.append((container, key, handle, copies[id(handle)]))
-            container[key] = copies[id(handle)]
-        if names:
-            what = ", ".join(f"`{name}`" for name in names)
+        for tracked in {state_of_handle(handle).tracked for handle in handles.values()}:
+            group = [each for each in handles.values() if state_of_handle(each).tracked is tracked]
+            fetched = self._operations.copies([state_of_handle(handle) for handle in group])
+            copies.update(zip(map(id, group), fetched, strict=True))
+        for container, key, handle in found:
+            container[key] = copy = copies[id(handle)]
+            self._places.append((container, key, handle, copy))
+            if container is self._user_ns:
+                self._digests[key] = _digest(state_of_handle(handle), copy)
+        if self._digests:
+            what = ", ".join(f"`{name}`" for name in self._digests)
             self._announce(f"distnb: this cell runs in the notebook, on a copy of replica 0's {what}.")
-        return tuple(names)
+        return tuple(self._digests)
 
     def unbind(self) -> None:
         """Bind the names to the handles again, those that the cell assigned excepted."""
         changed = []
-        for name, (handle, copy) in self._bound.items():
-            if self._user_ns.get(name, MISSING) is copy:
-                self._user_ns[name] = handle
-                if _digest(state_of_handle(handle), copy) != self._prints[name]:
-                    changed.append(name)
-        for container, key, handle, copy in self._inner:
+        for container, key, handle, copy in self._places:
             with contextlib.suppress(LookupError, TypeError):
                 if container[key] is copy:
                     container[key] = handle
+                    if container is self._user_ns and _digest(state_of_handle(handle), copy) != self._digests[key]:
+                        changed.append(f"`{key}`")
         if changed:
-            what = ", ".join(f"`{name}`" for name in changed)
             self._announce(
-                f"distnb: the cell changed its copy of {what}; the replicas' own is as it was. To keep such a change, "
-                "assign the object to a name of its own in the cell."
+                f"distnb: the cell changed its copy of {', '.join(changed)}; the replicas' own is as it was. To keep "
+                "such a change, assign the object to a name of its own in the cell."
             )
 
-    def _look(self, reads: Reads) -> tuple[list[str], list[DistributedValues], list[tuple[Any, Any, Any]]]:
-        """Names that are handles, every handle, and places in containers that hold one."""
-        names: list[str] = []
-        handles: dict[int, DistributedValues] = {}
-        places: list[tuple[Any, Any, Any]] = []
-        wanted = deque(
-            sorted(reads.names) if not reads.dynamic else [name for name in self._user_ns if not name.startswith("_")]
-        )
-        done: set[str] = set()
-        while wanted:
-            name = wanted.popleft()
+    def _handles(self, reads: Reads) -> Iterator[tuple[Any, Any, Any]]:
+        """Places that hold handles of mirrored objects: (container, key, handle); the namespace is one container."""
+        waiting = sorted(user_names(self._user_ns) if reads.dynamic else reads.names)
+        for name in waiting:  # it grows
             value = self._user_ns.get(name, MISSING)
-            if name in done or value is MISSING:
-                continue
-            done.add(name)
             if isinstance(value, HANDLES):
                 if isinstance(value, Mirrored):
-                    names.append(name)
-                    handles[id(value)] = value
-                    for fact in state_of_handle(value).facts.values():
-                        wanted.extend(fact.reads or ())
+                    yield self._user_ns, name, value
+                    more = {each for fact in state_of_handle(value).facts.values() for each in fact.reads}
+                    waiting += sorted(more.difference(waiting))
                 continue
-            for container, key, held in self._held(value, wanted):
-                places.append((container, key, held))
-                handles[id(held)] = held
-        return names, list(handles.values()), places
+            for obj in _reachable(value):
+                if isinstance(obj, types.FunctionType) and obj.__globals__ is self._user_ns:
+                    waiting += sorted(names_of_code(obj.__code__).names.difference(waiting))
+                elif type(obj) in (list, dict) and obj is not self._user_ns:
+                    for key, held in list(obj.items() if type(obj) is dict else enumerate(obj)):
+                        if isinstance(held, HANDLES) and isinstance(held, Mirrored):
+                            yield obj, key, held
 
-    def _held(self, value: Any, wanted: deque[str]) -> list[tuple[Any, Any, Any]]:
-        found: list[tuple[Any, Any, Any]] = []
-        queue, seen = deque([value]), {id(value)}
-        while queue and len(seen) < _VISITED_AT_MOST:
-            obj = queue.popleft()
-            if isinstance(obj, types.FunctionType) and obj.__globals__ is self._user_ns:
-                wanted.extend(names_of_code(obj.__code__).names)
-            if type(obj) in (list, dict):
-                items = obj.items() if type(obj) is dict else enumerate(obj)
-                found += [
-                    (obj, key, held) for key, held in items if isinstance(held, Mirrored) and isinstance(held, HANDLES)
-                ]
-            if isinstance(obj, types.ModuleType) or obj is self._user_ns:
-                continue
-            for part in _parts(obj):
-                if id(part) not in seen:
-                    seen.add(id(part))
-                    queue.append(part)
-        return found
+
+def _reachable(value: Any) -> Iterator[Any]:
+    """What a value holds, itself included."""
+    queue, seen = [value], {id(value)}
+    for obj in queue:  # it grows
+        yield obj
+        for part in _parts(obj) if len(seen) < _VISITED_AT_MOST else ():
+            if id(part) not in seen:
+                seen.add(id(part))
+                queue.append(part)
 
 
 def _parts(obj: Any) -> list[Any]:
     if isinstance(obj, types.FunctionType):
-        return [*(obj.__closure__ or ()), *(obj.__defaults__ or ())]
-    if type(obj) in (str, bytes, int, float, bool, type(None)) or isinstance(obj, HANDLES):
+        return [*map(content_of, obj.__closure__ or ()), *(obj.__defaults__ or ())]
+    if isinstance(obj, (str, bytes, int, float, types.ModuleType, type(None), *HANDLES)):
         return []
     if isinstance(obj, type):
         return [*vars(obj).values(), *obj.__bases__]
@@ -145,9 +118,6 @@ def _parts(obj: Any) -> list[Any]:
         return list(obj.values())
     if isinstance(obj, list | tuple | set | frozenset):
         return list(obj)
-    if isinstance(obj, types.CellType):
-        content = content_of(obj)
-        return [] if content is EMPTY else [content]
     if isinstance(obj, types.MethodType):
         return [obj.__func__, obj.__self__]
     attributes = getattr(obj, "__dict__", None)
@@ -155,4 +125,4 @@ def _parts(obj: Any) -> list[Any]:
 
 
 def _digest(state: RemoteState, copy: Any) -> bytes:
-    return state.space.tracker.look({"": copy}).digests[""]
+    return state.tracked.tracker.look({"": copy}).digests[""]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import glob
 import os
 import site
 import sys
@@ -45,28 +44,6 @@ def _library_folders() -> tuple[str, ...]:
     return tuple(os.path.join(folder, "") for folder in folders if folder)
 
 
-@functools.cache
-def _given_folders() -> tuple[str, ...]:
-    """Folders that Python was started with beside its own: those of PYTHONPATH and of .pth files."""
-    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    for site_folder in (*site.getsitepackages(), site.getusersitepackages()):
-        for file in glob.glob(os.path.join(glob.escape(site_folder), "*.pth")):
-            with open(file, encoding="utf-8", errors="replace") as lines:
-                folders += [found for line in lines if os.path.isdir(found := os.path.join(site_folder, line.strip()))]
-    return tuple({os.path.join(os.path.realpath(folder), "") for folder in folders})
-
-
-def _is_local_file(file: str) -> bool:
-    """Whether a module's file is the user's own: in the working directory, or on a path that was added to sys.path."""
-    if file.startswith(_library_folders()):
-        return False
-    real = os.path.realpath(file)
-    if real.startswith(os.path.join(os.path.realpath(os.curdir), "")):
-        return True
-    added = tuple(os.path.join(os.path.realpath(folder), "") for folder in sys.path if folder)
-    return not real.startswith(_given_folders()) and real.startswith(added)
-
-
 class ModuleWatch:
     """Sees when the notebook reloads a local module, by `importlib.reload` or %autoreload."""
 
@@ -76,6 +53,8 @@ class ModuleWatch:
         self._local: dict[str, bool] = {}
         self._newest = 0, ""
         self._names: list[str] = []
+        # Of packages that were asked for, the modules within, by the first part of their names there.
+        self._within: dict[str, dict[str, list[str]]] = {}
 
     def wanted(self, modules: Iterable[types.ModuleType], attributes: Collection[str]) -> dict[str, Reloads]:
         """What the engines should have imported, and how often each was reloaded.
@@ -94,20 +73,31 @@ class ModuleWatch:
 
     def local(self) -> list[types.ModuleType]:
         """The local modules that are loaded."""
-        # There are thousands: they are gone through when there is a new one, which is the last then.
+        self._see_new()
+        found = [sys.modules.get(name) for name in self._names]
+        return [each for each in found if isinstance(each, types.ModuleType)]
+
+    def _see_new(self) -> None:
+        """Go through the loaded modules, of which there are thousands, when there is a new one: the last then."""
         newest = len(sys.modules), next(reversed(sys.modules), "")
         if newest != self._newest:
             self._newest = newest
+            self._within.clear()
             loaded = list(sys.modules.items())
             self._names = [
                 name for name, each in loaded if isinstance(each, types.ModuleType) and self._is_local(name, each)
             ]
-        found = [sys.modules.get(name) for name in self._names]
-        return [each for each in found if isinstance(each, types.ModuleType)]
 
     def _submodules(self, name: str, attributes: Collection[str]) -> list[str]:
+        self._see_new()
         prefix = name + "."
-        found = [module for module in list(sys.modules) if module.startswith(prefix)]
+        if name not in self._within:
+            within = self._within[name] = {}
+            for module in list(sys.modules):
+                if module.startswith(prefix):
+                    within.setdefault(module[len(prefix) :].partition(".")[0], []).append(module)
+        within = self._within[name]
+        found = [module for first in within.keys() & attributes for module in within[first]]
         return [module for module in found if all(part in attributes for part in module[len(prefix) :].split("."))]
 
     def _count(self, name: str, module: types.ModuleType) -> Reloads:
@@ -122,15 +112,10 @@ class ModuleWatch:
         return known
 
     def _is_local(self, name: str, module: types.ModuleType) -> bool:
+        """Whether it is the user's own: in no library's folder. distnb's modules may be in none, and never change."""
         known = self._local.get(name)
         if known is None:
-            file = getattr(module, "__file__", None)
-            # distnb's own may be in nobody's library, and are the same everywhere.
-            known = (
-                name.partition(".")[0] != "distnb"
-                and bool(file)
-                and module.__spec__ is not None
-                and _is_local_file(str(file))
-            )
-            self._local[name] = known
+            file = getattr(module, "__file__", None) if module.__spec__ is not None else None
+            ours = name.partition(".")[0] == "distnb"
+            known = self._local[name] = bool(file) and not ours and not str(file).startswith(_library_folders())
         return known

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
-from distnb.notebook.namespace.notebook_objects import MISSING, NotebookObjects
+from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.user_names import is_user_name, user_names
 from distnb.objects.code import is_code
 from distnb.objects.plain import is_plain
@@ -20,7 +20,7 @@ class Needs:
     """Collected for one program.
 
     Args:
-        space: Of the engines that run it.
+        tracked: Of the engines that run it.
         user_ns: The notebook's namespace.
 
     Attributes:
@@ -31,8 +31,8 @@ class Needs:
         look: How these look, and what functions among them read.
     """
 
-    def __init__(self, space: NotebookObjects, user_ns: dict[str, Any]) -> None:
-        self._space = space
+    def __init__(self, tracked: TrackedObjects, user_ns: dict[str, Any]) -> None:
+        self._tracked = tracked
         self._user_ns = user_ns
         self.names: list[str] = []
         self.imports: dict[str, str] = {}
@@ -42,7 +42,7 @@ class Needs:
         self._unseen: dict[str, Any] = {}
         self._done: set[str] = set()
         self._more: list[str] = []
-        space.references.met.clear()
+        tracked.references.met.clear()
 
     def take_names(self, names: Iterable[str]) -> None:
         """Take in what names are bound to. Those that the notebook does not have are left out."""
@@ -58,7 +58,7 @@ class Needs:
 
     def collect(self) -> Needs:
         """Follow what was taken in: functions read names, and so on."""
-        references, user_ns = self._space.references, self._user_ns
+        references, user_ns = self._tracked.references, self._user_ns
         while self._more or self._unseen:
             more, self._more = self._more, []
             for name in more:
@@ -70,15 +70,10 @@ class Needs:
             if not self._unseen:
                 continue
             unseen, self._unseen = self._unseen, {}
-            found = self._space.tracker.look(unseen)
-            self.sections.update(unseen)
-            self.sections.update(found.classes)
-            self.look.digests.update(found.digests)
-            self.look.refused.update(found.refused)
-            self.look.attributes |= found.attributes
-            self.look.sources |= found.sources
-            self._more.extend(found.names)
-            if found.dynamic:
+            look = self._tracked.tracker.look(unseen, self.look)
+            self.sections |= unseen | look.classes
+            self._more.extend(look.names - self._done)
+            if look.dynamic:
                 self._more.extend(user_names(user_ns))
             for handle in list(references.met.values()):
                 self._look_behind(handle)
@@ -86,14 +81,7 @@ class Needs:
 
     def ordered(self) -> dict[str, Any]:
         """The sections in the order in which they are opened: what others need to be opened comes first."""
-        late = {name: value for name, value in self.sections.items() if not is_code(value)}
-        early = {name: value for name, value in self.sections.items() if name not in late}
-        return {**early, **late}
-
-    @staticmethod
-    def is_early(value: Any) -> bool:
-        """Whether a value is opened before all that is not code."""
-        return is_code(value)
+        return dict(sorted(self.sections.items(), key=lambda section: not is_code(section[1])))
 
     def _take(self, name: str, value: Any) -> None:
         kind = type(value)
@@ -115,11 +103,11 @@ class Needs:
         for fact in state_of_handle(handle).facts.values():
             for name in (*fact.reads, *fact.holds):
                 if isinstance(name, tuple):
-                    self._space.references.meet(name)
+                    self._tracked.references.meet(name)
                     continue
                 if name in self._done:
                     continue
-                tracker = self._space.tracker
+                tracker = self._tracked.tracker
                 held = tracker.root(name) if name in tracker else MISSING
                 if held is MISSING or self._user_ns.get(name, MISSING) is held:
                     self._more.append(name)

@@ -11,24 +11,24 @@ from typing import Any
 
 from distnb.errors import NamespaceError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
-from distnb.notebook.handles.handle_operations import Operations, Perform
-from distnb.notebook.namespace.incoming import Incoming
+from distnb.notebook.namespace.handle_operations import Operations, Perform
 from distnb.notebook.namespace.local_copies import LocalCopies
 from distnb.notebook.namespace.module_watch import ModuleWatch
 from distnb.notebook.namespace.needs import Needs
-from distnb.notebook.namespace.notebook_objects import MISSING, Argument, NotebookObjects
-from distnb.notebook.namespace.objects_of_engines import ObjectsOfEngines
+from distnb.notebook.namespace.results import Results
+from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
+from distnb.notebook.namespace.tracked_teams import TrackedTeams
 from distnb.notebook.namespace.user_names import user_names
-from distnb.notebook.output.cell_names import cell_name
+from distnb.notebook.output.wording import cell_name
 from distnb.notebook.pending import resolve
-from distnb.objects.code import Classes, is_simple
+from distnb.objects.code import Classes, is_code, is_simple
 from distnb.objects.modes import capture_environment
 from distnb.objects.packing import Packed
 from distnb.objects.plain import is_plain, same
 from distnb.objects.reads import names_read
 from distnb.topology import Team
 from distnb.values import DistributedValues
-from distnb.wire.exchange import Keywords, NamedArgument, Result, Snapshot, is_bare
+from distnb.wire.exchange import HeldArgument, Items, Keywords, NamedArgument, Result, Snapshot, is_bare
 
 __all__ = ["NotebookNamespace"]
 
@@ -42,14 +42,19 @@ class NotebookNamespace:
         user_ns: The notebook's variables.
         perform: Applies an operation to an engine object, on several engines: the session's.
         announce: Where notices go; they are printed unless told otherwise.
+
+    Attributes:
+        batch: What an iteration over a distributed dataset gave last. As an argument of a call, its lists and dicts are
+            made anew on the replicas, and are not looked at.
     """
 
     def __init__(self, user_ns: dict[str, Any], perform: Perform, announce: Callable[[str], None] = print) -> None:
         self.user_ns = user_ns
+        self.batch: Any = None
         self.operations = Operations(self, perform)
         self._announce = announce
         self._classes = Classes()
-        self._spaces = ObjectsOfEngines(self.operations, lambda key: NotebookObjects(key, user_ns, self._classes))
+        self._teams = TrackedTeams(self.operations, lambda key: TrackedObjects(key, user_ns, self._classes))
         self._serials = itertools.count(1)
         self._modules = ModuleWatch()
 
@@ -63,14 +68,14 @@ class NotebookNamespace:
             team: Who runs it.
             extra_names: Names to send though the cell does not read them.
         """
-        space = self._space_for(team)
+        tracked = self._tracked_for(team)
         reads = names_read(source)
-        needs = self._needs(space)
+        needs = self._needs(tracked)
         needs.look.attributes |= reads.attributes
         needs.take_names([*sorted(reads.names), *extra_names])
         if reads.dynamic:
             needs.take_names(sorted(user_names(self.user_ns)))
-        return self._snapshot(space, needs.collect(), None, cell=True)
+        return self._snapshot(tracked, needs.collect(), None, cell=True)
 
     def incoming(self, source: str, team: Team, replies: Mapping[int, Result]) -> None:
         """Take in what a cell did, whether it failed or not.
@@ -80,12 +85,12 @@ class NotebookNamespace:
             team: Who ran it.
             replies: What `EngineNamespace.finish` gave, by replica; none for those that gave nothing.
         """
-        space = self._spaces.of(team.engines)
+        tracked = self._teams.of(team.engines)
         if replies:
-            self.take_in_call(space, replies, with_result=False)
+            self.take_in_call(tracked, replies, with_result=False)
         else:
-            for snapshot in list(space.outstanding.values()):
-                space.reject(snapshot)
+            for snapshot in list(tracked.outstanding.values()):
+                tracked.reject(snapshot)
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
@@ -96,33 +101,33 @@ class NotebookNamespace:
             args, kwargs: The method's arguments, functions among them.
             team: Who runs it.
         """
-        return self.call_snapshot(self._space_for(team), (tuple(args), dict(kwargs)))
+        return self.call_snapshot(self._tracked_for(team), (tuple(args), dict(kwargs)))
 
     def call_snapshot(
-        self, space: NotebookObjects, arguments: Any, *, touched: Sequence[DistributedValues] = ()
+        self, tracked: TrackedObjects, arguments: Any, *, touched: Sequence[DistributedValues] = ()
     ) -> Snapshot:
         """The snapshot of a call, or of an operation on `touched` handles, with its arguments.
 
         Args:
             arguments: `(args, kwargs)`, or None.
         """
-        self._spaces.leave_the_dead(space)
-        self._check(space)
-        needs = self._needs(space)
+        self._teams.leave_the_dead(tracked)
+        self._check(tracked)
+        needs = self._needs(tracked)
         for handle in touched:
             needs.take_handle(handle)
         if arguments is not None:
-            arguments = _Arguments(needs, self.user_ns, asked=bool(touched)).replaced(arguments)
-        return self._snapshot(space, needs.collect(), arguments, cell=False)
+            arguments = _Arguments(tracked, needs, self.user_ns, self.batch, asked=bool(touched)).replaced(arguments)
+        return self._snapshot(tracked, needs.collect(), arguments, cell=False)
 
     def may_be_changed(self, team: Team) -> bool:
         """Whether a call under way may change an object of the notebook's in place."""
-        space = self._spaces.of(team.engines)
-        return not space.changing.isdisjoint(space.outstanding)
+        tracked = self._teams.of(team.engines)
+        return not tracked.changing.isdisjoint(tracked.outstanding)
 
     def result(self, team: Team, replies: Mapping[int, Result]) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
-        return self.take_in_call(self._spaces.of(team.engines), replies)
+        return self.take_in_call(self._teams.of(team.engines), replies)
 
     def failed(self, snapshot: Snapshot, replies: Mapping[int, Result] | None = None) -> None:
         """A call failed, or could not be sent. What it did until then is taken in, as that of a cell is.
@@ -131,50 +136,50 @@ class NotebookNamespace:
             snapshot: What `outgoing_call` gave for it.
             replies: What `EngineNamespace.give_up_call` gave, by replica.
         """
-        for space in self._spaces:
-            if space.key == snapshot.space:
+        for tracked in self._teams:
+            if tracked.key == snapshot.team:
                 if replies:
-                    self.take_in_call(space, replies, with_result=False)
+                    self.take_in_call(tracked, replies, with_result=False)
                 else:
-                    space.reject(snapshot)
+                    tracked.reject(snapshot)
 
     def doubt(self, snapshot: Snapshot) -> None:
         """Engines that were given up on may have been ended before they opened a snapshot, whatever the others did."""
-        for space in self._spaces:
-            if space.key == snapshot.space:
-                space.reject(snapshot)
+        for tracked in self._teams:
+            if tracked.key == snapshot.team:
+                tracked.reject(snapshot)
 
-    def take_in_call(self, space: NotebookObjects, effects: Mapping[int, Result], *, with_result: bool = True) -> Any:
+    def take_in_call(self, tracked: TrackedObjects, results: Mapping[int, Result], *, with_result: bool = True) -> Any:
         """Take in what a program did, and give its result."""
-        snapshot = space.outstanding.get(next(iter(effects.values())).serial)
+        snapshot = tracked.outstanding.get(next(iter(results.values())).serial)
         if snapshot is None:  # since it was sent, both sides have forgotten the numbers of objects
-            effects = {replica: replace(one, changed={}, pack=None) for replica, one in effects.items()}
-        incoming = Incoming(space, self.user_ns, self.operations, effects, self._announce)
+            results = {replica: replace(one, changed={}, pack=None) for replica, one in results.items()}
+        incoming = Results(tracked, self.user_ns, self.operations, results, self._announce)
         try:
             incoming.take_in()
             result = incoming.result() if with_result else None
             incoming.release()
         except BaseException:
             if snapshot is not None:
-                space.reject(snapshot)
+                tracked.reject(snapshot)
             else:
-                space.doubt()
+                tracked.doubt()
             raise
         if snapshot is not None:
-            space.outstanding.pop(snapshot.serial, None)
-        if len(effects) < space.size:
-            space.doubt()
+            tracked.outstanding.pop(snapshot.serial, None)
+        if len(results) < tracked.size:
+            tracked.doubt()
         return result
 
     def open_error(self, pack: Packed) -> Any:
         """An exception that an engine packed: its class is the notebook's own."""
-        return NotebookObjects(((), 0), self.user_ns, self._classes).tracker.open_loose(pack)
+        return TrackedObjects(((), 0), self.user_ns, self._classes).tracker.open_loose(pack)[""]
 
     # -- engines that come and go --------------------------------------------------------------------------------------
 
     def engine_died(self, engine: int) -> None:
         """An engine's process has ended; from any thread. Programs on those that are left use what lives there."""
-        self._spaces.engine_died(engine)
+        self._teams.engine_died(engine)
 
     def engines_replaced(self, engines: Iterable[int], survivors: Iterable[int]) -> None:
         """New processes have taken the place of some engines. Mirrored objects are restored to them from a survivor.
@@ -183,11 +188,11 @@ class NotebookNamespace:
             engines: The replaced ones, up and ready.
             survivors: Engines of the cluster that kept their process.
         """
-        self._spaces.engines_replaced(engines, survivors)
+        self._teams.engines_replaced(engines, survivors)
 
     def close(self) -> None:
         """The cluster is gone: every handle is stale."""
-        self._spaces.close()
+        self._teams.close()
 
     # -- the default strategy ------------------------------------------------------------------------------------------
 
@@ -217,91 +222,92 @@ class NotebookNamespace:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _space_for(self, team: Team) -> NotebookObjects:
-        space = self._spaces.of(team.engines)
-        self._check(space)
-        return space
+    def _tracked_for(self, team: Team) -> TrackedObjects:
+        tracked = self._teams.of(team.engines)
+        self._check(tracked)
+        return tracked
 
-    def _check(self, space: NotebookObjects) -> None:
-        if space.ended:
+    def _check(self, tracked: TrackedObjects) -> None:
+        if tracked.ended:
             raise NamespaceError(
                 "The engines of this strategy were restarted or stopped while it was in use. Run the cell again."
             )
 
-    def _snapshot(self, space: NotebookObjects, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
+    def _snapshot(self, tracked: TrackedObjects, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
         try:
-            return self._make_snapshot(space, needs, arguments, cell=cell)
+            return self._make_snapshot(tracked, needs, arguments, cell=cell)
         except BaseException:  # the user's interrupt, or what the user's own code raises as it is pickled
-            space.doubt()
+            tracked.doubt()
             raise
 
-    def _make_snapshot(self, space: NotebookObjects, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
+    def _make_snapshot(self, tracked: TrackedObjects, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
         serial = next(self._serials)
-        tracker = space.tracker
+        tracker = tracked.tracker
         sections = needs.ordered()
-        space.forget_arguments(frozenset(sections))
+        tracked.forget_arguments(frozenset(sections))
         for name in sections:
-            space.plain.pop(name, None)
+            tracked.plain.pop(name, None)
         rebound = [name for name in sections if name in tracker and tracker.root(name) is not sections[name]]
-        space.let_go(rebound, serial)
+        tracked.let_go(rebound, serial)
         lacking = tracker.lacking(sections, needs.look)
         pack = None
         if lacking:
             pack = tracker.pack(serial << 1, sections, needs.look, lacking)
             if pack.nbytes > _LARGE_NBYTES:
-                self._tell_of_large(space, pack)
-        plain = {name: value for name, value in needs.plain.items() if not _is_sent(space.plain, name, value)}
-        space.plain.update(plain)
+                self._tell_of_large(tracked, pack)
+        plain = {name: value for name, value in needs.plain.items() if not _is_sent(tracked.plain, name, value)}
+        tracked.plain.update(plain)
         names = tuple(needs.names)
-        bind = bool(lacking or plain) or not self._are_bound(space.bound, names, cell=cell)
+        rebind = bool(plain) or any(name in needs.names for name in lacking)
+        bind = rebind or not self._are_bound(tracked.bound, names, cell=cell)
         if bind:
-            space.bound = names
-        environment = capture_environment(space.environment, "beginning" if cell else "call")
+            tracked.bound = names
+        code_changed = any(is_code(sections[name]) for name in lacking)
+        environment = capture_environment(tracked.environment, "beginning" if cell else "call")
         changed = None
-        if environment is not space.environment:
-            changed = environment.since(space.environment)
-            space.environment = environment
+        if environment is not tracked.environment:
+            changed = environment.since(tracked.environment)
+            tracked.environment = environment
         read = {state_of_handle(value).identity for value in needs.plain.values() if type(value) in HANDLES}
         snapshot = Snapshot(
-            space.key,
+            tracked.key,
             serial,
             names if bind else None,
             needs.imports,
             tuple(sections),
             pack,
-            sum(1 for name in lacking if needs.is_early(sections[name])),
             tracker.pack_loose(plain) if plain else None,
-            arguments if is_bare(arguments) else tracker.pack_loose(arguments),
-            space.fresh,
-            dict(space.renamed),
-            tuple(space.forget),
-            dict(space.adopt),
-            space.take_released() if space.released else (),
-            (*read, *(set(space.references.met) - read)) if cell else (),
+            arguments if is_bare(arguments) else tracker.pack_loose({"@": arguments}),
+            tracked.fresh,
+            dict(tracked.renamed),
+            tuple(tracked.forget),
+            dict(tracked.adopt),
+            tracked.take_released() if tracked.released else (),
+            (*read, *(set(tracked.references.met) - read)) if cell else (),
             None if changed is None or changed.empty else changed,
-            self._sources(space, needs),
-            self._reloads(space, needs) if cell or bind else {},
+            self._sources(tracked, needs),
+            self._reloads(tracked, needs) if cell or bind or code_changed else {},
         )
-        space.forget.clear()
-        space.adopt.clear()
-        space.renamed.clear()
-        space.fresh = False
-        space.changing = {each for each in space.changing if each in space.outstanding}
+        tracked.forget.clear()
+        tracked.adopt.clear()
+        tracked.renamed.clear()
+        tracked.fresh = False
+        tracked.changing = {each for each in tracked.changing if each in tracked.outstanding}
         if not all(isinstance(value, type) or is_simple(value) for value in sections.values()):
-            space.changing.add(serial)
-        space.outstanding[serial] = snapshot
+            tracked.changing.add(serial)
+        tracked.outstanding[serial] = snapshot
         return snapshot
 
-    def _needs(self, space: NotebookObjects) -> Needs:
+    def _needs(self, tracked: TrackedObjects) -> Needs:
         """Begin to collect what a program needs, once the engines' names are the notebook's."""
-        tracker, user_ns = space.tracker, self.user_ns
+        tracker, user_ns = tracked.tracker, self.user_ns
         rebound = [
             name
             for name in tracker.names
             if name[0] not in "@%" and "#" not in name and user_ns.get(name, MISSING) is not tracker.root(name)
         ]
-        space.let_go(rebound, next(self._serials))
-        return Needs(space, user_ns)
+        tracked.let_go(rebound, next(self._serials))
+        return Needs(tracked, user_ns)
 
     def _are_bound(self, bound: tuple[str, ...] | None, names: tuple[str, ...], *, cell: bool) -> bool:
         """Whether the engines' namespace is what a program needs: that of a cell has no other names."""
@@ -309,23 +315,23 @@ class NotebookNamespace:
             return names == bound
         return set(names) <= set(bound) and all(name in self.user_ns for name in bound)
 
-    def _sources(self, space: NotebookObjects, needs: Needs) -> dict[str, tuple[str, str]]:
+    def _sources(self, tracked: TrackedObjects, needs: Needs) -> dict[str, tuple[str, str]]:
         found = needs.look.sources
-        sources = {name: (text, cell_name(name)) for name, text in found.items() if name not in space.sources}
-        space.sources.update(sources)
+        sources = {name: (text, cell_name(name)) for name, text in found.items() if name not in tracked.sources}
+        tracked.sources.update(sources)
         return sources
 
-    def _reloads(self, space: NotebookObjects, needs: Needs) -> dict[str, Any]:
+    def _reloads(self, tracked: TrackedObjects, needs: Needs) -> dict[str, Any]:
         imported = [value for name in needs.imports if isinstance(value := self.user_ns.get(name), types.ModuleType)]
         wanted = self._modules.wanted(imported, needs.look.attributes)
-        modules = {name: reloads for name, reloads in wanted.items() if space.modules.get(name) != reloads}
-        space.modules.update(modules)
+        modules = {name: reloads for name, reloads in wanted.items() if tracked.modules.get(name) != reloads}
+        tracked.modules.update(modules)
         return modules
 
-    def _tell_of_large(self, space: NotebookObjects, pack: Any) -> None:
+    def _tell_of_large(self, tracked: TrackedObjects, pack: Any) -> None:
         what = ", ".join(f"`{name}`" for name in pack.names if not name.startswith("@"))
         self._announce(
-            f"distnb: sending {pack.nbytes / 1e6:,.0f} MB to {space.size} replica(s): {what or 'arguments of a call'}"
+            f"distnb: sending {pack.nbytes / 1e6:,.0f} MB to {tracked.size} replica(s): {what or 'arguments of a call'}"
         )
 
 
@@ -343,14 +349,20 @@ class _Arguments:
     """Puts names in the place of values that are looked at by themselves.
 
     Args:
+        tracked: Of the engines that run it.
         needs: Takes these values.
         user_ns: The notebook's namespace: what it has a name for is sent under that.
+        batch: What an iteration gave last.
         asked: They are the arguments of an operation on a handle; else of a strategy's method.
     """
 
-    def __init__(self, needs: Needs, user_ns: Mapping[str, Any], *, asked: bool) -> None:
+    def __init__(
+        self, tracked: TrackedObjects, needs: Needs, user_ns: Mapping[str, Any], batch: Any, *, asked: bool
+    ) -> None:
+        self._references = tracked.references
         self._needs = needs
         self._user_ns = user_ns
+        self._batch = batch
         self._asked = asked
 
     def replaced(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
@@ -365,13 +377,23 @@ class _Arguments:
             }
         return tuple(map(self._one, args)), {name: self._one(value) for name, value in kwargs.items()}
 
+    def _of_batch(self, value: Any) -> Any:
+        if type(value) is list:
+            return Items(tuple(map(self._of_batch, value)))
+        if type(value) is dict:
+            return Keywords({key: self._of_batch(part) for key, part in value.items()})
+        return self._one(value)
+
     def _one(self, value: Any) -> Any:
+        if value is self._batch and type(value) in (list, dict):
+            return self._of_batch(value)
         value = resolve(value)
         kind = type(value)
         if isinstance(value, DistributedValues):
             if kind in HANDLES:
                 self._needs.take_handle(value)
-            return value if self._asked else Argument(value)
+            token = self._references.token(value, "own" if self._asked else "argument")
+            return value if token is None else HeldArgument(token)
         if is_plain(value):
             return value
         if kind is tuple:

@@ -60,11 +60,6 @@ class Line:
         self._width *= 2
 
     @property
-    def width(self) -> int:
-        """Steps that one point stands for."""
-        return self._width
-
-    @property
     def last(self) -> float | None:
         """The latest value."""
         return self.points[-1][1] if self.points else None
@@ -125,7 +120,7 @@ class Curve:
             oldest = place if self._told[place] == total else next(iter(self._open))
             del self._open[oldest], self._told[oldest]
 
-    def shown(self, total: int) -> dict[tuple[int, ...], Line]:
+    def shown(self) -> dict[tuple[int, ...], Line]:
         """The lines to draw, each with the replicas that it stands for."""
         if self.differs or len(self.lines) < 2:
             return {(replica,): line for replica, line in sorted(self.lines.items())}
@@ -203,9 +198,8 @@ class LiveModel:
     Attributes:
         curves: By name, in the order in which they came.
         rows: By replica.
-        state, text: How the cell stands.
+        state: How the cell stands.
         variables: Filled when the cell has ended.
-        fresh: Points that were added since `take_fresh` was called: {name: {replica: [(step, value), …]}}.
     """
 
     def __init__(
@@ -218,11 +212,9 @@ class LiveModel:
         self.curves: dict[str, Curve] = {}
         self.rows: dict[int, ReplicaRow] = {}
         self.state: State = "starting"
-        self.text = ""
         self.began: float | None = None
         self.ended_at: float | None = None
         self.variables: list[VariableRow] = []
-        self.fresh: dict[str, dict[int, list[tuple[float, float]]]] = {}
         self._axes: defaultdict[int, step_count.Axis] = defaultdict(step_count.Axis)  # by replica, and HERE
         self._counted_before = dict(counted_before or {})
         self._devices = dict(devices or {})
@@ -279,7 +271,6 @@ class LiveModel:
                 row.state, row.device = "running", str(event.team.devices[replica])
         else:
             self.state = self._failure() if event.text else "ended"
-            self.text = event.text
 
     def _failure(self) -> State:
         return "interrupted" if any(row.state == "interrupted" for row in self.rows.values()) else "failed"
@@ -291,8 +282,6 @@ class LiveModel:
                     row.state, row.where = "died", event.exit_status
                 else:
                     row.state, row.where = _ENDS[event.status], event.where or row.where
-        if isinstance(event, ProgramEnded) and event.status == "error" and not self.text:
-            self.text = event.summary
 
     def _row(self, replica: int, engine: int) -> ReplicaRow:
         if self.state == "starting":
@@ -312,15 +301,6 @@ class LiveModel:
     def _add_one(self, replica: int, name: str, step: float, value: float) -> None:
         curve = self.curves.setdefault(name, Curve(name))
         curve.add(replica, step, value, max(1, len(self.rows)))
-        self.fresh.setdefault(name, {}).setdefault(replica, []).append((step, value))
-
-    def take_fresh(self, most: int = 60) -> dict[str, dict[int, list[Point]]]:
-        """The points added since the last call, joined so that no line has more than `most` of them."""
-        fresh, self.fresh = self.fresh, {}
-        return {
-            name: {replica: _thinned(points, most) for replica, points in lines.items()}
-            for name, lines in fresh.items()
-        }
 
     def seconds(self, now: float) -> float:
         """How long the cell has run."""
@@ -350,9 +330,3 @@ class LiveModel:
     def steps(self) -> int:
         """Steps that every replica has done."""
         return min((row.steps for row in self.rows.values()), default=0)
-
-
-def _thinned(points: list[tuple[float, float]], most: int) -> list[Point]:
-    single = [(step, value, value, value) for step, value in points]
-    size = -(-len(single) // most)
-    return single if size <= 1 else [join_points(single[i : i + size]) for i in range(0, len(single), size)]

@@ -28,21 +28,18 @@ def check_places(spec: StrategySpec, devices: Sequence[str], workers: Sequence[i
             f"CentralStorageStrategy keeps its variables in the memory of one machine, and the {len(devices)} replicas "
             f"are on {len(set(workers))}. Use MirroredStrategy or MultiWorkerMirroredStrategy."
         )
-    apart = [device for device in devices if not device.startswith("cpu")]
-    if apart and len(apart) < len(devices):
+    if len(devices) > 1 and any(not device.startswith("cpu") for device in devices):
         raise OptionError(
-            f"CentralStorageStrategy has replicas on {', '.join(devices)}. Some of these compute right in the host's "
-            "memory and others with copies in their own; use devices of one kind."
+            f"CentralStorageStrategy has replicas on {', '.join(devices)}, and an accelerator cannot compute with "
+            "variables in memory that it shares with other replicas. Use CPU devices, one accelerator alone, or "
+            "MirroredStrategy."
         )
     wanted = spec.option("parameter_device")
     if wanted is None or not devices:
         return
-    # All CPU devices of a machine have one memory. A single accelerator has all in its own.
-    single = bool(apart) and len(devices) == 1
-    fits = wanted == devices[0] if single else wanted.startswith("cpu")
-    if not fits:
-        possible = devices[0] if single else "cpu:0"
+    # All CPU devices of a machine have one memory.
+    if wanted != devices[0] and not (wanted.startswith("cpu") and devices[0].startswith("cpu")):
         raise OptionError(
             f"parameter_device={wanted!r} cannot be honoured: with replicas on {', '.join(devices)} the variables are "
-            f"on {possible}. Leave it out, or name that device."
+            f"on {devices[0]}. Leave it out, or name that device."
         )

@@ -1,83 +1,83 @@
-"""Variables that live once: tensors of all replicas of a machine that lie in memory which they have in common.
+"""Variables that live once: tensors of all CPU replicas of a machine that lie in memory which they have in common.
 
 Programs hold the same tensors as under any strategy, each replica its own objects; only the memory behind them is the
-same. What a program changes in place is this replica's at first (see `collectives/arena.py`), exactly as if it had a
-copy; when the replicas next *settle*, which all do together, what each of them has changed to the same values becomes
-the common one. What they changed to different values is an error.
-
-An accelerator computes with its own memory only. A replica on one holds, of each variable that is trained, a *copy* in
-the device's memory; the variable itself is in the common memory of the host all the same. What a program changes in
-place is the copy, and settling takes it over in the same way; whoever writes to the variable has the copies *renewed*.
+same. What a program changes in place is this replica's at first (see `collectives/shared_memory/segment.py`), exactly
+as if it had a copy. When the replicas next *settle*, which all do together, what each of them has changed to the same
+values becomes the common value. What they changed to different values is an error.
 """
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from distnb.collectives.shared_memory.segment import SharedMemory
 from distnb.errors import OutOfSyncError
-from distnb.runtime.central.memory_layout import Region, digest, layout_of, memory_of, on_host
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
-__all__ = ["LARGE_NBYTES", "SharedVariables"]
-
-LARGE_NBYTES = 4096
-"""A tensor that no optimizer changes is worth sharing from this size on: a page."""
+__all__ = ["SharedVariables"]
 
 _ALIGNMENT = 64
 
 
+class _Region:
+    """The part of the shared memory where one tensor lies, or several that lie in the same memory.
+
+    Attributes:
+        number: Which one it is: the same on every replica, and never used again.
+        owner: The replica that writes to it.
+        common: What all see, as a storage; `own`: what this replica sees.
+    """
+
+    def __init__(self, number: int, owner: int, memory: SharedMemory, begin: int, nbytes: int) -> None:
+        self.number, self.owner, self.memory = number, owner, memory
+        self.pages = memory.pages(begin, nbytes)
+        self.own = memory.own(begin, nbytes).untyped_storage()
+        self.common = memory.common(begin, nbytes).untyped_storage()
+
+
 @dataclass
 class _Place:
-    """Where one tensor lies, or what it is a copy of."""
+    """Where one tensor lies: in `own` while the program runs, in `common` while its owner updates it."""
 
     tensor: weakref.ref[torch.Tensor]
     label: str
-    region: Region
+    region: _Region
     own: torch.Tensor
     common: torch.Tensor
+
+    def point(self, view: torch.Tensor) -> None:
+        tensor = self.tensor()
+        if tensor is not None:
+            tensor.data = view
 
     def still_holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies here, and was not given other memory (`p.data = …`, `module.to(…)`)."""
         own = self.own
-        if self.region.copy is not None:
-            return not on_host(tensor) and tensor.dtype is own.dtype and tensor.shape == own.shape
-        return (
-            on_host(tensor)
-            and tensor.data_ptr() == own.data_ptr()
-            and tensor.dtype is own.dtype
-            and tensor.shape == own.shape
-            and tensor.stride() == own.stride()
-        )
+        same = tensor.device == own.device and tensor.dtype is own.dtype and tensor.data_ptr() == own.data_ptr()
+        return same and tensor.shape == own.shape and tensor.stride() == own.stride()
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """A tensor that is to be shared, as each replica describes its own.
-
-    Attributes:
-        digest: Of its memory: only what is equal everywhere can be shared.
-        memory: What it shares its memory with: the number of a region, or ("new", the first such tensor's number).
-    """
+class _Offer(NamedTuple):
+    """A tensor that is to be shared, as each replica describes its own."""
 
     label: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
-    nbytes: int
-    digest: bytes
-    memory: Any
+    digest: bytes  # only what is equal everywhere can be shared
+    memory: Any  # what it shares its memory with: the number of a region, or ("new", the first such tensor's number)
+    nbytes: int  # of that memory
+    offset: int
 
 
 class SharedVariables:
@@ -91,79 +91,46 @@ class SharedVariables:
         self._group = group
         self._generation: int | None = None
         self._places: dict[int, _Place] = {}
-        self._regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
-        self._arenas: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+        self._regions: weakref.WeakValueDictionary[int, _Region] = weakref.WeakValueDictionary()
+        self._memories: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
         self._known: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}  # in the same order on every replica
         self._awaited: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
         self._expected = 0
         self._numbers = 0
         self._loads: list[int] = []
 
-    # Who is one ---------------------------------------------------------------------------------------------------
-
     def expect(self, label: str, tensor: torch.Tensor) -> None:
-        """Share a tensor, if it is worth it, from the next time on that the replicas settle. All expect the same."""
+        """Share a variable from the next time on that the replicas settle. All expect the same."""
         identity, known = id(tensor), self._known
-        # What nobody trains is never written to in the common memory: on an accelerator the copies would be all of it.
-        large = tensor.nbytes >= LARGE_NBYTES and on_host(tensor)
-        if identity in known or not (tensor.requires_grad or is_lazy(tensor) or large):
-            return
-        known[identity] = (label, weakref.ref(tensor, lambda _: known.pop(identity, None)))
+        if identity not in known:
+            known[identity] = (label, weakref.ref(tensor, lambda _: known.pop(identity, None)))
+            self._await(known[identity])
+
+    def expect_once(self, label: str, tensor: torch.Tensor) -> None:
+        """The same for what is expected anew if it loses its place: a replica that was replaced knows nothing of it."""
+        if self.owner_of(tensor) is None:
+            self._await((label, weakref.ref(tensor)))
+
+    def _await(self, named: tuple[str, weakref.ref[torch.Tensor]]) -> None:
         self._expected += 1
-        self._awaited[self._expected] = known[identity]
+        self._awaited[self._expected] = named
 
-    def region_of(self, tensor: object) -> Region | None:
-        """Where a tensor lies; None if it is not shared."""
+    def owner_of(self, tensor: torch.Tensor) -> int | None:
+        """The replica that updates a tensor; None if it is not shared."""
         place = self._places.get(id(tensor))
-        return place.region if place is not None and place.tensor() is tensor else None
+        return place.region.owner if place is not None and place.tensor() is tensor else None
 
-    def put(self, label: str, tensor: torch.Tensor, region: Region) -> None:
-        """Have a tensor lie in a region: its shape, strides and place in its memory stay.
+    def open(self, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
+        """From now on what is written to these tensors is written to the common memory, until the result is called."""
+        places = [place for tensor in tensors if (place := self._places.get(id(tensor))) is not None]
+        for place in places:
+            place.point(place.common)
 
-        One on an accelerator stays where it is, as a copy of what is in the region.
-        """
-        layout = layout_of(tensor)
-        views = [
-            torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, layout.offset, tensor.shape, layout.stride)
-            for storage in (region.own, region.common)
-        ]
-        identity = id(tensor)
-        gone = weakref.ref(tensor, lambda _: self._places.pop(identity, None))
-        self._places[identity] = _Place(gone, label, region, *views)
-        if on_host(tensor):
-            tensor.data = views[0]
-        else:
-            region.copy = weakref.ref(tensor)
-
-    def masters(self, tensors: Iterable[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-        """The common memory of those tensors that are copies of it, as tensors of the host."""
-        places = [self._places.get(id(tensor)) for tensor in tensors]
-        return {
-            tensor: place.common.detach()
-            for place in places
-            if place is not None and place.region.copy is not None and (tensor := place.tensor()) is not None
-        }
-
-    def renew(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Bring what is in the common memory to those tensors that are copies of it."""
-        with torch.no_grad():
-            for tensor, master in self.masters(tensors).items():
-                tensor.detach().copy_(master)
-
-    @contextmanager
-    def opened(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-        """While this is entered, what is written to these tensors is written to the common memory."""
-        found = [place for tensor in tensors if (place := self._places.get(id(tensor))) is not None]
-        places = [place for place in found if place.region.copy is None]
-        try:
+        def close() -> None:
             for place in places:
-                _point(place, place.common)
-            yield
-        finally:
-            for place in places:
-                _point(place, place.own)
+                place.point(place.own)
 
-    # Together -------------------------------------------------------------------------------------------------------
+        return close
 
     def settle(self) -> None:
         """Share what is to be shared, and make common what all replicas changed alike. All replicas call this.
@@ -180,44 +147,22 @@ class SharedVariables:
         if group.generation != self._generation:
             self._start_anew(group)
         self._let_go_of_replaced()
-        changed = {arena: pages for arena in self._arenas if (pages := arena.changed())}
-        copies = {region.number for region in list(self._regions.values()) if region.copy_differs()}
+        changed = {memory: pages for memory in self._memories if (pages := memory.changed())}
         waits = any(
             (tensor := reference()) is not None and not is_lazy(tensor) for _, reference in self._awaited.values()
         )
-        told = torch.stack(group.all_gather(torch.tensor([waits, bool(changed or copies)], device="cpu")))
+        told = torch.stack(group.all_gather(torch.tensor([waits, bool(changed)], device="cpu")))
         if bool(told[:, 1].any()):
-            self._publish(group, changed, copies)
+            self._publish(group, changed)
         if bool(told[:, 0].any()):
             self._take_in(group)
-
-    def allot(self, group: Group, wanted: Sequence[tuple[int, int]]) -> list[Region]:
-        """New memory for several regions. All replicas call this with the same.
-
-        Args:
-            group: The replicas.
-            wanted: The size and the owner of each.
-        """
-        begins, end = [], 0
-        for nbytes, _ in wanted:
-            begins.append(end)
-            end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        arena = SharedMemory(group, end)
-        self._arenas.add(arena)
-        made = []
-        for begin, (nbytes, owner) in zip(begins, wanted, strict=True):
-            self._numbers += 1
-            region = Region(self._numbers, owner, arena, begin, nbytes)
-            self._regions[region.number] = region
-            made.append(region)
-        return made
 
     def _start_anew(self, group: Group) -> None:
         """A program was ended, or replicas were replaced: whoever is there now shares everything that there is."""
         self._generation = group.generation
         self._let_go_of_replaced()
         self._places, self._loads = {}, [0] * group.size
-        self._regions, self._arenas = weakref.WeakValueDictionary(), weakref.WeakSet()
+        self._regions, self._memories = weakref.WeakValueDictionary(), weakref.WeakSet()
         self._awaited = dict(enumerate(self._known.values()))
         self._expected, self._numbers = len(self._awaited), 0
 
@@ -225,40 +170,34 @@ class SharedVariables:
         """Tensors that a program gave other memory move to common memory once more."""
         for identity, place in list(self._places.items()):
             tensor = place.tensor()
-            if tensor is None or place.still_holds(tensor):
-                continue
-            here = place.region.copy is None and on_host(tensor)
-            if here and tensor.data_ptr() == place.common.data_ptr():  # a program was ended while it was open
-                tensor.data = place.own
-                continue
-            del self._places[identity]
-            self._known.pop(identity, None)
-            self.expect(place.label, tensor)
+            if tensor is not None and not place.still_holds(tensor):
+                del self._places[identity]
+                if self._known.pop(identity, None) is not None:
+                    self.expect(place.label, tensor)
 
     # What was changed -----------------------------------------------------------------------------------------------
 
-    def _publish(self, group: Group, changed: Mapping[SharedMemory, Sequence[int]], copies: AbstractSet[int]) -> None:
-        pages = {arena: set(numbers) for arena, numbers in changed.items()}
+    def _publish(self, group: Group, changed: Mapping[SharedMemory, Sequence[int]]) -> None:
+        pages = {memory: set(numbers) for memory, numbers in changed.items()}
         mine = [
             region.number
             for region in list(self._regions.values())
-            if region.number in copies or (region.arena in pages and not pages[region.arena].isdisjoint(region.pages))
+            if region.memory in pages and not pages[region.memory].isdisjoint(region.pages)
         ]
         numbers = sorted({number for told in group.all_gather_object(mine) for number in told})
-        regions = {number: self._regions.get(number) for number in numbers}
-        digests = {number: digest(region.seen()) for number, region in regions.items() if region is not None}
+        regions = {number: region for number in numbers if (region := self._regions.get(number)) is not None}
+        digests = {number: _digest(_bytes(region.own)) for number, region in regions.items()}
         everyones: list[dict[int, bytes]] = group.all_gather_object(digests)
         for number in numbers:
             # One that a replica's garbage collector has freed is nobody's any more.
             if len({told[number] for told in everyones if number in told}) > 1:
                 raise self._drifted(number, everyones)
         for number, region in regions.items():
-            writers = [rank for rank, told in enumerate(everyones) if number in told]
-            if region is not None and writers[0] == group.rank:
-                memory_of(region.common).copy_(region.seen())
+            if next(rank for rank, told in enumerate(everyones) if number in told) == group.rank:
+                region.common.copy_(region.own)
         group.barrier()
-        for arena, own in changed.items():
-            arena.forget(own)
+        for memory, own in changed.items():
+            memory.forget(own)
 
     def _drifted(self, number: int, everyones: Sequence[Mapping[int, bytes]]) -> OutOfSyncError:
         place = next((place for place in list(self._places.values()) if place.region.number == number), None)
@@ -278,7 +217,7 @@ class SharedVariables:
         tensors: dict[int, torch.Tensor] = {}
         for number, (_, reference) in list(self._awaited.items()):
             tensor = reference()
-            if tensor is None or (not is_lazy(tensor) and not _can_be_shared(tensor)):
+            if tensor is None or not (is_lazy(tensor) or _can_be_shared(tensor)):
                 del self._awaited[number]
             elif not is_lazy(tensor):
                 tensors[number] = tensor
@@ -297,53 +236,67 @@ class SharedVariables:
                 stacklevel=2,
             )
             return
-        regions = self._regions_for(group, [(number, offers[number]) for number in common])
+        regions = self._regions_for(group, [offers[number] for number in common])
         for number in common:
-            region, tensor = regions[number], tensors[number]
-            if region.owner == group.rank and self.region_of(tensor) is None:
-                region.write(tensor)
+            region = regions[offers[number].memory]
+            if region.owner == group.rank and self.owner_of(tensors[number]) is None:
+                region.common.copy_(tensors[number].untyped_storage())
         group.barrier()
         for number in common:
-            self.put(offers[number].label, tensors[number], regions[number])
+            self._put(offers[number], tensors[number], regions[offers[number].memory])
+
+    def _put(self, offer: _Offer, tensor: torch.Tensor, region: _Region) -> None:
+        """Have a tensor lie in a region: its shape, strides and place in its memory stay."""
+        own, common = (
+            torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, offer.offset, tensor.shape, offer.stride)
+            for storage in (region.own, region.common)
+        )
+        identity = id(tensor)
+        gone = weakref.ref(tensor, lambda _: self._places.pop(identity, None))
+        self._places[identity] = _Place(gone, offer.label, region, own, common)
+        tensor.data = own
 
     def _offers(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, _Offer]:
         known: dict[int, Any] = {region.own.data_ptr(): region.number for region in self._regions.values()}
         offers = {}
         for number, tensor in tensors.items():
-            layout = layout_of(tensor)
-            # Each tensor of an accelerator is a copy of a memory of its own.
-            memory = known.setdefault(layout.address, ("new", number)) if on_host(tensor) else ("new", number)
-            offers[number] = _Offer(
-                self._awaited[number][0],
-                tuple(tensor.shape),
-                layout.stride,
-                str(tensor.dtype),
-                layout.nbytes,
-                digest(tensor),
-                (memory, layout.offset),
-            )
+            storage = tensor.untyped_storage()
+            memory = known.setdefault(storage.data_ptr(), ("new", number))
+            label, shape, stride = self._awaited[number][0], tuple(tensor.shape), tuple(tensor.stride())
+            told = str(tensor.dtype), _digest(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+            offset = int(tensor.storage_offset())
+            offers[number] = _Offer(label, shape, stride, *told, memory, storage.nbytes(), offset)
         return offers
 
-    def _regions_for(self, group: Group, offers: Sequence[tuple[int, _Offer]]) -> dict[int, Region]:
-        """The region of each tensor: an existing one, or a new one of the replica that has least to do."""
-        wanted: dict[Any, tuple[int, int]] = {}
-        for _, offer in offers:
-            memory = offer.memory[0]
-            if isinstance(memory, tuple) and memory not in wanted:
-                owner = self._loads.index(min(self._loads))
-                self._loads[owner] += offer.nbytes
-                wanted[memory] = (offer.nbytes, owner)
-        made: dict[Any, Region] = {}
-        if wanted:
-            made = dict(zip(wanted, self.allot(group, list(wanted.values())), strict=True))
-        return {number: made.get(offer.memory[0]) or self._regions[offer.memory[0]] for number, offer in offers}
-
-
-def _point(place: _Place, view: torch.Tensor) -> None:
-    tensor = place.tensor()
-    if tensor is not None:
-        tensor.data = view
+    def _regions_for(self, group: Group, offers: Sequence[_Offer]) -> dict[Any, _Region]:
+        """The region of each memory: an existing one, or a new one of the replica that has least to do."""
+        found: dict[Any, _Region] = {
+            offer.memory: self._regions[offer.memory] for offer in offers if isinstance(offer.memory, int)
+        }
+        wanted = {offer.memory: offer.nbytes for offer in offers if offer.memory not in found}
+        if not wanted:
+            return found
+        begin, begins = 0, {}
+        for key, nbytes in wanted.items():
+            begins[key] = begin
+            begin += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        memory = SharedMemory(group, begin)
+        self._memories.add(memory)
+        for key, nbytes in wanted.items():
+            owner = self._loads.index(min(self._loads))
+            self._loads[owner] += nbytes
+            self._numbers += 1
+            found[key] = self._regions[self._numbers] = _Region(self._numbers, owner, memory, begins[key], nbytes)
+        return found
 
 
 def _can_be_shared(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
+    return tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.numel() > 0
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
+def _digest(elements: torch.Tensor) -> bytes:
+    return hashlib.blake2b(elements.numpy().data, digest_size=16).digest()

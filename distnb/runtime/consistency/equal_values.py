@@ -12,7 +12,7 @@ from distnb.accelerators import torch_device
 from distnb.errors import StructureError
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["make_equal"]
 

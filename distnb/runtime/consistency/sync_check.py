@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distnb.errors import OutOfSyncError
-from distnb.runtime.scopes.scope_buffers import is_scope_buffer
+from distnb.runtime.scopes.registration import is_scope_buffer
 from distnb.values.structure import flatten, paths
 from distnb.variables.sync_on_read import SyncOnReadVariable
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["assert_in_sync", "drift_report"]
 

@@ -13,7 +13,7 @@ from distnb.errors import DistributedValueError, OptionError, StructureError
 from distnb.values.structure import flatten, unflatten
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = [
     "broadcast_bytes",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 
 from distnb.collectives.gradients.mirrored_parameters import find_mirror
@@ -14,20 +18,28 @@ from distnb.errors import ContextError
 from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts
 from distnb.runtime.consistency.equal_values import make_equal
+from distnb.runtime.scopes import metric_binding
 from distnb.runtime.scopes.running_statistics import RunningStatistics
-from distnb.runtime.scopes.scope_buffers import ScopeBuffers
 from distnb.variables.sync_on_read import SyncOnReadVariable
 from distnb.variables.variable import Variable, component_of, settings_of
 
 if TYPE_CHECKING:
     from distnb.collectives.gradients.gradient_sync import GradientSync
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
     from distnb.runtime.central.shared_variables import SharedVariables
 
-__all__ = ["Adoption", "roots_of"]
+__all__ = ["Registration", "is_scope_buffer"]
+
+_LARGE_NBYTES = 4096
+_buffers: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
-class FamilyKey:
+def is_scope_buffer(value: object) -> bool:
+    """Whether a tensor is a buffer of a model that a scope of some strategy made: each replica has its own."""
+    return id(value) in _buffers
+
+
+class _GroupKey:
     """Names the parameters of one model to GradientSync without keeping the model alive.
 
     Args:
@@ -38,7 +50,7 @@ class FamilyKey:
         self.label = label
 
 
-class Adoption:
+class Registration:
     """The variables of one strategy on this replica.
 
     Args:
@@ -53,17 +65,30 @@ class Adoption:
     ) -> None:
         self.strategy = strategy
         self.shared = shared
+        self.running_statistics = RunningStatistics(group)
         self._sync = sync
         self._group = group
-        self._families: weakref.WeakKeyDictionary[torch.nn.Module, FamilyKey] = weakref.WeakKeyDictionary()
-        self.scope_buffers = ScopeBuffers(group)
-        self.running_statistics = RunningStatistics(group)
+        self._keys: weakref.WeakKeyDictionary[torch.nn.Module, _GroupKey] = weakref.WeakKeyDictionary()
         self._made_variables = 0
 
     @property
     def group(self) -> Group:
         """The replicas."""
         return self._group()
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter was made in a scope of this strategy."""
+        if isinstance(parameter, SyncOnReadVariable):
+            return parameter.distribute_strategy is self.strategy
+        mirror = find_mirror(parameter)
+        return mirror is not None and mirror.sync() is self._sync
+
+    def buffers(self) -> list[tuple[str, list[torch.Tensor]]]:
+        """The buffers of each model, in the order of making, with the model's name."""
+        return [
+            (key.label, [each for each in root.buffers() if not is_lazy(each) and each.layout is torch.strided])
+            for root, key in list(self._keys.items())
+        ]
 
     def take_variable(self, variable: Variable) -> None:
         """A variable was made, in a scope or in a replica: at once replica 0's value for all."""
@@ -73,45 +98,76 @@ class Adoption:
             told = settings_of(variable).told
             make_equal(self.group, [("number", number), (told, component_of(variable))], self._told)
         variable.number = self._made_variables = int(number)
-        self._adopt(variable, FamilyKey(f"Variable {variable.name}" if variable.name else "Variable"))
+        self._register(variable, _GroupKey(f"Variable {variable.name}" if variable.name else "Variable"))
 
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter was made in a scope of this strategy."""
-        if isinstance(parameter, SyncOnReadVariable):
-            return parameter.distribute_strategy is self.strategy
-        mirror = find_mirror(parameter)
-        return mirror is not None and mirror.sync() is self._sync
+    @contextmanager
+    def take_what_is_made(self) -> Iterator[None]:
+        """Register what this thread makes within, once it ends well."""
+        knew_metrics = "torchmetrics" in sys.modules
+        if knew_metrics:
+            metric_binding.install()
+        with _watching(self._is_open_here) as made:
+            yield
+        if not knew_metrics and "torchmetrics" in sys.modules:
+            metric_binding.bind_all()
+        if made.known:
+            # What was made and dropped must be gone on every replica, or none: garbage collectors run when they like.
+            gc.collect()
+            roots = _roots_of(made.alive(torch.nn.Module))
+            within = {id(parameter) for root in roots for parameter in root.parameters()}
+            self._take(roots, [each for each in made.alive(torch.nn.Parameter) if id(each) not in within])
 
-    def take(
+    def _is_open_here(self) -> bool:
+        innermost = contexts.innermost()
+        return innermost is not None and innermost[0] is self.strategy and innermost[1] is None
+
+    def take_restored(self, values: Iterable[Any]) -> None:
+        """Register modules, optimizers and parameters that were copied from another replica, values included."""
+        modules: list[torch.nn.Module] = []
+        loose: list[torch.nn.Parameter] = []
+        for value in values:
+            for variable in value.parameters() if isinstance(value, torch.nn.Module) else [value]:
+                if isinstance(variable, Variable):
+                    self._made_variables = max(self._made_variables, variable.number)
+                    if isinstance(variable, SyncOnReadVariable) and variable.aggregation is VariableAggregation.SUM:
+                        component_of(variable).zero_()  # a copy of another replica's component would be added twice
+            if isinstance(value, torch.nn.Module):
+                modules.append(value)
+            elif isinstance(value, torch.optim.Optimizer):
+                loose += [parameter for group in value.param_groups for parameter in group["params"]]
+            elif isinstance(value, torch.nn.Parameter):
+                loose.append(value)
+        self._take(_roots_of(modules), loose, equalise=False)
+
+    def _take(
         self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter], *, equalise: bool = True
     ) -> None:
-        """Adopt the parameters and buffers of modules, and parameters that belong to no module.
+        """Register parameters and buffers of modules, and parameters of no module; in the same order on all replicas.
 
         Args:
-            roots: In the same order on every replica; each is a family of its own.
-            loose: Likewise.
-            equalise: Give every replica the values of replica 0. Without it the caller has made them equal.
+            roots: The parameters of each are reduced together.
+            loose: Those of no module.
+            equalise: Give every replica the values of replica 0.
         """
         new: list[tuple[str, torch.Tensor]] = []
         lazy: list[torch.nn.Module] = []
         for root in roots:
-            key = self._families.setdefault(root, FamilyKey(type(root).__name__))
-            self.scope_buffers.take(root)
+            key = self._keys.setdefault(root, _GroupKey(type(root).__name__))
             self.running_statistics.take(key, root)
-            new += [(f"{type(root).__name__}.{name}", tensor) for name, tensor in self._new_of(root, key)]
+            model = type(root).__name__
+            new += [(f"{model}.{name}", p) for name, p in root.named_parameters() if self._register(p, key, f".{name}")]
+            new += [(f"{model}.{name}", buffer) for name, buffer in root.named_buffers() if _is_new(buffer)]
             lazy += [part for part in root.modules() if any(map(is_lazy, part.parameters(recurse=False)))]
-        key = FamilyKey("parameters")
-        for parameter in loose:
-            if self._adopt(parameter, key):
-                new.append(("Parameter", parameter))
-        if not equalise or self._group().size == 1:
+        key = _GroupKey("parameters")
+        new += [("Parameter", parameter) for parameter in loose if self._register(parameter, key)]
+        if not equalise or self.group.size == 1:
             return
         for part in lazy:
             _equalise_when_materialised(part, self._group)
         ready = [(name, tensor) for name, tensor in new if not is_lazy(tensor)]
         if ready:
-            self._group().note("strategy.scope", ())
-        make_equal(self._group(), ready, self._told)
+            self.group.note("strategy.scope", ())
+        make_equal(self.group, ready, self._told)
         self._sync.note_equal()
 
     @property
@@ -121,38 +177,8 @@ class Adoption:
         plain = [(name, value) for name, value in options if isinstance(value, (str, bool, CommunicationOptions))]
         return f"{self.strategy.spec.kind}({', '.join(f'{name}={value!r}' for name, value in plain)})"
 
-    def take_restored(self, values: Iterable[Any]) -> None:
-        """Adopt modules, optimizers and parameters that were copied from another replica, values included."""
-        modules, loose = [], []
-        for value in values:
-            for variable in _variables_in(value):
-                self._made_variables = max(self._made_variables, variable.number)
-                if isinstance(variable, SyncOnReadVariable) and variable.aggregation is VariableAggregation.SUM:
-                    component_of(variable).zero_()  # a copy of another replica's component would be added twice
-            if isinstance(value, torch.nn.Module):
-                modules.append(value)
-            elif isinstance(value, torch.optim.Optimizer):
-                loose += [parameter for group in value.param_groups for parameter in group["params"]]
-            elif isinstance(value, torch.nn.Parameter):
-                loose.append(value)
-        self.take(roots_of(modules), loose, equalise=False)
-
-    def buffers(self) -> list[tuple[str, list[torch.Tensor]]]:
-        """The buffers of each model, in the order of making, with the model's name."""
-        return [
-            (key.label, [each for each in root.buffers() if not is_lazy(each) and each.layout is torch.strided])
-            for root, key in list(self._families.items())
-        ]
-
-    def _new_of(self, root: torch.nn.Module, key: FamilyKey) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in root.named_parameters():
-            if self._adopt(parameter, key, f".{name}"):
-                yield name, parameter
-        for name, buffer in root.named_buffers():
-            if self.scope_buffers.is_new(buffer):
-                yield name, buffer
-
-    def _adopt(self, parameter: torch.nn.Parameter, key: FamilyKey, name: str = "") -> bool:
+    def _register(self, parameter: torch.nn.Parameter, key: _GroupKey, name: str = "") -> bool:
+        """Whether it is new, and is kept in sync from now on."""
         if isinstance(parameter, Variable):
             if parameter.distribute_strategy is not self.strategy:
                 raise contexts.mixing(self.strategy, parameter.distribute_strategy)
@@ -167,17 +193,22 @@ class Adoption:
                 f"scope of {self.strategy!r}. Make the model in the scope of the strategy that trains it."
             )
         self._sync.adopt(parameter, key)
-        if self.shared is not None:
+        # What is small, and never trained, is not worth sharing.
+        worth_it = parameter.requires_grad or is_lazy(parameter) or parameter.nbytes >= _LARGE_NBYTES
+        if self.shared is not None and worth_it:
             self.shared.expect(key.label + name, parameter)
         return True
 
 
-def _variables_in(value: Any) -> list[Variable]:
-    parameters = value.parameters() if isinstance(value, torch.nn.Module) else [value]
-    return [parameter for parameter in parameters if isinstance(parameter, Variable)]
+def _is_new(buffer: torch.Tensor) -> bool:
+    identity = id(buffer)
+    if identity in _buffers:
+        return False
+    _buffers[identity] = weakref.ref(buffer, lambda _: _buffers.pop(identity, None))
+    return True
 
 
-def roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def _roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Those of the modules that are in none of the others."""
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if id(module) not in inner]
@@ -193,3 +224,58 @@ def _equalise_when_materialised(part: torch.nn.Module, group: Callable[[], Group
             make_equal(group(), [(f"{type(module).__name__}.{name}", tensor) for name, tensor in tensors])
 
     handle = part.register_forward_pre_hook(hook)  # after the module's own, which materialises
+
+
+# -- seeing what is made -----------------------------------------------------------------------------------------------
+
+
+class _Made:
+    """Modules and parameters in the order of making."""
+
+    def __init__(self, is_open_here: Callable[[], bool]) -> None:
+        self._is_open_here = is_open_here
+        self.known: dict[int, weakref.ref[Any]] = {}
+
+    def note(self, made: Any, *_more: Any) -> None:
+        if self._is_open_here():
+            reference = self.known.get(id(made))
+            if reference is None or reference() is not made:
+                self.known.pop(id(made), None)  # of something that is gone: what is new comes last, as elsewhere
+                self.known[id(made)] = weakref.ref(made)
+
+    def alive(self, kind: type) -> list[Any]:
+        found = (reference() for reference in self.known.values())
+        return [each for each in found if isinstance(each, kind)]
+
+
+@contextmanager
+def _watching(is_open_here: Callable[[], bool]) -> Iterator[_Made]:
+    """Note what is made: by torch's hooks for registrations; by wrapping what makes, copies and unpickles the rest."""
+    made = _Made(is_open_here)
+    new: Any = torch.nn.Parameter.__dict__["__new__"]
+    set_state: Any = torch.nn.Module.__setstate__
+
+    def new_parameter(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        parameter = new.__func__(cls, *args, **kwargs)
+        made.note(parameter)
+        return parameter
+
+    def set_module_state(module: torch.nn.Module, state: Any) -> None:
+        set_state(module, state)
+        made.note(module)
+
+    def unwrap() -> None:
+        torch.nn.Parameter.__new__ = new  # type: ignore[method-assign]
+        torch.nn.Module.__setstate__ = set_state  # type: ignore[method-assign]
+
+    with ExitStack() as stack:
+        for register in (
+            torch_module.register_module_parameter_registration_hook,
+            torch_module.register_module_buffer_registration_hook,
+            torch_module.register_module_module_registration_hook,
+        ):
+            stack.callback(register(made.note).remove)
+        torch.nn.Parameter.__new__ = staticmethod(new_parameter)  # type: ignore[method-assign]
+        torch.nn.Module.__setstate__ = set_module_state  # type: ignore[method-assign]
+        stack.callback(unwrap)
+        yield made

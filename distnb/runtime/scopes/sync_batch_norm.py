@@ -9,11 +9,11 @@ import torch
 
 from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.options import ReduceOp
-from distnb.runtime import this_process
 from distnb.runtime.reduction import differentiable
+from distnb.runtime.this_process import this_process
 
 if TYPE_CHECKING:
-    from distnb.collectives.group.groups import Group
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["install"]
 
@@ -29,7 +29,7 @@ def install() -> None:
 
     @functools.wraps(plain)
     def forward(layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
-        process = this_process.replica()
+        process = this_process.replica
         if process is None or not layer.training or layer.process_group is not None or input.device.type != "cpu":
             return plain(layer, input)
         return _forward(layer, input, process.group)

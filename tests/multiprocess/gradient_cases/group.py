@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from distnb.collectives.group import groups
+from distnb.collectives.group.groups import groups
 
 
 class NotedGroup:

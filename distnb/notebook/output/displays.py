@@ -1,4 +1,4 @@
-"""Figures and tables of several replicas: which belong together, and how they look side by side.
+"""What a cell shows: texts and displays, and how those of several replicas look side by side.
 
 Every replica shows a sequence of figures. Equal ones are paired first, those between are paired in order, and what
 is left stands alone: so a figure of replica 0 only shifts nothing. The pairing is made anew with each figure, since
@@ -12,13 +12,27 @@ import difflib
 import hashlib
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from distnb.notebook.output.ranges import ranges
+from distnb.notebook.output.wording import mark
 
-__all__ = ["Bundle", "align", "combine", "is_figure", "mark", "plain_text"]
+__all__ = [
+    "Area",
+    "Bundle",
+    "Clear",
+    "Instruction",
+    "Show",
+    "Stream",
+    "Write",
+    "align",
+    "combine",
+    "is_figure",
+    "plain_text",
+]
+
+Stream = Literal["stdout", "stderr"]
 
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/svg+xml")
 _WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -45,9 +59,38 @@ class Bundle:
         )
 
 
-def mark(replicas: Iterable[int]) -> str:
-    """How a set of replicas is written: `[0-3]`, `[0,2]`, `[1]`."""
-    return f"[{','.join(ranges(replicas))}]"
+@dataclass(frozen=True)
+class Write:
+    """An instruction: print text on a stream."""
+
+    stream: Stream
+    text: str
+
+
+@dataclass(frozen=True)
+class Show:
+    """An instruction: show a rich display under a name, or change the one that has it."""
+
+    name: str
+    bundle: Bundle
+    update: bool = False
+
+
+@dataclass(frozen=True)
+class Area:
+    """An instruction: draw the lines that are not finished yet; none of them: remove the area."""
+
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Clear:
+    """An instruction: remove everything that the cell has shown; with `wait`, when the next thing is shown."""
+
+    wait: bool
+
+
+Instruction = Write | Show | Area | Clear
 
 
 def is_figure(data: Mapping[str, Any]) -> bool:

@@ -14,23 +14,14 @@ from distnb.objects.modes import Environment
 from distnb.objects.packing import Side
 from distnb.objects.tracking import Tracker
 from distnb.values import DistributedValues, Mirrored, PerReplica
-from distnb.wire.exchange import Reloads, Snapshot, SpaceKey, former
+from distnb.wire.exchange import Reloads, Snapshot, TeamKey, former
 from distnb.wire.messages import ObjectId
 
-__all__ = ["MISSING", "Argument", "NotebookObjects"]
+__all__ = ["MISSING", "TrackedObjects"]
 
 MISSING: Any = object()
 
 _MOST_CLASSES = 64
-
-
-class Argument:
-    """A handle as an argument of a call: there it stays a distributed value."""
-
-    __slots__ = ("handle",)
-
-    def __init__(self, handle: DistributedValues) -> None:
-        self.handle = handle
 
 
 class NotebookReferences:
@@ -40,37 +31,40 @@ class NotebookReferences:
         met: Handles that were looked at or sent, by id; whoever asks clears it.
     """
 
-    def __init__(self, space: NotebookObjects) -> None:
-        self._space = space
+    def __init__(self, tracked: TrackedObjects) -> None:
+        self._tracked = tracked
         self.met: dict[ObjectId, DistributedValues] = {}
 
     def meet(self, identity: ObjectId) -> None:
         """An engine object is within another that is read."""
-        handle = self._space.handle(identity)
+        handle = self._tracked.handle(identity)
         if handle is not None:
             self.met[identity] = handle
 
     def look(self, obj: Any) -> Any:
         """What stands for a handle in a digest."""
-        handle = obj.handle if type(obj) is Argument else obj
-        if type(handle) not in HANDLES:
+        if type(obj) not in HANDLES:
             return None
-        state = state_of_handle(handle)
-        self.met[state.identity] = handle
-        return _reference, (state.identity, type(obj) is Argument)
+        state = state_of_handle(obj)
+        self.met[state.identity] = obj
+        return _reference, (state.identity,)
 
-    def token(self, obj: Any) -> Any:
-        """What stands for a handle, or for a distributed value that the notebook made."""
-        word, handle = ("argument", obj.handle) if type(obj) is Argument else ("own", obj)
-        kind = type(handle)
+    def token(self, obj: Any, word: str = "own") -> Any:
+        """What stands for a handle, or for a distributed value that the notebook made.
+
+        Args:
+            obj: Any object; None is returned for others.
+            word: "own" where a handle's object takes its place, "argument" where that stays a distributed value.
+        """
+        handle, kind = obj, type(obj)
         if kind in HANDLES:
             return self._token_of_handle(handle, word)
         if kind in (PerReplica, Mirrored):
-            space = self._space
-            if handle.num_replicas != space.size:
+            tracked = self._tracked
+            if handle.num_replicas != tracked.size:
                 text = (
                     f"A {kind.__name__} of {handle.num_replicas} replica(s) cannot be sent to a program that runs on "
-                    f"{space.size}. The cure: make it for as many replicas, or pass on strategy.local_results(value)."
+                    f"{tracked.size}. The cure: make it for as many replicas, or pass on strategy.local_results(value)."
                 )
                 return "refused", text, CannotTravelError.__name__
             return "components", kind.__name__, dict(zip(handle.replica_ids, handle.values, strict=True))
@@ -80,21 +74,21 @@ class NotebookReferences:
         state = state_of_handle(handle)
         self.met[state.identity] = handle
         try:
-            self._space.check(handle)
+            self._tracked.check(handle)
         except DistnbError as error:
             return "refused", str(error), type(error).__name__
         return word, state.identity, state.local, "Mirrored" if isinstance(handle, Mirrored) else "PerReplica"
 
     def resolve(self, token: Any) -> Any:
         """The handle of an engine object that something which arrived refers to."""
-        return self._space.handle_of(token)
+        return self._tracked.handle_of(token)
 
 
 def _reference(*parts: Any) -> None:
     """Named in digests; never called."""
 
 
-class NotebookObjects:
+class TrackedObjects:
     """The notebook's side of one group of engines.
 
     Args:
@@ -114,7 +108,7 @@ class NotebookObjects:
         fresh: What was sent is not certain to have arrived: everything is sent again.
     """
 
-    def __init__(self, key: SpaceKey, user_ns: dict[str, Any], classes: Classes) -> None:
+    def __init__(self, key: TeamKey, user_ns: dict[str, Any], classes: Classes) -> None:
         self.key = key
         self.whole = key[0]  # the engines that it was made with, those that died since among them
         self.references = NotebookReferences(self)
@@ -133,7 +127,7 @@ class NotebookObjects:
         self.outstanding: dict[int, Snapshot] = {}
         self.changing: set[int] = set()  # those, by serial, that may change an object of the notebook's in place
         self._handles: dict[ObjectId, weakref.ref[Any]] = {}
-        self.make_handle: Any = None  # set by who takes in effects: makes a handle for an id that has none
+        self.make_handle: Any = None  # set by who takes in results: makes a handle for an id that has none
 
     @property
     def size(self) -> int:
@@ -165,7 +159,7 @@ class NotebookObjects:
         return found if found is not None else self.make_handle(identity)
 
     def handles(self) -> list[DistributedValues]:
-        """Every handle of this space that the notebook holds."""
+        """Every handle of this tracked that the notebook holds."""
         return [handle for reference in list(self._handles.values()) if (handle := reference()) is not None]
 
     def check(self, handle: DistributedValues, *, in_part: bool = False) -> None:
@@ -180,10 +174,10 @@ class NotebookObjects:
         """
         state = state_of_handle(handle)
         state.check(() if in_part else None)
-        if state.space is not self:
+        if state.tracked is not self:
             raise CannotTravelError(
                 f"{state.label} ({state.type_name}) cannot be sent to this program: it belongs to a strategy of "
-                f"{state.space.size} replica(s) on engines {list(state.space.key[0])}, and the program runs on "
+                f"{state.tracked.size} replica(s) on engines {list(state.tracked.key[0])}, and the program runs on "
                 f"{list(self.key[0])}. The cure: fetch it with strategy.local_results(value), and pass on what you "
                 "need."
             )
@@ -256,13 +250,13 @@ class NotebookObjects:
         self.fresh = True
 
     def reject(self, snapshot: Snapshot) -> None:
-        """The effects of a program will not come: maybe not even its snapshot was opened."""
+        """The results of a program will not come: maybe not even its snapshot was opened."""
         self.outstanding.pop(snapshot.serial, None)
         self.released.extend(snapshot.release)
         self.adopt.update(snapshot.adopt)
         self.doubt()
 
-    def move(self, key: SpaceKey) -> None:
+    def move(self, key: TeamKey) -> None:
         """Go on with other engines: components are renumbered, those of engines that are gone are lost."""
         before, self.key = self.key[0], key
         for handle in self.handles():

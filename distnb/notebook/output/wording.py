@@ -1,13 +1,59 @@
-"""A small HTML table that looks right in light and dark, trusted or not, saved or live."""
+"""How sets, sizes, cells and tables are written for people."""
 
 from __future__ import annotations
 
 import html
+import sys
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["filled_columns", "html_table", "human_bytes"]
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+__all__ = ["cell_name", "filled_columns", "html_table", "human_bytes", "mark", "ranges"]
 
 _CELL = "padding:1px 14px 1px 0;text-align:{align};vertical-align:top;border:none;background:none;white-space:{space}"
+
+
+def ranges(numbers: Iterable[int]) -> list[str]:
+    """0, 1, 2 and 5 as "0-2" and "5"."""
+    spans: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1] = spans[-1][0], number
+        else:
+            spans.append((number, number))
+    return [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+
+
+def mark(replicas: Iterable[int]) -> str:
+    """How a set of replicas is written: `[0-3]`, `[0,2]`, `[1]`."""
+    return f"[{','.join(ranges(replicas))}]"
+
+
+def cell_name(filename: str, shell: InteractiveShell | None = None) -> str:
+    """The name of a cell in tracebacks, "Cell In[3]", by what its code objects carry; "" if it is no cell.
+
+    Args:
+        shell: Where it ran; None for this process's shell, if it has one.
+    """
+    ipython = sys.modules.get("IPython")
+    if shell is None and ipython is not None:
+        shell = ipython.get_ipython()
+    name = shell.compile.format_code_name(filename) if shell is not None else None
+    return " ".join(name) if name is not None else ""
+
+
+def human_bytes(nbytes: int | None) -> str:
+    """A number of bytes as people read it: `1.2 GB`; nothing for None."""
+    if nbytes is None:
+        return ""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
 
 
 def html_table(
@@ -50,15 +96,3 @@ def html_table(
 def filled_columns(rows: Sequence[Sequence[str]]) -> list[int]:
     """The columns in which some row has something."""
     return [i for i in range(len(rows[0])) if any(row[i] for row in rows)] if rows else []
-
-
-def human_bytes(nbytes: int | None) -> str:
-    """A number of bytes as people read it: `1.2 GB`; nothing for None."""
-    if nbytes is None:
-        return ""
-    size = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -10,63 +10,63 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.notebook.handles.handle import HANDLES, RemoteState, change_kind, make_handle, state_of_handle
 from distnb.notebook.namespace.differences import differing
-from distnb.notebook.namespace.notebook_objects import MISSING, NotebookObjects
+from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.objects.code import is_code
 from distnb.objects.modes import apply_environment
+from distnb.objects.placeholder import Placeholder
 from distnb.objects.plain import same
 from distnb.values import Mirrored
 from distnb.wire.exchange import Described, Leaf, Result, former
 from distnb.wire.messages import ObjectId
 
 if TYPE_CHECKING:
-    from distnb.notebook.handles.handle_operations import Operations
+    from distnb.notebook.namespace.handle_operations import Operations
 
-__all__ = ["Incoming"]
+__all__ = ["Results"]
 
 
-class Incoming:
-    """The effects of one program, as the replicas of a space tell them.
+class Results:
+    """What one program did, as the replicas of a team tell it.
 
     Args:
-        space: Theirs.
+        tracked: Theirs.
         user_ns: The notebook's namespace.
         operations: What handles talk through.
-        effects: By replica; those that died or were cut off have none.
+        results: By replica; those that died or were cut off have none.
         announce: Told when an object of the notebook became a handle.
     """
 
     def __init__(
         self,
-        space: NotebookObjects,
+        tracked: TrackedObjects,
         user_ns: dict[str, Any],
         operations: Operations,
-        effects: Mapping[int, Result],
+        results: Mapping[int, Result],
         announce: Callable[[str], None],
     ) -> None:
-        self._space = space
+        self._tracked = tracked
         self._user_ns = user_ns
         self._operations = operations
-        self._effects = dict(sorted(effects.items()))
+        self._results = dict(sorted(results.items()))
         self._announce = announce
-        self._first = next(iter(self._effects.values()))
+        self._first = next(iter(self._results.values()))
         self._serial = self._first.serial
         self._sent: dict[str, Any] = {}
         self._different: dict[int, Any] = {}
         self._plain: dict[int, dict[str, Any]] = {}
-        self._made: list[ObjectId] = []
         self._failed: dict[str, Exception] = {}
 
     def take_in(self) -> None:
         """Bind and update everything."""
-        space = self._space
-        space.make_handle = self._fresh_handle
+        tracked = self._tracked
+        tracked.make_handle = self._fresh_handle
         self._rename_former()
         if self._first.environment is not None:
             apply_environment(self._first.environment, early=True)  # paths, before anything is imported
-        every = list(self._effects.values())
-        names = sorted({name for effects in every for name in effects.names})
+        every = list(self._results.values())
+        names = sorted({name for results in every for name in results.names})
         # What is opened may be opened by code that uses these.
-        early = [name for name in names if all(_is_early(effects.names.get(name)) for effects in every)]
+        early = [name for name in names if all(_is_early(results.names.get(name)) for results in every)]
         for name in early:
             self._bind(name)
         self._open_packs()
@@ -74,13 +74,12 @@ class Incoming:
             if name not in early:
                 self._bind(name)
         for name in self._first.deleted:
-            if all(name in effects.deleted for effects in self._effects.values()):
+            if all(name in results.deleted for results in self._results.values()):
                 self._user_ns.pop(name, None)
         self._describe_handles()
         self._take_environment()
-        self._release_unkept()
-        if any(effects.names or effects.deleted for effects in self._effects.values()):
-            space.bound = None  # the program bound names itself
+        if any(results.names or results.deleted for results in self._results.values()):
+            tracked.bound = None  # the program bound names itself
 
     def result(self) -> Any:
         """The result of a call, regrouped: a plain value where all replicas agree on it, else a handle.
@@ -90,7 +89,7 @@ class Incoming:
         """
         from distnb.values import structure
 
-        trees = {replica: effects.result for replica, effects in self._effects.items()}
+        trees = {replica: results.result for replica, results in self._results.items()}
         first = next(iter(trees.values()))
         if isinstance(first, Leaf) and all(isinstance(tree, Leaf) for tree in trees.values()):
             return self._combine("", {replica: tree.described for replica, tree in trees.items()}, "r")
@@ -110,14 +109,14 @@ class Incoming:
 
     def _open_packs(self) -> None:
         """Take over what the replicas sent; what they changed differently becomes handles."""
-        every, space = list(self._effects.values()), self._space
-        tracker, pack = space.tracker, self._first.pack
-        names = {name for effects in every for name in effects.changed}
-        alike = all(effects.changed == self._first.changed for effects in every)
+        every, tracked = list(self._results.values()), self._tracked
+        tracker, pack = tracked.tracker, self._first.pack
+        names = {name for results in every for name in results.changed}
+        alike = all(results.changed == self._first.changed for results in every)
         sent = self._agreed_sent()
         substitutes = self._different
         if not alike:
-            packs = {replica: effects.pack for replica, effects in self._effects.items() if effects.pack is not None}
+            packs = {replica: results.pack for replica, results in self._results.items() if results.pack is not None}
             complete = len(packs) == len(every)
             if complete:
                 substitutes |= self._handles_for(differing(tracker, packs))
@@ -134,32 +133,30 @@ class Incoming:
             self._sent = {name: values[name] for name in sent if name not in opening.failed}
             self._failed = opening.failed
             for name, error in opening.failed.items():
-                if name not in self._first.names and not name.startswith("%"):
-                    self._announce(
-                        f"distnb: a part of `{name.partition('#')[0]}` could not be opened in the notebook "
-                        f"({type(error).__name__}: {error}). A placeholder stands there."
-                    )
-            self._put_in_place({name: values[name] for name in agreed if name in names})
-            same_packs = all(effects.pack is not None and effects.pack.names == pack.names for effects in every)
+                if name in names and name in tracker:
+                    self._announce(_cannot_be_opened(name.partition("#")[0], error))
+                    self._handles_by_name((name,))
+            self._put_in_place({name: values[name] for name in agreed if name in names - opening.failed.keys()})
+            same_packs = all(results.pack is not None and results.pack.names == pack.names for results in every)
             whole = len(agreed) == len(pack.names) and not opening.failed
-            if alike and same_packs and whole and len(every) == space.size:
+            if alike and same_packs and whole and len(every) == tracked.size:
                 tracker.settle(values)
             else:  # the numbers of the replicas' objects are not the same any more
                 self._forget(pack.names)
-        for effects in every:
-            if effects.pack is not None and effects is not self._first:
-                self._forget(name for name in effects.pack.names if pack is None or name not in pack.names)
+        for results in every:
+            if results.pack is not None and results is not self._first:
+                self._forget(name for name in results.pack.names if pack is None or name not in pack.names)
 
     def _is_alike(self, name: str) -> bool:
-        return len({effects.changed.get(name) for effects in self._effects.values()}) == 1
+        return len({results.changed.get(name) for results in self._results.values()}) == 1
 
     def _handles_for(self, differing: Mapping[int, Mapping[int, int]]) -> dict[int, Any]:
         """Handles for objects that the replicas changed differently, by their numbers; names get them, too."""
         found = {}
         for number, given in differing.items():
             identity = (self._serial, f"#{number}")
-            self._space.adopt[identity] = dict(given)
-            found[number] = self._handle_of_different(identity, self._space.tracker.find(number))
+            self._tracked.adopt[identity] = dict(given)
+            found[number] = self._handle_of_different(identity, self._tracked.tracker.find(number))
         return found
 
     def _handles_by_name(self, names: Iterable[str]) -> list[str]:
@@ -167,15 +164,15 @@ class Incoming:
         found = list(names)
         for name in found:
             identity = (self._serial, f"#{name}")
-            self._space.adopt[identity] = name
-            if name in self._space.tracker:
-                self._handle_of_different(identity, self._space.tracker.root(name))
+            self._tracked.adopt[identity] = name
+            if name in self._tracked.tracker:
+                self._handle_of_different(identity, self._tracked.tracker.root(name))
             self._forget((name,))
         return found
 
     def _handle_of_different(self, identity: ObjectId, old: Any) -> Any:
         names = [name for name, value in self._user_ns.items() if value is old and not name.startswith("_")]
-        facts = {replica: Described("object", identity=identity) for replica in self._effects}
+        facts = {replica: Described("object", identity=identity) for replica in self._results}
         handle = self._handle(identity, facts, name=names[0] if names else "", mirrored=False)
         state_of_handle(handle).as_of = -1
         for name in names:
@@ -189,18 +186,18 @@ class Incoming:
 
     def _rename_former(self) -> None:
         """What was sent under names that the program assigned is known by other names from now on."""
-        tracker = self._space.tracker
-        for name in {name for effects in self._effects.values() for name in effects.names if name in tracker}:
+        tracker = self._tracked.tracker
+        for name in {name for results in self._results.values() for name in results.names if name in tracker}:
             new = former(name, self._serial)
             tracker.rename(name, new)
-            if not all(name in effects.names for effects in self._effects.values()):
+            if not all(name in results.names for results in self._results.values()):
                 self._forget((name, new))
 
     def _agreed_sent(self) -> set[str]:
         """Names of what all replicas sent alike."""
         agreed = set()
         for name, described in self._first.names.items():
-            told = [effects.names.get(name) for effects in self._effects.values()]
+            told = [results.names.get(name) for results in self._results.values()]
             digests = [one.digest for one in told if one is not None and one.kind == "sent"]
             if described.kind == "sent" and len(digests) == len(told) and len(set(digests)) == 1:
                 agreed.add(name)
@@ -209,22 +206,22 @@ class Incoming:
     def _put_in_place(self, values: Mapping[str, Any]) -> None:
         """What could not be brought up to date where it stood is another object now: names get that."""
         for name, value in values.items():
-            if name in self._space.tracker:
-                old = self._space.tracker.root(name)
+            if name in self._tracked.tracker:
+                old = self._tracked.tracker.root(name)
                 name = name.partition("#")[0]
                 if old is not value and self._user_ns.get(name, MISSING) is old:
                     self._user_ns[name] = value
 
     def _forget(self, names: Iterable[str]) -> None:
         gone = list(names)
-        self._space.tracker.forget(gone)
-        self._space.forget.update(gone)
+        self._tracked.tracker.forget(gone)
+        self._tracked.forget.update(gone)
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
     def _bind(self, name: str) -> None:
         described = {
-            replica: effects.names[name] for replica, effects in self._effects.items() if name in effects.names
+            replica: results.names[name] for replica, results in self._results.items() if name in results.names
         }
         value = self._combine(name, described, name)
         shell = self._user_ns.get("get_ipython") if name == "_" else None
@@ -235,13 +232,13 @@ class Incoming:
 
     def _combine(self, name: str, described: dict[int, Described], path: str) -> Any:
         """The one thing that a name, or a result, is in the notebook. The engines keep it under `path`, too."""
-        complete = len(described) == len(self._effects)
+        complete = len(described) == len(self._results)
         first = next(iter(described.values()))
         kinds = {one.kind for one in described.values()}
         if complete and len(kinds) == 1:
             if first.kind == "plain":
                 values = [self._plain_value(replica, path, one) for replica, one in described.items()]
-                if all(same(values[0], other) for other in values[1:]):
+                if type(values[0]) is Placeholder or all(same(values[0], other) for other in values[1:]):
                     return values[0]
             elif first.kind == "module" and len({one.value for one in described.values()}) == 1:
                 try:
@@ -256,7 +253,7 @@ class Incoming:
                 return self._stand_in(name, path, described, self._failed.get(name))
             elif first.kind == "tracked" and len({one.value for one in described.values()}) == 1:
                 with contextlib.suppress(KeyError):  # what it was sent with has been forgotten just now
-                    return self._space.tracker.find(first.value)
+                    return self._tracked.tracker.find(first.value)
             elif (
                 first.kind == "object"
                 and first.identity is not None
@@ -266,15 +263,15 @@ class Incoming:
         return self._mixed(name, described, path)
 
     def _plain_value(self, replica: int, path: str, described: Described) -> Any:
-        pack = self._effects[replica].plain
+        pack = self._results[replica].plain
         if pack is None or described.value is not None:
             return described.value
         if replica not in self._plain:
-            self._plain[replica] = self._space.tracker.open_loose(pack)
+            self._plain[replica] = self._tracked.tracker.open_loose(pack)
         return self._plain[replica].get(path)
 
     def _same_object(self, name: str, identity: ObjectId, described: dict[int, Described]) -> Any:
-        found = self._space.handle(identity)
+        found = self._tracked.handle(identity)
         if found is None:
             return self._handle(identity, described, name=name)
         return found
@@ -286,7 +283,7 @@ class Incoming:
         }
         facts = {replica: one for replica, one in described.items() if one.kind != "plain"}
         before = self._user_ns.get(name, MISSING) if name else MISSING
-        identity, others = (self._serial, path), [replica for replica in self._effects if replica not in described]
+        identity, others = (self._serial, path), [replica for replica in self._results if replica not in described]
         if isinstance(before, HANDLES):
             self._keep_components(state_of_handle(before), identity, others, facts, local)
         elif before is not MISSING:
@@ -302,13 +299,13 @@ class Incoming:
         local: dict[int, Any],
     ) -> None:
         """Replicas that did not assign a name have what it was."""
-        if before.space is not self._space:
+        if before.tracked is not self._tracked:
             return
         local.update({replica: before.local[replica] for replica in replicas if replica in before.local})
         kept = [replica for replica in replicas if replica in before.facts]
         facts.update({replica: replace(before.facts[replica], identity=identity) for replica in kept})
         if kept:
-            self._space.adopt[identity] = dict.fromkeys(kept, before.identity)
+            self._tracked.adopt[identity] = dict.fromkeys(kept, before.identity)
 
     def _stand_in(self, name: str, path: str, described: dict[int, Described], error: Exception | None) -> Any:
         """A handle of what is the same on all replicas, and cannot be here."""
@@ -316,17 +313,14 @@ class Incoming:
         identity = identities.pop() if len(identities) == 1 else None
         if identity is None:
             identity = (self._serial, path)
-        found = self._space.handle(identity)
+        found = self._tracked.handle(identity)
         if found is None:
             digest = next(iter(described.values())).digest or b"a module"
             facts = dict.fromkeys(described, Described("object", digest, identity=identity))
             found = self._handle(identity, facts, name=name)
             state_of_handle(found).as_of = -1
         if error is not None:
-            self._announce(
-                f"distnb: `{name}` could not be opened in the notebook ({type(error).__name__}: {error}). It is a "
-                "handle of what the replicas have."
-            )
+            self._announce(_cannot_be_opened(name, error))
         return found
 
     # -- handles -------------------------------------------------------------------------------------------------------
@@ -341,69 +335,77 @@ class Incoming:
         mirrored: bool | None = None,
     ) -> Any:
         if mirrored is None:
-            mirrored = are_equal(facts) and len(facts) == len(self._effects)
-        state = RemoteState(self._space, self._operations, identity, dict(facts), local or {}, name)
+            mirrored = are_equal(facts) and len(facts) == len(self._results)
+        state = RemoteState(self._tracked, self._operations, identity, dict(facts), local or {}, name)
         state.as_of = self._operations.changes
-        state.gone = {engine for place, engine in enumerate(self._space.key[0]) if place not in self._effects}
-        handle = make_handle(state, mirrored=mirrored, size=self._space.size)
-        self._space.add_handle(identity, handle)
+        state.gone = {engine for place, engine in enumerate(self._tracked.key[0]) if place not in self._results}
+        handle = make_handle(state, mirrored=mirrored, size=self._tracked.size)
+        self._tracked.add_handle(identity, handle)
         return handle
 
     def _fresh_handle(self, identity: ObjectId) -> Any:
         """A handle for an engine object that something which arrived refers to."""
         facts = {
-            replica: effects.fresh.get(identity, Described("object", identity=identity))
-            for replica, effects in self._effects.items()
+            replica: results.fresh.get(identity, Described("object", identity=identity))
+            for replica, results in self._results.items()
         }
         return self._handle(identity, facts)
 
-    def _release_unkept(self) -> None:
-        """Objects that the program made, and that the notebook has no handle of, are the engines' to free."""
-        leaves = [leaf.described for effects in self._effects.values() for leaf in leaves_of(effects.result)]
-        named = [one for effects in self._effects.values() for one in effects.names.values()]
-        made = {one.identity for one in (*named, *leaves) if one.identity is not None}
-        made |= {identity for effects in self._effects.values() for identity in effects.fresh}
-        self._made = [identity for identity in made if identity[0] == self._serial]
-        if self._first.result is None:
-            self.release()
-
     def release(self) -> None:
-        """Let the engines free what the program made and nobody holds here; after `result`, where there is one."""
-        space = self._space
-        space.released.extend(
-            identity for identity in self._made if space.handle(identity) is None and identity not in space.released
-        )
+        """Let the engines free what the program made and nobody holds here; at the end."""
+        made: set[ObjectId | None] = set()
+        for one in self._results.values():
+            made |= {
+                each.identity for each in (*one.names.values(), *(leaf.described for leaf in leaves_of(one.result)))
+            }
+            made |= one.fresh.keys()
+        tracked = self._tracked
+        tracked.released += [
+            identity
+            for identity in made
+            if identity is not None
+            and identity[0] == self._serial
+            and tracked.handle(identity) is None
+            and identity not in tracked.released
+        ]
 
     def _describe_handles(self) -> None:
         for identity in self._first.handles:
-            handle = self._space.handle(identity)
+            handle = self._tracked.handle(identity)
             if handle is None:
                 continue
             state = state_of_handle(handle)
             facts = {
-                replica: effects.handles[identity]
-                for replica, effects in self._effects.items()
-                if identity in effects.handles
+                replica: results.handles[identity]
+                for replica, results in self._results.items()
+                if identity in results.handles
             }
             state.facts.update(facts)
             state.as_of = self._operations.changes
             # Of components that differed, what is left when an engine has ended is not what all have.
-            known = len(state.facts) == self._space.size and (isinstance(handle, Mirrored) or not state.gone)
+            known = len(state.facts) == self._tracked.size and (isinstance(handle, Mirrored) or not state.gone)
             if known and not any(fact.wrapped for fact in facts.values()):
                 change_kind(handle, mirrored=are_equal(state.facts))
 
     def _take_environment(self) -> None:
         environment = self._first.environment
-        known = self._space.environment
+        known = self._tracked.environment
         if environment is not None:
             apply_environment(environment)
         if known is None:
             return
-        alike = all(effects.environment == environment for effects in self._effects.values())
-        if alike and len(self._effects) == self._space.size:
-            self._space.environment = known.with_changes(environment)
+        alike = all(results.environment == environment for results in self._results.values())
+        if alike and len(self._results) == self._tracked.size:
+            self._tracked.environment = known.with_changes(environment)
         else:
-            self._space.environment = None  # they differ: the next snapshot brings all of it
+            self._tracked.environment = None  # they differ: the next snapshot brings all of it
+
+
+def _cannot_be_opened(name: str, error: Exception) -> str:
+    return (
+        f"distnb: `{name}` could not be opened in the notebook ({type(error).__name__}: {error}). It is a handle of "
+        "what the replicas have."
+    )
 
 
 def _is_early(described: Described | None) -> bool:

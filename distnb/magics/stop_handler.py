@@ -1,4 +1,4 @@
-"""Ctrl-C in a cell, at a moment when a lock of Python's changes hands."""
+"""Ctrl-C in the notebook, at a moment when it must not be raised."""
 
 from __future__ import annotations
 
@@ -6,25 +6,31 @@ import _thread
 import signal
 import threading
 import time
-from types import FrameType
+from collections.abc import Collection
+from types import CodeType, FrameType
 
 from distnb.frames import LOCKING, within
 
-__all__ = ["LockCare"]
+__all__ = ["StopHandler"]
 
 _LIMIT_S = 1.0
 _AGAIN_S = 0.001
 
 
-class LockCare:
-    """A handler of SIGINT that raises KeyboardInterrupt as Python's own does, but not while a lock changes hands.
+class StopHandler:
+    """A handler of SIGINT that raises KeyboardInterrupt as Python's own does, but a little later where that would harm.
 
-    A stop there would leave the lock taken, and a thread that needs it for the good of all waiting: the kernel's, which
-    sends all output (each flush of a stream waits for an Event that it sets), and those of ours that draw and
-    supervise.
+    A stop while a lock of Python's changes hands would leave the lock taken, and a thread that needs it waiting: the
+    kernel's, which sends all output (each flush of a stream waits for an Event that it sets), and those of ours that
+    draw and supervise. A stop in what IPython calls before and after a cell would leave that half done, and IPython
+    would drop it and run the cell all the same.
+
+    Args:
+        whole: Code, besides that of locks, in which nothing is raised for a second.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, whole: Collection[CodeType]) -> None:
+        self._whole = LOCKING | frozenset(whole)
         self._until: float | None = None
 
     def install(self) -> None:
@@ -38,7 +44,7 @@ class LockCare:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if within(frame, LOCKING):
+        if within(frame, self._whole):
             now = time.monotonic()
             if self._until is None:
                 self._until = now + _LIMIT_S

@@ -7,16 +7,10 @@ regions have numbers, which are the same on all replicas that do the same.
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
 
-from distnb.collectives.verify.collective_log import Stand
+from distnb.collectives.verify.collective_log import CollectiveLog, Departure, Position
 
-__all__ = ["Regions", "Standing"]
-
-
-class _Leaver(Protocol):
-    def left(self, low: int, high: int, text: str) -> None:
-        """An error left these regions."""
+__all__ = ["PositionTracker", "Regions"]
 
 
 class Regions:
@@ -25,11 +19,7 @@ class Regions:
     def __init__(self) -> None:
         self.serial = 0
         self.entered: list[int] = []
-        self._groups: weakref.WeakSet[_Leaver] = weakref.WeakSet()
-
-    def tell(self, group: _Leaver) -> None:
-        """Tell a process group of errors that leave regions."""
-        self._groups.add(group)
+        self.trackers: weakref.WeakSet[PositionTracker] = weakref.WeakSet()
 
     def enter(self) -> None:
         """A region begins."""
@@ -45,8 +35,8 @@ class Regions:
         """
         number = self.entered.pop()
         if error is not None:
-            for group in list(self._groups):
-                group.left(number, self.serial, f"{what} by {type(error).__name__}")
+            for tracker in list(self.trackers):
+                tracker.leave(number, self.serial, f"{what} by {type(error).__name__}")
 
     def begin_program(self) -> None:
         """A new program begins."""
@@ -54,11 +44,13 @@ class Regions:
         self.entered.clear()
 
 
-class Standing:
-    """What one process group's next collective will tell of where this replica is; it outlives ledgers.
+class PositionTracker:
+    """What one process group's next collective tells of where this replica is. It outlives the group's logs.
 
     Attributes:
-        excused: This replica had an error since the last collective: others may wait where it does not come.
+        regions: Of this replica.
+        log: The group's, while it has one: errors that leave regions are told there at once.
+        refused: The arguments of the last collective were refused here.
         text: What the latest error left, for people.
         disturbed: The last collective before which some replica had an error: in which forming of the group, and its
             number; zeros if none had.
@@ -66,37 +58,41 @@ class Standing:
 
     def __init__(self, regions: Regions) -> None:
         self.regions = regions
-        self.low = self.high = 0
-        self.refused = False
+        self.log: CollectiveLog | None = None
         self.text = ""
+        self.forget()
+        regions.trackers.add(self)
+
+    def forget(self) -> None:
+        """A new program begins, or a new generation."""
+        self._low = self._high = 0
+        self.refused = False
         self.disturbed = (0, 0)
 
     @property
     def excused(self) -> bool:
-        return self.high > 0 or self.refused
+        """Whether this replica had an error since the last collective: others may wait where it does not come."""
+        return self._high > 0 or self.refused
 
     def leave(self, low: int, high: int, text: str) -> None:
         """An error left these regions."""
         self.text = text
-        self.low = min(self.low, low) if self.high else low
-        self.high = max(self.high, high)
+        self._low = min(self._low, low) if self._high else low
+        self._high = max(self._high, high)
+        if (log := self.log) is not None:
+            log.set_departure(Departure(log.last(log.me), self._low, self._high, text))
+            log.tell_soon()
 
-    def take(self) -> Stand:
+    def take(self) -> Position:
         """What the collective that is posted now tells."""
         entered = self.regions.entered
         outer, inner = (entered[0], entered[-1]) if entered else (0, 0)
-        stand = Stand(self.low, self.high, outer, inner, self.regions.serial)
-        self.low = self.high = 0
+        position = Position(self._low, self._high, outer, inner, self.regions.serial)
+        self._low = self._high = 0
         self.refused = False
-        return stand
+        return position
 
-    def give_back(self, stand: Stand) -> None:
+    def give_back(self, position: Position) -> None:
         """That collective is posted again, in a group that is formed anew."""
-        if stand.left:
-            self.leave(stand.low, stand.high, self.text)
-
-    def forget(self) -> None:
-        """A new program begins, or a new generation."""
-        self.low = self.high = 0
-        self.refused = False
-        self.disturbed = (0, 0)
+        if position.left:
+            self.leave(position.low, position.high, self.text)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from distnb.errors import DistributedValueError, ReplicaStuck
 from distnb.notebook.handles.handle import HANDLES, RemoteMethod, RemoteState, state_of_handle
-from distnb.notebook.namespace.notebook_objects import NotebookObjects
+from distnb.notebook.namespace.tracked_objects import TrackedObjects
 from distnb.notebook.pending import resolve
 from distnb.objects.packing import Packed
 from distnb.values import DistributedValues, structure
-from distnb.wire.exchange import Leaf, Request, Result, SpaceKey, Summary
+from distnb.wire.exchange import Leaf, Request, Result, Summary, TeamKey
 from distnb.wire.messages import ObjectId
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Operations:
     """What handles can ask for.
 
     Args:
-        namespace: The notebook's, which makes deliveries and takes in effects.
+        namespace: The notebook's, which makes snapshots and merges results.
         perform: Sends an operation to engines and waits.
 
     Attributes:
@@ -67,8 +67,8 @@ class Operations:
         Returns:
             What the replicas returned: a plain value where they agree on it, else a handle.
         """
-        effects = self._effects(handle, operation, args, kwargs or {}, path)
-        return _derived(handle, self._namespace.take_in_call(state_of_handle(handle).space, effects))
+        results = self._results(handle, operation, args, kwargs or {}, path)
+        return _derived(handle, self._namespace.take_in_call(state_of_handle(handle).tracked, results))
 
     def attribute(self, handle: DistributedValues, path: Path) -> Any:
         """An attribute of the object: a plain value, a handle, or a method that is called by its path.
@@ -79,14 +79,16 @@ class Operations:
         state = state_of_handle(handle)
         if not state.facts and state.local:
             raise AttributeError(_no_object(state))
-        effects = self._effects(handle, "get", (), {}, path)
-        first = next(iter(effects.values()))
+        results = self._results(handle, "get", (), {}, path)
+        first = next(iter(results.values()))
         if isinstance(first.result, Leaf) and first.result.described.value == "method":
             self._namespace.take_in_call(
-                state.space, {replica: replace(one, result=None) for replica, one in effects.items()}, with_result=False
+                state.tracked,
+                {replica: replace(one, result=None) for replica, one in results.items()},
+                with_result=False,
             )
             return RemoteMethod(handle, path, first.result.described)
-        return _derived(handle, self._namespace.take_in_call(state.space, effects))
+        return _derived(handle, self._namespace.take_in_call(state.tracked, results))
 
     def listed(self, handle: DistributedValues) -> list[Any]:
         """The items of a mirrored container, each a plain value or a handle."""
@@ -118,7 +120,7 @@ class Operations:
         mine = self.fetch_components(handle, range(handle.num_replicas))
         return structure.regroup([compared(value, others(replica)) for replica, value in mine.items()])
 
-    def _effects(
+    def _results(
         self, handle: DistributedValues, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path
     ) -> dict[int, Result]:
         state = state_of_handle(handle)
@@ -127,25 +129,25 @@ class Operations:
         if not state.facts and state.local:
             raise DistributedValueError(_no_object(state))
         asked = tuple(sorted(state.facts.keys() - state.lost))
-        space = state.space
-        snapshot = self._namespace.call_snapshot(space, (tuple(args), dict(kwargs)), touched=(handle,))
-        answers = self._ask(space, operation, state.identity, Request(snapshot, path, asked))
+        tracked = state.tracked
+        snapshot = self._namespace.call_snapshot(tracked, (tuple(args), dict(kwargs)), touched=(handle,))
+        answers = self._ask(tracked, operation, state.identity, Request(snapshot, path, asked))
         state.give(name for name in snapshot.sections if name.startswith("@"))
         self.changes += operation not in _LOOKING
         state.as_of = -1
         return answers
 
-    def _ask(self, space: NotebookObjects, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
+    def _ask(self, tracked: TrackedObjects, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
         # Every engine hears of every snapshot, also those that have nothing to answer.
         try:
-            answers = self._perform(space.key[0], operation, target, request)
+            answers = self._perform(tracked.key[0], operation, target, request)
         except BaseException:
             self._namespace.failed(request.snapshot)
             raise
-        return {space.key[0].index(engine): answer for engine, answer in answers.items() if answer is not None}
+        return {tracked.key[0].index(engine): answer for engine, answer in answers.items() if answer is not None}
 
-    def rename(self, engines: tuple[int, ...], old: SpaceKey, new: SpaceKey) -> None:
-        """Tell engines that a space of theirs has another key: the group is smaller or larger than it was."""
+    def rename(self, engines: tuple[int, ...], old: TeamKey, new: TeamKey) -> None:
+        """Tell engines that a team of theirs has another key: it is smaller or larger than it was."""
         self._perform(engines, "rename", (0, ""), (old, new))
 
     def name_of(self, state: RemoteState) -> str:
@@ -174,18 +176,18 @@ class Operations:
             for fact in state.facts.values()
         )
         unseen = any(fact.summary is not None and fact.summary.text is None for fact in state.facts.values())
-        if not (state.dated or missing or unseen) or state.space.ended or not state.facts.keys() - state.lost:
+        if not (state.dated or missing or unseen) or state.tracked.ended or not state.facts.keys() - state.lost:
             return True
         operation = "read_summary" if state.together and not state.lost else "summary"
         try:
-            effects = self._effects(handle, operation, (), {}, ())
+            results = self._results(handle, operation, (), {}, ())
         except ReplicaStuck:
             return False
-        for replica, one in effects.items():
+        for replica, one in results.items():
             summary: Summary = one.result
             state.facts[replica] = replace(state.facts[replica], summary=replace(summary, text=summary.text or ""))
         self._namespace.take_in_call(
-            state.space, {replica: replace(one, result=None) for replica, one in effects.items()}, with_result=False
+            state.tracked, {replica: replace(one, result=None) for replica, one in results.items()}, with_result=False
         )
         state.as_of = self.changes
         return True
@@ -206,49 +208,48 @@ class Operations:
             state.check_assigned(replica)
         found = {replica: state.local[replica] for replica in wanted if replica in state.local}
         remote = [replica for replica in wanted if replica not in found]
-        packs = self.fetch(state.space, remote, (state.identity,))
-        found.update({replica: state.space.tracker.open_loose(pack)[0] for replica, pack in packs.items()})
+        packs = self.fetch(state.tracked, remote, (state.identity,))
+        found.update({replica: state.tracked.tracker.open_loose(pack)["@0"] for replica, pack in packs.items()})
         return {replica: found[replica] for replica in wanted}
 
     def fetch(
-        self, space: NotebookObjects, replicas: Sequence[int], targets: tuple[ObjectId, ...]
+        self, tracked: TrackedObjects, replicas: Sequence[int], targets: tuple[ObjectId, ...]
     ) -> dict[int, Packed]:
         """Packed copies of several objects, as some replicas hold them."""
         if not replicas:
             return {}
-        touched = [handle for target in targets if (handle := space.handle(target)) is not None]
-        snapshot = self._namespace.call_snapshot(space, None, touched=touched)
-        return self._transfer(space, "fetch", targets[0], Request(snapshot, (), tuple(replicas), targets))
+        touched = [handle for target in targets if (handle := tracked.handle(target)) is not None]
+        snapshot = self._namespace.call_snapshot(tracked, None, touched=touched)
+        return self._transfer(tracked, "fetch", targets[0], Request(snapshot, (), tuple(replicas), targets))
 
-    def _transfer(self, space: NotebookObjects, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
-        """An operation that has no effects."""
-        answers = self._ask(space, operation, target, request)
-        space.outstanding.pop(request.snapshot.serial, None)
+    def _transfer(self, tracked: TrackedObjects, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
+        """An operation that has no results."""
+        answers = self._ask(tracked, operation, target, request)
+        tracked.outstanding.pop(request.snapshot.serial, None)
         return answers
 
     def copies(self, states: Sequence[RemoteState], replica: int = 0) -> list[Any]:
-        """Copies of several objects of one space, which share what the objects share."""
-        space = states[0].space
-        packs = self.fetch(space, (replica,), tuple(state.identity for state in states))
-        copies: list[Any] = space.tracker.open_loose(packs[replica])
-        return copies
+        """Copies of several objects of one team, which share what the objects share."""
+        tracked = states[0].tracked
+        packs = self.fetch(tracked, (replica,), tuple(state.identity for state in states))
+        return list(tracked.tracker.open_loose(packs[replica]).values())
 
     # -- a lost engine -----------------------------------------------------------------------------------------------
 
     def restore(
-        self, space: NotebookObjects, survivor: int, lost: Sequence[int], mirrored: tuple[ObjectId, ...]
+        self, tracked: TrackedObjects, survivor: int, lost: Sequence[int], mirrored: tuple[ObjectId, ...]
     ) -> set[ObjectId]:
         """Give replacements of lost engines what a survivor has: the notebook's objects and the mirrored ones.
 
         Returns:
             The ids of what they now have.
         """
-        snapshot = self._namespace.call_snapshot(space, None)
+        snapshot = self._namespace.call_snapshot(tracked, None)
         pack, restored = self._transfer(
-            space, "export", (0, ""), Request(snapshot, answers=(survivor,), targets=mirrored)
+            tracked, "export", (0, ""), Request(snapshot, answers=(survivor,), targets=mirrored)
         )[survivor]
-        snapshot = self._namespace.call_snapshot(space, None)
-        self._transfer(space, "import", (0, ""), Request(snapshot, answers=tuple(lost), pack=pack))
+        snapshot = self._namespace.call_snapshot(tracked, None)
+        self._transfer(tracked, "import", (0, ""), Request(snapshot, answers=tuple(lost), pack=pack))
         return set(restored)
 
 

@@ -1,17 +1,11 @@
-"""What the ledger writes down: signatures, call sites, waits."""
+"""What the collective log says of a call: its signature and its call site."""
 
 from __future__ import annotations
-
-import time
 
 import pytest
 import torch
 
-from distnb.collectives.group import waiting
-from distnb.collectives.group.waiting import Waits
 from distnb.collectives.verify import callsite, signature
-from distnb.collectives.verify.collective_log import CollectiveLog
-from distnb.errors import CollectiveMismatchError
 
 
 def test_signatures_tell_what_they_are():
@@ -47,7 +41,7 @@ def test_a_call_site_is_the_innermost_line_and_those_that_called_it():
 
     here, there = inner(), outer()
     assert here.text == there.text
-    assert here.text.startswith("test_ledger_texts.py, line ")
+    assert here.text.startswith("test_signature.py, line ")
     assert here.identity[:8] == there.identity[:8]
     assert here.identity != there.identity
 
@@ -58,27 +52,4 @@ def test_lines_of_libraries_are_left_out():
             return callsite.current()
 
     text = torch.nn.Sequential(Module())(torch.zeros(1)).text
-    assert text.startswith("test_ledger_texts.py, line ")
-
-
-def test_a_circle_of_waits_is_found_once_it_lasts():
-    memory = bytearray(CollectiveLog.nbytes(3))
-    waits = [Waits(CollectiveLog(memory, rank, 3)) for rank in range(3)]
-    waits[0].on("whole", 4, [1], "a")
-    waits[1].on("part", 2, [2], "b")
-    waits[2].on("other part", 1, [0], "c")
-    waits[0].on("whole", 4, [1], "a")
-    time.sleep(1.5 * waiting._PATIENCE_S)
-    with pytest.raises(CollectiveMismatchError, match="replica 0 in a; replica 1 in b; replica 2 in c"):
-        waits[0].on("whole", 4, [1], "a")
-
-
-def test_a_wait_that_ends_breaks_the_circle():
-    memory = bytearray(CollectiveLog.nbytes(2))
-    first, second = [Waits(CollectiveLog(memory, rank, 2)) for rank in range(2)]
-    for _ in range(3):
-        second.on("part", 2, [0], "b")
-        first.on("whole", 4, [1], "a")
-        second.over()
-        time.sleep(waiting._PATIENCE_S)
-        first.on("whole", 4, [1], "a")
+    assert text.startswith("test_signature.py, line ")

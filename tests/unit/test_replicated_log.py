@@ -1,0 +1,114 @@
+"""Where replicas share no memory: what they tell each other through the store, and what they make of it."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from distnb.collectives.verify import signature
+from distnb.collectives.verify.collective_log import Record
+from distnb.collectives.verify.replicated_log import ReplicatedLog
+from distnb.collectives.verify.verifier import Verifier
+from distnb.errors import CollectiveMismatchError
+
+KEY = signature.of_tensors("all_reduce", 0, None, [])
+
+
+class Told(HashStore):
+    """A store that remembers everything that was put into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packets: list[bytes] = []
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self.packets.append(value)
+        super().set(key, value)  # type: ignore[arg-type]
+
+
+def all_reduce() -> Callable[..., Record]:
+    """A collective of a library's: its own frame is left out of where it was called."""
+    names: dict[str, Any] = {"signature": signature, "KEY": KEY}
+    exec(compile("def all_reduce(*given, **settings):\n    return signature.record(KEY)", "<string>", "exec"), names)
+    return names["all_reduce"]  # type: ignore[no-any-return]
+
+
+def run(source: str, name: str, **names: Any) -> dict[str, Any]:
+    """Run text as a file of the user's, which has its lines; the names that it binds."""
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec"), names)
+    return names
+
+
+Pair = tuple[Told, list[Verifier]]
+
+
+@pytest.fixture
+def pair() -> Pair:
+    store = Told()
+    verifiers = [Verifier(ReplicatedLog(store, rank, 2), range(2)) for rank in range(2)]
+    for verifier in verifiers:
+        verifier.begin(1)
+    return store, verifiers
+
+
+def exchange(verifiers: list[Verifier]) -> None:
+    for _ in range(2):
+        for verifier in verifiers:
+            verifier.exchange()
+            verifier.check()
+
+
+SOURCE = """
+def mine(record):
+    return record(secret_weights)
+
+def theirs(record):
+    return record([secret_data for _ in range(3)], op=0)
+
+mine(lambda *given: None)
+"""
+
+
+def test_texts_are_compared_by_digests_and_stay_here(pair: Pair) -> None:
+    store, verifiers = pair
+    names = run(SOURCE, "/tmp/program_texts.py", secret_weights=1, secret_data=2)
+    mine, theirs = names["mine"](all_reduce()), names["theirs"](all_reduce())
+    verifiers[0].post(mine)
+    verifiers[1].post(theirs)
+    with pytest.warns(UserWarning, match=r"program_texts.py, line 6 on replica 1") as warned:
+        exchange(verifiers)
+    assert len(warned) == 1
+    verifiers[0].post(theirs)
+    verifiers[1].post(mine)
+    found = []
+    for verifier in [*verifiers, *verifiers]:
+        try:
+            verifier.exchange()
+            verifier.check()
+        except CollectiveMismatchError as error:
+            verifier.tell(error)
+            found.append(str(error))
+    assert "in a different order" in found[0]
+    assert any(b"in a different order" in packet for packet in store.packets)
+    assert not any(b"secret_" in packet for packet in store.packets)
+
+
+def test_what_is_taken_back_is_heard_of_where_the_first_word_was_read(
+    pair: Pair,
+) -> None:
+    _, verifiers = pair
+    record = run("def mine(record):\n    return record()", "/tmp/program_refused.py")["mine"](all_reduce())
+    for verifier in verifiers:
+        verifier.post(record)
+    exchange(verifiers)
+    assert all(verifier.agreed(1) for verifier in verifiers)
+    verifiers[1].retract(1, ValueError("refused"))
+    assert verifiers[1].untold
+    exchange(verifiers)
+    with pytest.raises(CollectiveMismatchError, match="failed with ValueError"):
+        verifiers[0].check_departed(1)
