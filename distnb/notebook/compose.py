@@ -91,7 +91,9 @@ def _register_remote(is_notebook: bool) -> None:
     from distnb.notebook.remote_runtime import Remote
     from distnb.runtime.this_process import this_process
 
-    this_process.remote = (lambda strategy: Remote(lambda: _front.session_for(strategy))) if is_notebook else None
+    this_process.remote = (
+        (lambda strategy: Remote(strategy, lambda: _front.session_for(strategy))) if is_notebook else None
+    )
     this_process.machines = machines
 
 
