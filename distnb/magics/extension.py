@@ -20,6 +20,7 @@ from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.magics.stop_handler import StopHandler
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose
+from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.output.live_model import VariableRow
 from distnb.objects.modes import cell_began
 from distnb.runtime.base import Owner
@@ -35,7 +36,7 @@ __all__ = ["Extension"]
 _RUN_CELL = InteractiveShell.run_cell_async.__code__
 
 
-class Extension(compose.FrontEnd):
+class Extension(FrontEnd):
     """distnb in one shell.
 
     Args:

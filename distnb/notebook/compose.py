@@ -10,43 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import NoClusterError, StartError
+from distnb.notebook.front_end import FrontEnd
 
 if TYPE_CHECKING:
     from distnb.cluster.resolvers.base import ClusterResolver
     from distnb.notebook.session import Session
-    from distnb.strategies.live import Point
     from distnb.topology import Device
 
-__all__ = ["FrontEnd", "attach", "current", "machines", "require", "start", "stop"]
-
-
-class FrontEnd:
-    """What a front end does for the session. This one, a plain script's, shows nothing."""
-
-    live: Callable[[Point, tuple[int, int]], None] | None = None
-    """Takes the values of `distnb.live` in the notebook's process; None: they go to the terminal."""
-
-    def follow(self, session: Session | None) -> None:
-        """A session has started, or the last one has ended."""
-
-    def session_for(self, strategy: Any) -> Session:
-        """The session on which a strategy runs, started if there is none.
-
-        Raises:
-            NoClusterError: There is none, and none is started.
-        """
-        return require()
-
-    def catch_up(self) -> None:
-        """Show all that replicas wrote: an error of theirs is about to be raised, and is to stand below."""
-
-    def callers_lines(self, error: BaseException) -> list[str]:
-        """The lines that show where the notebook's own code called what failed with this error."""
-        return []
-
-    def module_version(self, name: str) -> object:
-        """Which version of its file a module has, where the front end reloads modules; None where it knows of none."""
-        return None
+__all__ = ["attach", "current", "machines", "require", "start", "stop"]
 
 
 _PLAIN = FrontEnd()
@@ -92,7 +63,7 @@ def _register_remote(is_notebook: bool) -> None:
     from distnb.runtime.this_process import this_process
 
     this_process.remote = (
-        (lambda strategy: Remote(strategy, lambda: _front.session_for(strategy))) if is_notebook else None
+        (lambda strategy: Remote(strategy, lambda: _front.session_for(strategy) or require())) if is_notebook else None
     )
     this_process.machines = machines
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
-from distnb.notebook.compose import FrontEnd
 from distnb.notebook.dispatch import Outcome
 from distnb.notebook.engines import Engines, EngineStatus
 from distnb.notebook.failures import raise_failure, warn_of_drift
+from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.pending import PendingCall, Unsettled
 from distnb.options import StrategySpec

@@ -11,6 +11,7 @@ import pytest
 import distnb
 from distnb.errors import EngineDied, NoClusterError, OptionError
 from distnb.notebook import compose as sessions
+from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.session import Session
 from tests.multiprocess.sessions import lose, started
 from tests.processes import OF_MODULE
@@ -79,7 +80,7 @@ def test_one_whose_replacement_is_interrupted(session: Session) -> None:
 
 def test_a_cluster_that_is_stopped_by_its_own_method(session: Session) -> None:
     heard: list[Session | None] = []
-    front = sessions.FrontEnd()
+    front = FrontEnd()
     front.follow = heard.append  # type: ignore[method-assign]
     sessions.attach(front)
     try:

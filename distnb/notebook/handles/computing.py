@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distnb.errors import DistributedValueError
-from distnb.notebook.handles.state import state_of_handle
+from distnb.notebook.handles.state import Operations, state_of_handle
 from distnb.values import DistributedValues, Mirrored, structure
-
-if TYPE_CHECKING:
-    from distnb.notebook.namespace.handle_operations import Operations
 
 __all__ = ["FORWARDED", "compute", "special_methods"]
 
