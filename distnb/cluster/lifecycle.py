@@ -222,11 +222,10 @@ class Cluster:
             self._run_directory.end_with_owner(pid)
 
     def _launch_controller(self, processes: Processes) -> None:
-        """Start ipyparallel's controller. Only ipyparallel's own channel needs it."""
-        from distnb.cluster.local.ipyparallel_launchers import launch_controller
+        """Only ipyparallel's own channel needs it."""
+        from distnb.cluster.local.controller import start_controller
 
-        start = partial(launch_controller, self.directory, self.directory / "log" / "controller.log")
-        self._controller = processes.launch(start, lambda pid, status, expected: None)
+        self._controller = start_controller(self.directory, processes)
         self._end_with_notebook(self._controller)
 
     def _wait_until_ready(self, processes: Processes, engines: Iterable[int], timeout_s: float) -> None:

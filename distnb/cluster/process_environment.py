@@ -18,6 +18,7 @@ __all__ = [
     "AGENT_VARIABLE",
     "DEVICE_VARIABLE",
     "ENGINE_VARIABLE",
+    "PYTHON_MODULE",
     "REPLACES_VARIABLE",
     "STORE_VARIABLE",
     "Seat",
@@ -43,6 +44,9 @@ STORE_VARIABLE = "DISTNB_STORE_FILE"
 """Where replicas of a script on this machine meet."""
 AGENT_VARIABLE = "DISTNB_AGENT"
 """Module whose `install` makes an engine of the process; tests put a small one in the agent's place."""
+
+PYTHON_MODULE = (sys.executable, "-P", "-m")
+"""Runs a module. -P: a file of the user's, such as random.py beside the notebook, does not stand in for a module."""
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 

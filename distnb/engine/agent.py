@@ -33,8 +33,8 @@ from distnb.engine.output import error_reports, progress_bars, telemetry
 from distnb.engine.output.streams import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError, ProgramAborted
-from distnb.input import iterations
-from distnb.input.sources import children
+from distnb.input import dataset as datasets
+from distnb.input.sources import workers
 from distnb.runtime import spmd, step_count
 from distnb.runtime.this_process import this_process
 from distnb.topology import Device, Team
@@ -210,7 +210,7 @@ class Agent:
         """Run one program to its end and describe how it ended. Never raises."""
         replica = message.team.rank_of(self._engine)
         step_count.watch_optimizers()
-        iterations.program_began()
+        datasets.program_began()
         self._control.program_began(message.program, replica, measured=not isinstance(message, Apply))
         try:
             reply = self._handlers[type(message)](message, replica)
@@ -226,7 +226,7 @@ class Agent:
         return reply
 
     def _failed(self, program: int, error: BaseException, value: Any = None) -> Reply:
-        iterations.program_failed()
+        datasets.program_failed()
         ended = groups.failure()
         if isinstance(ended, CollectiveMismatchError) and type(error) is RuntimeError:
             # C++ (DistributedDataParallel's) waits know no exceptions of ours.
@@ -268,7 +268,7 @@ class Agent:
             failed = error
             if self._guard.interrupted:
                 # They do not hear of the interrupt, and a DataLoader waits five seconds for each in mid-item.
-                children.end(set(multiprocessing.active_children()) - there)
+                workers.end_processes(set(multiprocessing.active_children()) - there)
         renew = groups.program_ended(failed is not None)
         results, interrupt = None, None
         if mark is not None:

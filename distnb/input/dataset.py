@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from distnb.errors import ProgramError, StructureError
-from distnb.input import iterations
-from distnb.input.drawing import Drawing, set_state, state_of
-from distnb.input.draws import ReplicaDraws, on_host
+from distnb.input.batch_placement import BatchPlacement, placement_for
+from distnb.input.draws import Drawing, ReplicaDraws, on_host, set_state, state_of
 from distnb.input.optional import AskedIterator
+from distnb.input.pipelines import Agree, Together
 from distnb.input.progress import Progress, as_state, checked_state
 from distnb.input.reading import CallerReader, Maker, Reader, ThreadReader, join_all
-from distnb.input.sources.base import FROM_THE_START, Beginning, Load, Place, Source
+from distnb.input.sources.base import FROM_THE_START, Load, Place, Position, Source
 from distnb.input.sources.element_spec import spec_of
-from distnb.input.splitting.batch_placement import BatchPlacement, placement_for
-from distnb.input.together import Together
 from distnb.options import InputOptions
 
-__all__ = ["Agree", "DistributedDataset", "DistributedIterator"]
+__all__ = ["Agree", "DistributedDataset", "DistributedIterator", "program_began", "program_failed"]
 
 UNKNOWN_CARDINALITY = -2
 _EXIT_GRACE_S = 3.0
-
-Agree = Callable[[Any], Sequence[Any]]
-"""Gathers one small value of each replica on all, in replica order."""
 
 
 class DistributedDataset(Iterable[Any]):
@@ -104,7 +101,7 @@ class DistributedDataset(Iterable[Any]):
         progress.began = self._drawing.capture()
         progress.generators = tuple(map(state_of, generators))
         progress.kept = self._source.kept() if resume is None else resume["kept"]
-        beginning = FROM_THE_START if resume is None else Beginning(skip, resume["loader"], resume["kept"])
+        beginning = FROM_THE_START if resume is None else Position(skip, resume["loader"], resume["kept"])
         progress.steps = skip // self._place.elements_per_step
         self._drawing.begin()
         with self._drawing(), on_host(self._place.device):
@@ -244,8 +241,8 @@ class DistributedIterator(AskedIterator):
         self._cut_short = False
         self.ahead = ahead
         self._data = data
-        self.read_in = iterations.serial
-        iterations.note(self)
+        self._read_in = _program
+        _under_way.add(self)
 
     def __next__(self) -> Any:
         if not self._open:
@@ -255,7 +252,7 @@ class DistributedIterator(AskedIterator):
                     "different numbers of batches. Start a new one: iterate over the dataset again."
                 )
             raise StopIteration
-        self.read_in = iterations.serial
+        self._read_in = _program
         try:
             batch = self._next() if self._together is None else self._together.next(self._reader.read)
         except StopIteration:
@@ -278,7 +275,7 @@ class DistributedIterator(AskedIterator):
         """
         if not self._open:
             return None
-        self.read_in = iterations.serial
+        self._read_in = _program
         try:
             batch = self._reader.peek()
         except BaseException:
@@ -335,7 +332,32 @@ def _told(seen: tuple[str, int | None, int]) -> str:
     return f"has a first batch of {number} examples{drawn}"
 
 
+# -- the programs of this process, which read iterations that are under way --------------------------------------------
+
+_program = 0
+_under_way: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
+
+
+def program_began() -> None:
+    """A program began: what it reads is its own from now on."""
+    global _program
+    _program += 1
+
+
+def program_failed() -> None:
+    """The program ended half-way: end every iteration that it read, also those that names or tracebacks hold.
+
+    The replicas may have read different numbers of batches.
+    """
+    for iteration in list(_under_way):
+        if iteration._read_in == _program:
+            with contextlib.suppress(Exception):  # one that is ending already must not keep the others
+                iteration.cut_short()
+
+
 @atexit.register
 def _before_exit() -> None:
-    iterations.end_all()
+    for iteration in list(_under_way):
+        with contextlib.suppress(Exception):
+            iteration.close()
     join_all(_EXIT_GRACE_S)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distnb.errors import OptionError
-from distnb.input.drawing import state_of
+from distnb.input.draws import state_of
 from distnb.input.sources.base import Place, Source
 
 __all__ = ["Progress", "checked_state", "as_state"]

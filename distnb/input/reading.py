@@ -12,10 +12,9 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from distnb.errors import StructureError
+from distnb.input.batch_placement import BatchPlacement
+from distnb.input.cutting import count_examples, cut, map_leaves, map_parts, slice_bounds
 from distnb.input.sources.base import Load, Place
-from distnb.input.splitting.batch_placement import BatchPlacement
-from distnb.input.splitting.layout import count_examples, map_leaves, map_parts
-from distnb.input.splitting.split import cut, slice_bounds
 from distnb.values.distributed import PerReplica
 
 __all__ = [

@@ -128,7 +128,7 @@ class Extension:
         self.front.attach(session)
 
         def remote(strategy: Any) -> Remote:
-            return Remote(lambda: self._cluster.ensure(_request_of(strategy)))
+            return Remote(strategy, lambda: self._cluster.ensure(_request_of(strategy)))
 
         this_process.remote, this_process.machines = remote, sessions.machines
 

@@ -127,7 +127,7 @@ def start(
             on_progress=on_progress,
         )
         _current = session
-        this_process.remote, this_process.machines = (lambda strategy: Remote(require)), machines
+        this_process.remote, this_process.machines = (lambda strategy: Remote(strategy, require)), machines
         atexit.register(stop)
         for tell in on_change:
             tell(session)

@@ -56,16 +56,6 @@ class RemoteDataset:
         """As that of the engines' dataset."""
         return _unpacked(self._call(_spec_of, self._handle))
 
-    @property
-    def cardinality(self) -> int:
-        """As that of the engines' dataset."""
-        return int(self._call(_cardinality_of, self._handle))
-
-    @property
-    def epoch(self) -> int:
-        """As that of the engines' dataset."""
-        return int(self._call(_epoch_of, self._handle))
-
     def state_dict(self) -> Any:
         """As that of the engines' dataset: one dict, where all replicas read the same data."""
         return _unpacked(self._call(_state_of, self._handle))
@@ -77,7 +67,7 @@ class RemoteDataset:
     def __repr__(self) -> str:
         return f"RemoteDataset({self._handle!r})"
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # `cardinality` and `epoch`, which are plain numbers
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._handle, name)
@@ -155,14 +145,6 @@ def _unpacked(packed: Any) -> Any:
 
 def _spec_of(dataset: Any) -> bytes:
     return pickle.dumps(dataset.element_spec)
-
-
-def _cardinality_of(dataset: Any) -> int:
-    return int(dataset.cardinality)
-
-
-def _epoch_of(dataset: Any) -> int:
-    return int(dataset.epoch)
 
 
 def _state_of(dataset: Any) -> bytes:

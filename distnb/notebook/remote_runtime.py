@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,27 +23,31 @@ class Remote:
     """Forwards a strategy's methods to the engines: the meaning stays in one place, the SPMD runtime there.
 
     Args:
+        strategy: Whose.
         session: Gives the running session, or raises that there is none.
     """
 
-    def __init__(self, session: Callable[[], Session]) -> None:
+    def __init__(self, strategy: Owner, session: Callable[[], Session]) -> None:
+        self._strategy = strategy
         self._session = session
 
-    def num_replicas(self, strategy: Owner) -> int:
+    def _ask(self, method: str, args: tuple[Any, ...], keywords: dict[str, Any], *, wait: bool = True) -> Any:
+        return self._session().call(self._strategy.spec, method, args, keywords, wait=wait)
+
+    def num_replicas(self) -> int:
         """As many as the team has."""
-        return self._session().team(strategy.spec).size
+        return self._session().team(self._strategy.spec).size
 
-    def worker_devices(self, strategy: Owner) -> tuple[str, ...]:
+    def worker_devices(self) -> tuple[str, ...]:
         """The device of each replica, in order."""
-        return tuple(map(str, self._session().team(strategy.spec).devices))
+        return tuple(map(str, self._session().team(self._strategy.spec).devices))
 
-    def scope(self, strategy: Owner) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[Any]:
         """Stands for a scope whose body the notebook hands to the engines."""
-        return RemoteScope(strategy)
+        return RemoteScope(self._strategy)
 
     def run(
         self,
-        strategy: Owner,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -52,59 +55,55 @@ class Remote:
     ) -> Any:
         """Call a function on every replica."""
         wait = options is None or options.wait
-        return self._session().call(strategy.spec, "run", (fn, tuple(args), dict(kwargs)), {}, wait=wait)
+        return self._ask("run", (fn, tuple(args), dict(kwargs)), {}, wait=wait)
 
-    def reduce(self, strategy: Owner, op: ReduceOp, value: Any, axis: Any) -> Any:
+    def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         """Combine the replicas' components into one value, which stays on the engines."""
-        return self._session().call(strategy.spec, "reduce", (op, value), {"axis": axis})
+        return self._ask("reduce", (op, value), {"axis": axis})
 
-    def gather(self, strategy: Owner, value: Any, axis: int) -> Any:
+    def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the replicas' components."""
-        return self._session().call(strategy.spec, "gather", (value, axis), {})
+        return self._ask("gather", (value, axis), {})
 
-    def broadcast(self, strategy: Owner, value: Any, source: int) -> Any:
+    def broadcast(self, value: Any, source: int) -> Any:
         """One replica's component, on all."""
-        return self._session().call(strategy.spec, "broadcast", (value, source), {})
+        return self._ask("broadcast", (value, source), {})
 
-    def local_results(self, strategy: Owner, value: Any) -> tuple[Any, ...]:
+    def local_results(self, value: Any) -> tuple[Any, ...]:
         """Every replica's component, fetched: in the notebook they are all equally far."""
         return local_components(value)
 
-    def distribute_values_from_function(self, strategy: Owner, fn: Callable[[ValueContext], Any]) -> Any:
+    def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
         """A distributed value made by a function, which each replica calls for itself."""
-        return self._session().call(strategy.spec, "distribute_values_from_function", (fn,), {})
+        return self._ask("distribute_values_from_function", (fn,), {})
 
-    def distribute_dataset(
-        self, strategy: Owner, dataset: Any, batch_size: int | None, options: InputOptions | None
-    ) -> Any:
+    def distribute_dataset(self, dataset: Any, batch_size: int | None, options: InputOptions | None) -> Any:
         """A dataset that every replica reads its slices of."""
         keywords = {"batch_size": batch_size, "options": options}
-        handle = self._session().call(strategy.spec, "distribute_dataset", (dataset,), keywords)
-        return RemoteDataset(handle, partial(self._call, strategy), self._note_batch)
+        handle = self._ask("distribute_dataset", (dataset,), keywords)
+        return RemoteDataset(handle, self._call, self._note_batch)
 
-    def distribute_datasets_from_function(
-        self, strategy: Owner, fn: Callable[[InputContext], Any], options: InputOptions | None
-    ) -> Any:
+    def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
         """A dataset whose pipelines a function makes on the engines."""
-        handle = self._session().call(strategy.spec, "distribute_datasets_from_function", (fn,), {"options": options})
-        return RemoteDataset(handle, partial(self._call, strategy), self._note_batch)
+        handle = self._ask("distribute_datasets_from_function", (fn,), {"options": options})
+        return RemoteDataset(handle, self._call, self._note_batch)
 
-    def _call(self, strategy: Owner, function: Callable[..., Any], *args: Any, wait: bool = True) -> Any:
-        return self._session().call(strategy.spec, "", (function, *args), {}, wait=wait)
+    def _call(self, function: Callable[..., Any], *args: Any, wait: bool = True) -> Any:
+        return self._ask("", (function, *args), {}, wait=wait)
 
     def _note_batch(self, batch: Any) -> None:
         self._session().namespace.batch = batch
 
-    def no_sync(self, strategy: Owner) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Gradients belong to a function that `run` calls, or to a distributed cell, and so does this."""
         raise ContextError(
             "strategy.no_sync() was called in the notebook, where no gradients are. Use it in the function that "
             "strategy.run calls, or in a %%distribute cell."
         )
 
-    def assert_in_sync(self, strategy: Owner, value: Any) -> None:
+    def assert_in_sync(self, value: Any) -> None:
         """Raise when replicas hold different bits."""
-        self._session().call(strategy.spec, "assert_in_sync", (value,), {})
+        self._ask("assert_in_sync", (value,), {})
 
 
 class RemoteScope:

@@ -20,24 +20,23 @@ class Owner(Protocol):
 
 
 class Runtime(Protocol):
-    """One place where strategies run. There are three: in process, SPMD, and remote (the session's).
+    """Where one strategy runs. There are three: in process, SPMD, and remote (the session's).
 
     Every public method of `Strategy` goes through the method of the same name here, after checks that need no
     replica; an implementation is complete by itself.
     """
 
-    def num_replicas(self, strategy: Owner) -> int:
+    def num_replicas(self) -> int:
         """Replicas in sync."""
 
-    def worker_devices(self, strategy: Owner) -> tuple[str, ...]:
+    def worker_devices(self) -> tuple[str, ...]:
         """The device of each replica, in order."""
 
-    def scope(self, strategy: Owner) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[Any]:
         """Where variables are made."""
 
     def run(
         self,
-        strategy: Owner,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -45,33 +44,29 @@ class Runtime(Protocol):
     ) -> Any:
         """Call a function on every replica."""
 
-    def reduce(self, strategy: Owner, op: ReduceOp, value: Any, axis: Any) -> Any:
+    def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         """Combine the replicas' components into one value."""
 
-    def gather(self, strategy: Owner, value: Any, axis: int) -> Any:
+    def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the replicas' components."""
 
-    def broadcast(self, strategy: Owner, value: Any, source: int) -> Any:
+    def broadcast(self, value: Any, source: int) -> Any:
         """One replica's component, on all."""
 
-    def local_results(self, strategy: Owner, value: Any) -> tuple[Any, ...]:
+    def local_results(self, value: Any) -> tuple[Any, ...]:
         """The components that are here."""
 
-    def distribute_values_from_function(self, strategy: Owner, fn: Callable[[ValueContext], Any]) -> Any:
+    def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
         """A distributed value made by a function."""
 
-    def distribute_dataset(
-        self, strategy: Owner, dataset: Any, batch_size: int | None, options: InputOptions | None
-    ) -> Any:
+    def distribute_dataset(self, dataset: Any, batch_size: int | None, options: InputOptions | None) -> Any:
         """A dataset whose global batches are cut into one slice per replica."""
 
-    def distribute_datasets_from_function(
-        self, strategy: Owner, fn: Callable[[InputContext], Any], options: InputOptions | None
-    ) -> Any:
+    def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
         """A dataset of the batches that a function's pipelines give, one for each replica."""
 
-    def no_sync(self, strategy: Owner) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally."""
 
-    def assert_in_sync(self, strategy: Owner, value: Any) -> None:
+    def assert_in_sync(self, value: Any) -> None:
         """Raise when replicas hold different bits."""

@@ -19,7 +19,7 @@ _IN_PROCESS_KINDS = (DEFAULT, "one_device")
 _MULTI_WORKER = "multi_worker"
 _CHECKED_KINDS = (_MULTI_WORKER, setup.KIND)
 
-_in_process: dict[str | None, InProcess] = {}
+_in_process: dict[Owner, InProcess] = {}
 _checked: set[tuple[Owner, tuple[object, ...]]] = set()
 
 
@@ -42,7 +42,7 @@ def runtime_for(strategy: Owner) -> Runtime:
     """
     spec = strategy.spec
     if is_in_process(spec):
-        return _alone_on(spec.devices[0] if spec.devices else None)
+        return _alone_on(strategy, spec.devices[0] if spec.devices else None)
     process = this_process.replica
     if process is not None:
         if spec.kind in _CHECKED_KINDS or spec.devices or spec.num_replicas or spec.options or spec.device_type:
@@ -54,7 +54,7 @@ def runtime_for(strategy: Owner) -> Runtime:
         from distnb.runtime import script_worker
 
         device = script_worker.enter(spec, started_by_launcher())
-        return runtime_for(strategy) if device is None else _alone_on(device)
+        return runtime_for(strategy) if device is None else _alone_on(strategy, device)
     if started_by_launcher():
         from distnb.runtime.spmd import join_from_env
 
@@ -67,10 +67,10 @@ def runtime_for(strategy: Owner) -> Runtime:
     )
 
 
-def _alone_on(device: str | None) -> InProcess:
-    if device not in _in_process:
-        _in_process[device] = InProcess(device)
-    return _in_process[device]
+def _alone_on(strategy: Owner, device: str | None) -> InProcess:
+    if strategy not in _in_process:
+        _in_process[strategy] = InProcess(strategy, device)
+    return _in_process[strategy]
 
 
 def _script() -> str:

@@ -24,36 +24,34 @@ class InProcess:
     """One replica, here.
 
     Args:
+        strategy: Whose.
         device: Where it computes; None leaves everything as it is (the default strategy, whose `run` is its own).
     """
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, strategy: Owner, device: str | None = None) -> None:
+        self._strategy = strategy
         self._device: Device | None = None if device is None else parse_device(device)
 
-    def num_replicas(self, strategy: Owner) -> int:
+    def num_replicas(self) -> int:
         """One."""
         return 1
 
-    def worker_devices(self, strategy: Owner) -> tuple[str, ...]:
+    def worker_devices(self) -> tuple[str, ...]:
         """The one device."""
         return (str(self._device or Device("cpu")),)
 
-    def scope(self, strategy: Owner) -> AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[Any]:
         """New tensors and modules land on the device; nothing else happens."""
-        return nullcontext(strategy) if self._device is None else self._placed(strategy, self._device)
+        return nullcontext(self._strategy) if self._device is None else self._placed(self._device)
 
     @contextmanager
-    def _placed(self, strategy: Owner, device: Device) -> Iterator[Owner]:
-        with contexts.enter_cross_replica(strategy), self._on(device):
-            yield strategy
-
-    def _on(self, device: Device) -> AbstractContextManager[Any]:
+    def _placed(self, device: Device) -> Iterator[Owner]:
         checked(device)
-        return placed_on(device)
+        with contexts.enter_cross_replica(self._strategy), placed_on(device):
+            yield self._strategy
 
     def run(
         self,
-        strategy: Owner,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -66,60 +64,50 @@ class InProcess:
         args = [select(arg, 0, 1, note) for arg in args]
         kwargs = {name: select(arg, 0, 1, note) for name, arg in kwargs.items()} if kwargs else {}
         stack = contexts.entries()
-        stack.append((strategy, ReplicaContext(strategy, 0, 1, None, note.batch_size, note.slice_size)))
+        stack.append((self._strategy, ReplicaContext(self._strategy, 0, 1, None, note.batch_size, note.slice_size)))
         try:
             with step_count.calling:
-                if device.type == "cpu":
-                    result = self._call(fn, args, kwargs)
-                else:
-                    with self._on(device):
-                        result = self._call(fn, args, kwargs)
+                checked(device)
+                with placed_on(device):
+                    result = fn(*args, **kwargs)
+        except TypeError as error:
+            check_fits(error, fn, args, kwargs)
+            raise
         finally:
             stack.pop()
         step_count.examples += note.slice_size or 0
         return result
 
-    def _call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        __tracebackhide__ = True  # see Strategy.run
-        try:
-            return fn(*args, **kwargs)
-        except TypeError as error:
-            check_fits(error, fn, args, kwargs)
-            raise
-
-    def reduce(self, strategy: Owner, op: ReduceOp, value: Any, axis: Any) -> Any:
+    def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         """Reduce along the axes; without any, the value itself."""
-        from distnb.runtime.reduction.rules import reduce_alone
+        from distnb.runtime.reduction.reducing import reduce_alone
 
         return map_structure(lambda leaf: reduce_alone(op, leaf, axis), select(value, 0, 1))
 
-    def gather(self, strategy: Owner, value: Any, axis: int) -> Any:
+    def gather(self, value: Any, axis: int) -> Any:
         """The value itself, once rank and axis are checked."""
-        from distnb.runtime.reduction.gathering import checked_axis
-        from distnb.runtime.reduction.rules import tensor_of
+        from distnb.runtime.reduction.reducing import checked_axis, tensor_of
 
         value = select(value, 0, 1)
         for leaf in flatten(value)[0]:
             checked_axis(axis, tensor_of(leaf, "gather"), "gather")
         return value
 
-    def broadcast(self, strategy: Owner, value: Any, source: int) -> Any:
+    def broadcast(self, value: Any, source: int) -> Any:
         """The value itself."""
         if source != 0:
             raise OptionError(f"broadcast from replica {source}: there is one replica, replica 0.")
         return select(value, 0, 1)
 
-    def local_results(self, strategy: Owner, value: Any) -> tuple[Any, ...]:
+    def local_results(self, value: Any) -> tuple[Any, ...]:
         """The value itself, in a tuple."""
         return local_components(value)
 
-    def distribute_values_from_function(self, strategy: Owner, fn: Callable[[ValueContext], Any]) -> Any:
+    def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
         """What the function returns."""
         return fn(ValueContext(0, 1))
 
-    def distribute_dataset(
-        self, strategy: Owner, dataset: Any, batch_size: int | None, options: InputOptions | None
-    ) -> Any:
+    def distribute_dataset(self, dataset: Any, batch_size: int | None, options: InputOptions | None) -> Any:
         """The dataset itself by default; on a named device, its whole batches, moved there."""
         if self._device is None and batch_size is None:
             return dataset
@@ -135,9 +123,7 @@ class InProcess:
             shared_randomness=nullcontext,
         )
 
-    def distribute_datasets_from_function(
-        self, strategy: Owner, fn: Callable[[InputContext], Any], options: InputOptions | None
-    ) -> Any:
+    def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
         """What the function makes, by default; on a named device, its batches, moved there."""
         if self._device is None:
             return fn(InputContext())
@@ -147,11 +133,11 @@ class InProcess:
             fn, num_replicas=1, replica_id=0, device=self._device, options=options, shared_randomness=nullcontext
         )
 
-    def no_sync(self, strategy: Owner) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Nothing: there is nobody to be in sync with."""
         return nullcontext()
 
-    def assert_in_sync(self, strategy: Owner, value: Any) -> None:
+    def assert_in_sync(self, value: Any) -> None:
         """Nothing: one replica is always in sync."""
 
 

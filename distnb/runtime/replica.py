@@ -10,7 +10,7 @@ import torch
 
 from distnb.accelerators import placed_on, torch_device
 from distnb.collectives.algorithms.aggregation import Aggregation
-from distnb.collectives.algorithms.packs import Packs
+from distnb.collectives.algorithms.flat_packs import Packs
 from distnb.collectives.gradients.gradient_sync import GradientSync
 from distnb.errors import DistributedValueError, OptionError
 from distnb.input.distribute import distribute, distribute_from_function
@@ -30,11 +30,12 @@ from distnb.runtime.central import setup
 from distnb.runtime.central.shared_optimizers import SharedOptimizers
 from distnb.runtime.central.shared_variables import SharedVariables
 from distnb.runtime.consistency.agreement import distributed
+from distnb.runtime.consistency.resynchronisation import resynchronise
 from distnb.runtime.consistency.sync_check import assert_in_sync
 from distnb.runtime.in_process import local_components
 from distnb.runtime.randomness import streams
-from distnb.runtime.reduction.gathering import broadcast_tree, checked_axis, gather_tensor
-from distnb.runtime.reduction.rules import plain_value_error, reduce_alone, reduce_leaves, tensor_of
+from distnb.runtime.reduction.gathering import broadcast_tree, gather_tensor
+from distnb.runtime.reduction.reducing import checked_axis, plain_value_error, reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.runtime.scopes.registration import Registration, is_scope_buffer
 from distnb.runtime.scopes.unmanaged import UnmanagedCheck
@@ -75,13 +76,11 @@ class Spmd:
         self._of_group: Aggregation | None = None
         self.preferences = (options.timeout_seconds, options.implementation is not CommunicationImplementation.RING)
         self._sync = GradientSync(
-            lambda: process.group,
+            self._aggregation,
             self._reduction,
             check_mean_loss=strategy.spec.option("check_mean_loss", True),
-            packs=self._packs,
-            sums=None if self._aggregation().exact else self._aggregation,
-            after_pass=lambda reached: self._registration.running_statistics.average(reached),
             in_replica=contexts.in_replica,
+            after_pass=lambda reached: self._registration.running_statistics.average(reached),
         )
         self._shared: SharedVariables | None = None
         self._optimizers: SharedOptimizers | None = None
@@ -92,6 +91,7 @@ class Spmd:
         self.home = ReplicaHome(self._registration, self._aggregation)
         self._unmanaged = UnmanagedCheck(strategy, self._registration.owns)
         self._open_scopes = 0
+        self._generation: int | None = None
 
     def _aggregation(self) -> Aggregation:
         """How this strategy adds up, on the group of the present generation."""
@@ -109,22 +109,22 @@ class Spmd:
         """The mirrored parameters that may differ between replicas, with numbers to compare."""
         return {} if self._shared is not None else self._sync.changed_by_hand()
 
-    def num_replicas(self, strategy: Owner) -> int:
+    def num_replicas(self) -> int:
         """As many as the team has."""
         return self._process.team.size
 
-    def worker_devices(self, strategy: Owner) -> tuple[str, ...]:
+    def worker_devices(self) -> tuple[str, ...]:
         """The device of each replica, in order."""
         return tuple(map(str, self._process.team.devices))
 
     # Where variables are made -----------------------------------------------------------------------------------
 
     @contextmanager
-    def scope(self, strategy: Owner) -> Iterator[Any]:
+    def scope(self) -> Iterator[Any]:
         """Parameters made here start equal and are kept in sync; new tensors land on the replica's device."""
-        with contexts.enter_cross_replica(strategy), placed_on(self._process.device):
+        with contexts.enter_cross_replica(self._strategy), placed_on(self._process.device):
             if self._open_scopes:
-                yield strategy
+                yield self._strategy
                 return
             regions = self._process.group.regions
             regions.enter()
@@ -133,7 +133,7 @@ class Spmd:
             try:
                 self._resynchronise("strategy.scope")
                 with self._registration.take_what_is_made():
-                    yield strategy
+                    yield self._strategy
                 if self._shared is not None:
                     self._shared.settle()
             except BaseException as error:
@@ -148,18 +148,19 @@ class Spmd:
     def _resynchronise(self, within: str) -> None:
         # A program that ended half-way through a step may have left the replicas' variables unequal.
         group = self._process.group
-        if self._sync.healed != group.generation:
+        if self._generation != group.generation:
             if group.size > 1:
                 group.note(within, ())
             if self._optimizers is not None:
                 self._optimizers.end_half_steps()
-            self._sync.heal(self._registration.buffers())
+            self._generation = group.generation
+            if group.size > 1:
+                resynchronise(group, self._sync.groups, self._registration.buffers())
 
     # Computing on replicas --------------------------------------------------------------------------------------
 
     def run(
         self,
-        strategy: Owner,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -169,57 +170,57 @@ class Spmd:
         __tracebackhide__ = True  # see Strategy.run
         process = self._process
         if process.team.size == 1:
-            return self._run_alone(strategy, fn, args, kwargs)
+            return self._run_alone(fn, args, kwargs)
         regions = process.group.regions
         regions.enter()
         try:
-            result = self._run(strategy, fn, args, kwargs)
+            result = self._run(fn, args, kwargs)
         except BaseException as error:
             regions.leave("strategy.run", error)
             raise
         regions.leave()
-        if self._sync.healed != process.group.generation:
+        if self._generation != process.group.generation:
             self._resynchronise("strategy.run")  # an error was caught before, and the replicas met again in this call
         return result
 
-    def _run_alone(self, strategy: Owner, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run_alone(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One replica has nobody to agree with: little more than a call."""
         __tracebackhide__ = True  # see Strategy.run
         note = BatchNote()
         own_args = [select(arg, 0, 1, note) for arg in args]
         own_kwargs = {name: select(arg, 0, 1, note) for name, arg in kwargs.items()} if kwargs else {}
         replica = ReplicaContext(
-            strategy, 0, 1, self._of_group or self._aggregation(), note.batch_size, note.slice_size
+            self._strategy, 0, 1, self._of_group or self._aggregation(), note.batch_size, note.slice_size
         )
         with step_count.calling:
-            result = self._call(strategy, replica, fn, own_args, own_kwargs)
+            result = self._call(replica, fn, own_args, own_kwargs)
         step_count.examples += note.slice_size or 0
         return result
 
-    def _run(self, strategy: Owner, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         __tracebackhide__ = True  # see Strategy.run
         process = self._process
-        if self._sync.healed != process.group.generation:
+        if self._generation != process.group.generation:
             self._resynchronise("strategy.run")
         rank, size = process.rank, process.team.size
         note = BatchNote()
         own_args = [select(arg, rank, size, note) for arg in args]
         own_kwargs = {name: select(arg, rank, size, note) for name, arg in kwargs.items()} if kwargs else {}
         aggregation = self._aggregation()
-        replica = ReplicaContext(strategy, rank, size, aggregation, note.batch_size, note.slice_size)
+        replica = ReplicaContext(self._strategy, rank, size, aggregation, note.batch_size, note.slice_size)
         self._unmanaged.before_run(fn, own_args, own_kwargs)
         self._sync.weight(note.slice_size, note.batch_size)
         with step_count.calling:
-            result = self._call(strategy, replica, fn, own_args, own_kwargs)
+            result = self._call(replica, fn, own_args, own_kwargs)
         if note.slice_size:
             step_count.examples += note.slice_size
         return process.agreement.regroup(process.group, fn, result)
 
-    def _call(self, strategy: Owner, replica: ReplicaContext, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _call(self, replica: ReplicaContext, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True  # see Strategy.run
         stack = contexts.entries()
         several = replica.num_replicas_in_sync > 1
-        stack.append((strategy, replica))
+        stack.append((self._strategy, replica))
         if several:
             streams.enter(replica.replica_id_in_sync_group)
         try:
@@ -235,13 +236,13 @@ class Spmd:
                 streams.leave()
             stack.pop()
 
-    def no_sync(self, strategy: Owner) -> AbstractContextManager[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes within gather gradients on this replica only."""
         return self._sync.no_sync()
 
     # Bringing values together -----------------------------------------------------------------------------------
 
-    def reduce(self, strategy: Owner, op: ReduceOp, value: Any, axis: Any) -> Any:
+    def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         """Combine the replicas' components."""
         process = self._process
         if process.size == 1:
@@ -275,7 +276,7 @@ class Spmd:
         leaf = select(leaf, self._process.rank, self._process.size)
         return component_of(leaf) if isinstance(leaf, Variable) else leaf
 
-    def gather(self, strategy: Owner, value: Any, axis: int) -> Any:
+    def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the replicas' components."""
         process = self._process
 
@@ -294,7 +295,7 @@ class Spmd:
 
         return map_structure(one, value)
 
-    def broadcast(self, strategy: Owner, value: Any, source: int) -> Any:
+    def broadcast(self, value: Any, source: int) -> Any:
         """Replica `source`'s component, on all."""
         process = self._process
         if not 0 <= source < process.size:
@@ -302,34 +303,30 @@ class Spmd:
         own = map_structure(self._own, select(value, process.rank, process.size))
         return own if process.size == 1 else broadcast_tree(process.group, own, source)
 
-    def local_results(self, strategy: Owner, value: Any) -> tuple[Any, ...]:
+    def local_results(self, value: Any) -> tuple[Any, ...]:
         """This replica's component, in a tuple."""
         if any(isinstance(leaf, SyncOnReadVariable) for leaf in flatten(value)[0]):
             value = map_structure(self._own, value)  # its value outside replicas would be that of all components
         return local_components(value)
 
-    def assert_in_sync(self, strategy: Owner, value: Any) -> None:
+    def assert_in_sync(self, value: Any) -> None:
         """Compare the replicas' bits."""
         if self._process.size > 1:
             assert_in_sync(self._process.group, select(value, self._process.rank, self._process.size))
 
     # Values and data ----------------------------------------------------------------------------------------------
 
-    def distribute_values_from_function(self, strategy: Owner, fn: Callable[[ValueContext], Any]) -> Any:
+    def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
         """What the function returns for this replica, as a component."""
         rank, size = self._process.rank, self._process.size
         value = fn(ValueContext(rank, size))
         return value if size == 1 else distributed(self._process.group, value)
 
-    def distribute_dataset(
-        self, strategy: Owner, dataset: Any, batch_size: int | None, options: InputOptions | None
-    ) -> Any:
+    def distribute_dataset(self, dataset: Any, batch_size: int | None, options: InputOptions | None) -> Any:
         """This replica's slices of the dataset's global batches."""
         return distribute(dataset, batch_size=batch_size, options=options, **self._reading())
 
-    def distribute_datasets_from_function(
-        self, strategy: Owner, fn: Callable[[InputContext], Any], options: InputOptions | None
-    ) -> Any:
+    def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
         """This replica's batches of its worker's pipeline."""
         return distribute_from_function(fn, options=options, **self._reading())
 

@@ -93,7 +93,7 @@ class ReplicaContext:
         aggregation = self._communicating(options)
         if aggregation is None:
             return value
-        from distnb.runtime.reduction.replica_collectives import all_reduce_tree
+        from distnb.runtime.reduction.reducing import all_reduce_tree
 
         return all_reduce_tree(aggregation, op, value)
 
@@ -115,7 +115,7 @@ class ReplicaContext:
                 "of its own. Leave it out."
             )
         aggregation = self._communicating(options)
-        from distnb.runtime.reduction.replica_collectives import all_gather_tree
+        from distnb.runtime.reduction.gathering import all_gather_tree
 
         return all_gather_tree(aggregation, value, axis)
 
@@ -160,7 +160,7 @@ class ReplicaContext:
         self._check()
         if self._aggregation is None or self.num_replicas_in_sync == 1:
             return None
-        return self._aggregation if options is None else self._aggregation.told(options)
+        return self._aggregation if options is None else self._aggregation.with_options(options)
 
     def _check(self) -> None:
         if self._aggregation is None:

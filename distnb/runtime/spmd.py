@@ -24,7 +24,7 @@ from distnb.runtime.this_process import this_process
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.topology import Device, Team
 
-__all__ = ["SpmdProcess", "adopt_restored", "changed_by_hand", "enter", "join_from_env", "results_left_to_caller"]
+__all__ = ["SpmdProcess", "register_restored", "changed_by_hand", "enter", "join_from_env", "results_left_to_caller"]
 
 
 class SpmdProcess:
@@ -121,7 +121,7 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
     return process
 
 
-def adopt_restored(strategy: Owner, value: Any) -> None:
+def register_restored(strategy: Owner, value: Any) -> None:
     """Keep in sync, from the next program on, what was copied to this process from another replica.
 
     Args:

@@ -11,7 +11,7 @@ from distnb.runtime import choice, contexts
 from distnb.runtime.contexts import mixing
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import map_structure
-from distnb.variables.homes import Home, register_homes
+from distnb.variables.homes import Home, homes
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ class _Alone:
         """The value alone."""
         return [value]
 
-    def adopt(self, variable: Variable) -> None:
+    def register(self, variable: Variable) -> None:
         """Nothing: there is nobody to be in sync with."""
 
 
@@ -124,11 +124,11 @@ class ReplicaHome:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Over the replicas."""
-        from distnb.runtime.reduction.packed_sums import combine_over_replicas
+        from distnb.collectives.algorithms.sums import combine
 
         if self.num_replicas == 1:
             return tensor
-        return combine_over_replicas(self._aggregation(), ReduceOp.SUM, [tensor])[0]
+        return combine(self._aggregation(), ReduceOp.SUM, [tensor])[0]
 
     def first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replica 0's."""
@@ -148,7 +148,7 @@ class ReplicaHome:
         every = group.all_gather_object(map_structure(lambda one: one.detach().cpu(), value))
         return [map_structure(lambda one: one.to(device), one) for one in every]
 
-    def adopt(self, variable: Variable) -> None:
+    def register(self, variable: Variable) -> None:
         """Replica 0's value for all; a mirrored one is kept in sync from then on."""
         self._registration.take_variable(variable)
 
@@ -162,4 +162,4 @@ def _home_of(strategy: Any) -> Home:
     return process.home_of(strategy)
 
 
-register_homes(_home_of)
+homes.of = _home_of

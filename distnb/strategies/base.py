@@ -15,7 +15,7 @@ from distnb.runtime.base import Runtime
 from distnb.runtime.call_arguments import check_call, check_input_function, check_input_options, explained
 from distnb.strategies.aliases import METHODS
 from distnb.values.structure import flatten
-from distnb.variables.homes import several_strategies
+from distnb.variables.homes import homes
 
 if TYPE_CHECKING:
     from distnb.cluster.resolvers import ClusterResolver
@@ -77,7 +77,7 @@ class Strategy:
             strategy.spec = spec
             _made[spec] = strategy
             if sum(each.kind != choice.DEFAULT for each in _made) > 1:
-                several_strategies()
+                homes.several()
         return cast("Self", strategy)
 
     def __reduce__(self) -> tuple[Callable[[StrategySpec], Strategy], tuple[StrategySpec]]:
@@ -108,12 +108,12 @@ class Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas compute one global batch together."""
-        return self.runtime.num_replicas(self)
+        return self.runtime.num_replicas()
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The device of each replica, in replica order."""
-        return self.runtime.worker_devices(self)
+        return self.runtime.worker_devices()
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
@@ -137,7 +137,7 @@ class Strategy:
             ...     model = torch.nn.Linear(64, 10)
         """
         contexts.require_cross_replica(self, "scope")
-        return self.runtime.scope(self)
+        return self.runtime.scope()
 
     def colocate_with(self, variable: Any) -> AbstractContextManager[Any]:
         """A context in which new tensors land on the device of a variable.
@@ -153,8 +153,11 @@ class Strategy:
         return tensor.device
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context whose backward passes gather gradients on each replica; the next pass outside aggregates them."""
-        return self.runtime.no_sync(self)
+        """A context whose backward passes gather gradients on each replica; the next pass outside aggregates them.
+
+        Gradients of all replicas cannot be added to: call `zero_grad()` before the first pass within.
+        """
+        return self.runtime.no_sync()
 
     def assert_in_sync(self, value: Any) -> None:
         """Check that all replicas hold the same bits.
@@ -166,7 +169,7 @@ class Strategy:
             OutOfSyncError: It names what differs, where, and by how much.
         """
         contexts.require_cross_replica(self, "assert_in_sync")
-        self.runtime.assert_in_sync(self, value)
+        self.runtime.assert_in_sync(value)
 
     # Computing ------------------------------------------------------------------------------------------------------
 
@@ -202,7 +205,7 @@ class Strategy:
         check_call(fn, args, kwargs, options)
         contexts.require_cross_replica(self, "run")
         contexts.renew_standing()
-        return self.runtime.run(self, fn, args, kwargs if kwargs is not None else {}, options)
+        return self.runtime.run(fn, args, kwargs if kwargs is not None else {}, options)
 
     @explained(
         "Write strategy.reduce('sum', value, axis=None), or 'mean': axis=None combines the replicas' components "
@@ -229,7 +232,7 @@ class Strategy:
         """
         op = ReduceOp.parse(reduce_op)
         contexts.require_cross_replica(self, "reduce")
-        return self.runtime.reduce(self, op, value, tuple(axis) if isinstance(axis, list) else axis)
+        return self.runtime.reduce(op, value, tuple(axis) if isinstance(axis, list) else axis)
 
     @explained("Write strategy.gather(value, axis=0): the axis along which the components are put together.")
     def gather(self, value: Any, axis: int) -> Any:
@@ -245,7 +248,7 @@ class Strategy:
             ContextError: In a replica context, or in another strategy's scope.
         """
         contexts.require_cross_replica(self, "gather")
-        return self.runtime.gather(self, value, axis)
+        return self.runtime.gather(value, axis)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """What one replica holds, on all of them.
@@ -259,7 +262,7 @@ class Strategy:
             `model.load_state_dict(strategy.broadcast(model.state_dict()))`.
         """
         contexts.require_cross_replica(self, "broadcast")
-        return self.runtime.broadcast(self, value, source)
+        return self.runtime.broadcast(value, source)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of a value that are here: all in the notebook, its own on a replica.
@@ -267,7 +270,7 @@ class Strategy:
         Args:
             value: Any structure. A plain value is its only component.
         """
-        return self.runtime.local_results(self, value)
+        return self.runtime.local_results(value)
 
     def group(self, value: Any) -> None:
         """Wait until every component of a value that is here has been computed.
@@ -290,7 +293,7 @@ class Strategy:
             value_fn: Called once for each replica, where that replica runs, with a `ValueContext`.
         """
         contexts.require_cross_replica(self, "distribute_values_from_function")
-        return self.runtime.distribute_values_from_function(self, value_fn)
+        return self.runtime.distribute_values_from_function(value_fn)
 
     def distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None, *, batch_size: int | None = None
@@ -312,7 +315,7 @@ class Strategy:
         """
         check_input_options(options, batch_size)
         contexts.require_cross_replica(self, "distribute_dataset")
-        return self.runtime.distribute_dataset(self, dataset, batch_size, options)
+        return self.runtime.distribute_dataset(dataset, batch_size, options)
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -344,7 +347,7 @@ class Strategy:
         """
         check_input_function(dataset_fn, options)
         contexts.require_cross_replica(self, "distribute_datasets_from_function")
-        return self.runtime.distribute_datasets_from_function(self, dataset_fn, options)
+        return self.runtime.distribute_datasets_from_function(dataset_fn, options)
 
 
 def kept_options(gradient_reduction: str, check_mean_loss: bool, **others: Any) -> tuple[tuple[str, Any], ...]:

@@ -27,16 +27,17 @@ class CentralStorageStrategy(Strategy):
     until the next optimizer step or the end of the next scope: then what all replicas changed alike becomes the one
     value, and what they changed to different values is an OutOfSyncError.
 
-    Several replicas are CPU devices of one machine. With one replica, such as one GPU, everything is on its device.
+    All replicas are on one machine. Those on several accelerators compute with copies of the parameters, which are
+    renewed after each update in the host's memory. With one replica, such as one GPU, everything is on its device.
 
     Args:
         compute_devices: One per replica; None for all that the cluster (or the script's processes) have.
-        parameter_device: Where variables live; only the replicas' own: the host's memory, or the one accelerator.
+        parameter_device: Where variables live; the host's memory, or the one accelerator.
         gradient_reduction: "sum", as tf.distribute does, or "mean": weighted by the sizes of the replicas' slices.
         check_mean_loss: With "sum", raise on a loss that is a mean over the replica's slice only.
 
     Raises:
-        OptionError: An argument that is malformed, or that cannot be honoured: several machines, or accelerators.
+        OptionError: An argument that is malformed, or that cannot be honoured: several machines, or kinds of device.
 
     Example:
         >>> import distnb

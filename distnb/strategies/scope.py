@@ -8,7 +8,15 @@ from typing import Any
 from distnb.options import StrategySpec, VariableAggregation
 from distnb.runtime.this_process import this_process
 
-__all__ = ["adopt_restored", "drift_report", "is_apart", "is_mirrored", "is_read_together", "read_together", "spec_of"]
+__all__ = [
+    "register_restored",
+    "drift_report",
+    "is_apart",
+    "is_mirrored",
+    "is_read_together",
+    "read_together",
+    "spec_of",
+]
 
 
 def is_mirrored(value: Any) -> bool:
@@ -19,7 +27,7 @@ def is_mirrored(value: Any) -> bool:
             is one value only when it is read (see `is_read_together`) counts as well.
     """
     torch = sys.modules.get("torch")
-    registry = sys.modules.get("distnb.collectives.gradients.mirrored_parameters")
+    registry = sys.modules.get("distnb.collectives.gradients.parameter_groups")
     if torch is None or registry is None:
         return False
     if isinstance(value, torch.nn.Module) and _is_metric(value):
@@ -73,7 +81,7 @@ def spec_of(value: Any) -> StrategySpec | None:
     return next((strategy.spec for strategy in found if strategy is not None), None)
 
 
-def adopt_restored(value: Any, spec: StrategySpec | None) -> None:
+def register_restored(value: Any, spec: StrategySpec | None) -> None:
     """Keep in sync what was copied to this engine from another replica, as `is_mirrored` objects are there.
 
     Args:
@@ -86,10 +94,10 @@ def adopt_restored(value: Any, spec: StrategySpec | None) -> None:
 
             bind(value)
     elif spec is not None:
-        from distnb.runtime.spmd import adopt_restored as adopt
+        from distnb.runtime.spmd import register_restored as register
         from distnb.strategies.base import resolve
 
-        adopt(resolve(spec), value)
+        register(resolve(spec), value)
 
 
 def _parameters(value: Any) -> list[Any]:

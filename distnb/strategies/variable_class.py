@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from distnb.strategies.context import get_strategy
-from distnb.variables.homes import register_strategies
+from distnb.variables.homes import homes
 from distnb.variables.variable import Variable
 
 __all__ = ["Variable"]
 
-register_strategies(get_strategy)
+homes.current = get_strategy

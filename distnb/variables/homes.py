@@ -1,6 +1,6 @@
 """Where a variable lives: what it asks of the runtime of the strategy that made it. Loads no torch.
 
-Variables know nothing of strategies and runtimes. These say at their import how a home is found.
+Variables know nothing of strategies and runtimes, which register here, at their import, how they are found.
 """
 
 from __future__ import annotations
@@ -13,15 +13,7 @@ if TYPE_CHECKING:
 
     from distnb.variables.variable import Variable
 
-__all__ = [
-    "Home",
-    "current_strategy",
-    "home_of",
-    "register_homes",
-    "register_look",
-    "register_strategies",
-    "several_strategies",
-]
+__all__ = ["Home", "homes"]
 
 
 class Home(Protocol):
@@ -59,55 +51,36 @@ class Home(Protocol):
     def every(self, value: Any) -> Sequence[Any]:
         """What each replica gives, in replica order, on all of them, which all call this. Any sizes."""
 
-    def adopt(self, variable: Variable) -> None:
+    def register(self, variable: Variable) -> None:
         """A variable was made: give it replica 0's value and keep it in sync. All replicas call this."""
 
 
-_several = False
-_look: Callable[[], None] | None = None
-_current: Callable[[], Any] | None = None
-_find: Callable[[Any], Home] | None = None
+class _Homes:
+    """There is one instance, `homes`.
 
-
-def register_strategies(current: Callable[[], Any]) -> None:
-    """Say how the strategy is found that is in force."""
-    global _current
-    _current = current
-
-
-def register_homes(find: Callable[[Any], Home]) -> None:
-    """Say how a strategy's home in this process is found."""
-    global _find
-    _find = find
-
-
-def several_strategies() -> None:
-    """There is more than one strategy now: what is read by torch's functions may be another one's variable."""
-    global _several
-    if not _several:
-        _several = True
-        if _look is not None:
-            _look()
-
-
-def register_look(look: Callable[[], None]) -> None:
-    """Say what sees to it that torch's functions refuse variables of another strategy; called once there are several.
-
-    With one strategy there is nothing to refuse, and torch's functions on variables cost what they cost on parameters.
+    Attributes:
+        of: Gives the home of a strategy's variables in this process, as it is now: engines come and go.
+        current: Gives the strategy in whose scope, or in whose `run`, a variable is being made.
     """
-    global _look
-    _look = look
-    if _several:
-        look()
+
+    of: Callable[[Any], Home]
+    current: Callable[[], Any]
+
+    def __init__(self) -> None:
+        self._several = False
+        self._refuse_others: Callable[[], None] | None = None
+
+    def several(self) -> None:
+        """There is more than one strategy now: what torch's functions read may be another one's variable."""
+        self._several = True
+        if self._refuse_others is not None:
+            self._refuse_others()
+
+    def once_several(self, refuse_others: Callable[[], None]) -> None:
+        """Call this when there are several strategies. With one, torch's functions cost what they cost elsewhere."""
+        self._refuse_others = refuse_others
+        if self._several:
+            refuse_others()
 
 
-def current_strategy() -> Any:
-    """The strategy in whose scope, or in whose `run`, a variable is being made."""
-    assert _current is not None, "distnb.strategies.variable_class was not imported"
-    return _current()
-
-
-def home_of(strategy: Any) -> Home:
-    """The home of a strategy's variables in this process, as it is now: engines come and go."""
-    assert _find is not None, "a strategy exists, and its module has registered this"
-    return _find(strategy)
+homes = _Homes()

@@ -10,9 +10,8 @@ import torch
 from distnb.errors import CollectiveMismatchError, ContextError, OptionError
 from distnb.options import VariableAggregation
 from distnb.values.structure import map_structure
-from distnb.variables.facts import is_fact
-from distnb.variables.homes import Home, home_of
-from distnb.variables.variable import Variable, component_of
+from distnb.variables.homes import Home, homes
+from distnb.variables.variable import Variable, component_of, is_fact
 
 __all__ = ["SyncOnReadVariable"]
 
@@ -21,7 +20,7 @@ class SyncOnReadVariable(Variable):
     """A variable made with synchronization=ON_READ; see `Variable`."""
 
     def _seen(self, method: str) -> torch.Tensor:
-        home = home_of(self._strategy)
+        home = homes.of(self._strategy)
         own = component_of(self)
         if home.in_replica(writing=False) or home.alone:
             return own
@@ -89,14 +88,14 @@ def _share(value: torch.Tensor, num_replicas: int, label: str) -> torch.Tensor:
 def _as_seen(leaf: Any, name: str) -> Any:
     if not isinstance(leaf, SyncOnReadVariable):
         if isinstance(leaf, Variable):
-            home_of(leaf._strategy).in_replica(writing=False)  # raises where another strategy is in force
+            homes.of(leaf._strategy).in_replica(writing=False)  # raises where another strategy is in force
         return leaf
     # What changes it in a replica is given the variable itself, and returns it.
     return leaf if _changes(name) else leaf._seen(name)
 
 
 def _has_one_component(variable: SyncOnReadVariable) -> bool:
-    home = home_of(variable._strategy)
+    home = homes.of(variable._strategy)
     return home.in_replica(writing=True) or home.alone
 
 
@@ -126,7 +125,7 @@ def _change(
             if attribute != "data":
                 return function(*args, **kwargs)
             # As `module.to(...)` does: the whole value, converted or moved.
-            variable.data = variable._from_outside(home_of(variable._strategy), args[1], "assign")
+            variable.data = variable._from_outside(homes.of(variable._strategy), args[1], "assign")
             return None
     raise _refused(variable, name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -12,11 +13,10 @@ from distnb.errors import ContextError, OptionError
 from distnb.options import VariableAggregation, VariableSynchronization
 from distnb.values.structure import flatten
 from distnb.variables import scattering
-from distnb.variables.facts import is_fact
-from distnb.variables.homes import Home, current_strategy, home_of, register_look
+from distnb.variables.homes import Home, homes
 from distnb.variables.settings import Settings, initial_tensor, parse_settings, value_for
 
-__all__ = ["Variable", "component_of", "make", "settings_of"]
+__all__ = ["Variable", "component_of", "is_fact", "make", "settings_of"]
 
 
 class Variable(torch.nn.Parameter):
@@ -68,14 +68,14 @@ class Variable(torch.nn.Parameter):
         synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
     ) -> Variable:
-        strategy = current_strategy()
-        home = home_of(strategy)
+        strategy = homes.current()
+        home = homes.of(strategy)
         component = initial_tensor(initial_value, dtype, home.device)
         settings = parse_settings(trainable, name, component.dtype, synchronization, aggregation)
         if home.once and settings.on_read:
             settings = replace(settings, synchronization=VariableSynchronization.ON_WRITE)
         variable = make(component, settings, strategy)
-        home.adopt(variable)
+        home.register(variable)
         return variable
 
     # What it is -----------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class Variable(torch.nn.Parameter):
 
     def _seen(self, method: str) -> torch.Tensor:
         """The value in this context; it may share memory with the variable."""
-        home_of(self._strategy).in_replica(writing=False)
+        homes.of(self._strategy).in_replica(writing=False)
         return component_of(self)
 
     # Assigning ------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Variable(torch.nn.Parameter):
         return self._scatter("scatter_div", indices, updates)
 
     def _scatter(self, method: str, indices: Any, updates: Any = None) -> Self:
-        home, settings = home_of(self._strategy), self._settings
+        home, settings = homes.of(self._strategy), self._settings
         in_replica = home.in_replica(writing=True)
         own = component_of(self)
         rows, changes = scattering.rows_and_updates(own, settings.label, method, indices, updates)
@@ -238,7 +238,7 @@ class Variable(torch.nn.Parameter):
         return self
 
     def _write(self, method: str, value: Any) -> Self:
-        home = home_of(self._strategy)
+        home = homes.of(self._strategy)
         in_replica = home.in_replica(writing=True)
         own = component_of(self)
         new = value_for(own, self._settings.label, method, value)
@@ -284,7 +284,7 @@ class Variable(torch.nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # Never communicates: it is called wherever something is shown, on some replicas only, too.
-        settings, home = self._settings, home_of(self._strategy)
+        settings, home = self._settings, homes.of(self._strategy)
         name = f" {settings.name!r}" if settings.name else ""
         if home.alone:
             return f"<Variable{name}: {component_of(self)!r}>"
@@ -306,6 +306,32 @@ class Variable(torch.nn.Parameter):
         return make, (component_of(self), self._settings, self._strategy, self.number)
 
 
+_GETTERS = ("real", "imag", "T", "H", "mT", "mH")
+_SETTERS = ("grad", "requires_grad")
+_FACTS = frozenset(
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "__len__"),
+        *("data_ptr", "untyped_storage", "storage", "get_device", "is_pinned", "is_shared", "_is_view", "__hash__"),
+        *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "is_conj", "is_neg"),
+        *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "has_names"),
+        *("is_same_size", "_has_compatible_shallow_copy_type", "__dir__"),
+    }
+)
+
+
+def is_fact(function: Any, name: str) -> bool:
+    """Whether a function of torch has to do with shapes, dtypes, flags or gradients, and not with the value.
+
+    Gradients are put aside during every backward pass, whichever strategy's.
+    """
+    if name == "__get__":
+        owner = getattr(function, "__self__", None)
+        return not (isinstance(owner, types.GetSetDescriptorType) and owner.__name__ in _GETTERS)
+    if name in ("__set__", "__delete__"):
+        return getattr(getattr(function, "__self__", None), "__name__", "") in _SETTERS
+    return name in _FACTS
+
+
 def _refusing_others(
     cls: type[Variable], function: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
@@ -314,7 +340,7 @@ def _refusing_others(
     if not is_fact(function, getattr(function, "__name__", "")):
         for leaf in flatten((tuple(args), kwargs))[0]:
             if isinstance(leaf, Variable):
-                home_of(leaf._strategy).in_replica(writing=False)  # raises where another strategy is in force
+                homes.of(leaf._strategy).in_replica(writing=False)  # raises where another strategy is in force
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 
@@ -323,7 +349,7 @@ def _look_at_reads() -> None:
     Variable.__torch_function__ = classmethod(_refusing_others)  # type: ignore[assignment]
 
 
-register_look(_look_at_reads)
+homes.once_several(_look_at_reads)
 
 
 def component_of(variable: Variable) -> torch.Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from distnb.input.distribute import distribute
-from distnb.input.splitting.split import split_batch
 from distnb.options import InputOptions
 from distnb.topology import Device
+from tests.batches import split_batch
 
 pytestmark = pytest.mark.gpu
 

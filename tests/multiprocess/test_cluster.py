@@ -132,7 +132,7 @@ def test_what_is_done_meanwhile_may_fail_and_leaves_nothing() -> None:
 
 
 def test_a_process_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distnb.cluster.local.ipyparallel_launchers._PYTHON", ("/nowhere/python",))
+    monkeypatch.setattr("distnb.cluster.local.forking.PYTHON_MODULE", ("/nowhere/python",))
     cluster = make_cluster(1)
     with pytest.raises(StartError, match=r"engine 0 could not be started: .*No such file"):
         cluster.start()

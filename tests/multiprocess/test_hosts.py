@@ -71,7 +71,7 @@ found = (socket.gethostname(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD
 
 
 def test_no_secret_is_an_argument_or_a_variable(notebook: Notebook) -> None:
-    check_secrets(notebook, 3 * 4)  # ssh, keeper and engine of each of four
+    check_secrets(notebook, 3 * 4)  # ssh, node agent and engine of each of four
 
 
 def test_training_equals_one_replica(notebook: Notebook) -> None:

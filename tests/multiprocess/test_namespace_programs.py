@@ -37,7 +37,7 @@ def notebook() -> Process:
 def session(notebook: Process) -> Iterator[Session]:
     torch.set_num_threads(1)
     session = Session.start(2, "cpu:0,cpu:1", user_ns=notebook.user_ns)
-    this_process.remote = lambda strategy: Remote(lambda: session)
+    this_process.remote = lambda strategy: Remote(strategy, lambda: session)
     yield session
     session.stop()
 

@@ -61,7 +61,7 @@ found = (socket.gethostname(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD
 
 
 def test_no_secret_is_an_argument_or_a_variable(notebook: Notebook) -> None:
-    check_secrets(notebook, 4 * 4)  # bearer, srun, keeper and engine of each of four
+    check_secrets(notebook, 4 * 4)  # wrapper, srun, node agent and engine of each of four
 
 
 def test_training_equals_one_replica(notebook: Notebook) -> None:
@@ -98,8 +98,8 @@ def test_an_engine_that_is_killed(notebook: Notebook) -> None:
 def test_an_engine_that_scancel_ends(environment: dict[str, str], notebook: Notebook, tmp_path: Path) -> None:
     notebook.run("%distnb restart --missing", timeout_s=150)
     processes.OF_MODULE.update(steps())
-    keeper = psutil.Process(notebook.value("cluster.status()[3].pid")).parent()
-    assert keeper is not None
+    agent = psutil.Process(notebook.value("cluster.status()[3].pid")).parent()
+    assert agent is not None
     goes = tmp_path / "goes"
     cell = notebook.start(f"""%%distribute mirrored
 import torch.distributed as dist
@@ -108,7 +108,7 @@ while True:
     open({str(goes)!r}, "w").close()
 """)
     processes.wait_until(goes.exists, 60, "the cell does not begin")
-    step = f"{environment['SLURM_JOB_ID']}.{keeper.environ()['SLURM_STEP_ID']}"
+    step = f"{environment['SLURM_JOB_ID']}.{agent.environ()['SLURM_STEP_ID']}"
     subprocess.run([needs("scancel"), step], env=environment, check=True, timeout=30)
     ended = notebook.finish(cell, timeout_s=40)
     assert ended.error_name in ("EngineDied", "CollectiveError"), ended.traceback

@@ -171,7 +171,7 @@ def test_where_a_notebook_listens() -> None:
         listening_address(["127.0.0.1"], "eth77")
 
 
-def test_an_assignment_travels_as_one_line() -> None:
+def test_an_assignment_is_one_line() -> None:
     told = Assignment(CONNECTION, "10.0.0.1", 2, "cpu:0", 4, "agent", True, {"PYTHONHASHSEED": "0"})
     assert told.encode().count(b"\n") == 1
     assert Assignment.decode(told.encode()) == told
@@ -179,9 +179,9 @@ def test_an_assignment_travels_as_one_line() -> None:
         Assignment.decode(b"")
 
 
-def test_the_lifeline_tells_when_the_notebook_goes() -> None:
+def test_the_heartbeat_tells_when_the_notebook_goes() -> None:
     keys, others = make_keys(), make_keys()
-    board = Switchboard(
+    switchboard = Switchboard(
         server_secret=keys.server_secret.encode(),
         server_public=keys.server_public.encode(),
         client_public=keys.client_public.encode(),
@@ -191,7 +191,7 @@ def test_the_lifeline_tells_when_the_notebook_goes() -> None:
     def connection(client: Keys) -> Connection:
         return dataclasses.replace(
             CONNECTION,
-            control_url=board.control_url,
+            control_url=switchboard.control_url,
             server_public=keys.server_public,
             client_public=client.client_public,
             client_secret=client.client_secret,
@@ -204,10 +204,10 @@ def test_the_lifeline_tells_when_the_notebook_goes() -> None:
             pass
         assert lost.empty()
         with Heartbeat(connection(keys), lost.put):
-            board.close()
+            switchboard.close()
             assert "was lost" in lost.get(timeout=60)
     finally:
-        board.close()
+        switchboard.close()
 
 
 def test_how_an_end_is_told() -> None:

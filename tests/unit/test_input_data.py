@@ -21,10 +21,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distnb.errors import OptionError, ProgramError, StructureError
-from distnb.input import iterations, reading
+from distnb.input import dataset as datasets
+from distnb.input import reading
 from distnb.input.dataset import DistributedDataset
 from distnb.input.distribute import distribute
-from distnb.input.sources import children
+from distnb.input.sources import workers
 from distnb.options import InputOptions
 from distnb.topology import Device
 
@@ -254,19 +255,19 @@ def test_an_interrupted_program_leaves_nothing_running() -> None:
     except Interrupt as error:
         frames = error.__traceback__  # the loop's frame lives on, and its iterator with it
     assert reading_threads()
-    iterations.program_failed()
+    datasets.program_failed()
     assert eventually(lambda: not reading_threads())
     del frames
 
 
 def test_a_failed_program_ends_what_it_read_and_nothing_else() -> None:
-    iterations.program_began()
+    datasets.program_began()
     earlier, read_again = iter(threaded(Slow())), iter(threaded(Slow()))
     next(earlier)
-    iterations.program_began()
+    datasets.program_began()
     made = iter(threaded(Slow()))
     next(read_again)
-    iterations.program_failed()
+    datasets.program_failed()
     assert eventually(lambda: len(reading_threads()) == 1)
     for iterator in (made, read_again):
         with pytest.raises(ProgramError, match="iterate over the dataset again"):
@@ -279,14 +280,14 @@ def test_a_failed_program_ends_what_it_read_and_nothing_else() -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_failed_program_leaves_no_persistent_workers_and_the_dataset_is_good(replicas: int) -> None:
     dataset = over(0, DataLoader(Slow(), batch_size=4, num_workers=1, persistent_workers=True), replicas)
-    iterations.program_began()
+    datasets.program_began()
     iterator = iter(dataset)
     next(iterator)
-    iterations.program_failed()
+    datasets.program_failed()
     assert eventually(lambda: not multiprocessing.active_children())
     assert len(list(dataset)) == 10
     [worker] = multiprocessing.active_children()
-    children.end([worker])  # as an engine ends those of an interrupted program
+    workers.end_processes([worker])  # as an engine ends those of an interrupted program
     worker.join()
     last = iter(dataset)
     next(last)

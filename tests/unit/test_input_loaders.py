@@ -27,12 +27,13 @@ from torch.utils.data import (
 )
 
 from distnb.errors import OptionError, ProgramError, StructureError
+from distnb.input.cutting import slice_bounds
 from distnb.input.dataset import DistributedDataset
 from distnb.input.distribute import distribute
-from distnb.input.splitting.split import slice_bounds, split_batch
 from distnb.options import InputOptions
 from distnb.topology import Device
 from distnb.values.distributed import PerReplica
+from tests.batches import split_batch
 
 CPU = Device("cpu")
 X, Y = torch.randn(23, 3, generator=torch.Generator().manual_seed(0)), torch.arange(23)

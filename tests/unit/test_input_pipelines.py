@@ -23,8 +23,7 @@ from torch.utils.data import (
 import distnb
 from distnb import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, PerReplica, TensorSpec
 from distnb.errors import OptionError, ProgramError, StructureError
-from distnb.input.distribute import distribute, distribute_from_function
-from distnb.input.splitting.sharding import part_of
+from distnb.input.distribute import distribute, distribute_from_function, part_of
 from distnb.topology import Device
 
 

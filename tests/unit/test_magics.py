@@ -191,7 +191,7 @@ def test_the_word_and_the_class_name_the_same_object() -> None:
         ("mirrored --devices cuda:0,cuda:0", ["twice", "--oversubscribe"]),
         ("central_storage --oversubscribe", ["cannot honour --oversubscribe"]),
         ("central_storage --devices cpu:0,cpu:0", ["twice", "Name each once"]),
-        ("central_storage --devices cpu:0,cuda:1", ["cannot compute with", "MirroredStrategy"]),
+        ("central_storage --devices cpu:0,cuda:1", ["in the host's memory", "one kind"]),
         ("mirrored -n 3 --devices cuda:0,cuda:1", ["contradict"]),
         ("mirrored extra", ["extra"]),
         ("mirrored 'open", ["cannot be read"]),

@@ -120,8 +120,8 @@ def test_a_registered_remote_runtime_is_used() -> None:
     finally:
         this_process.remote = None
     assert [call[0] for call in calls] == ["num_replicas", "num_replicas", "run", "reduce", "local_results"]
-    assert calls[2][1:] == (strategy, print, [1], {}, None)
-    assert calls[3][2:] == (distnb.ReduceOp.SUM, 3, (0, 1))
+    assert calls[2][1:] == (print, [1], {}, None)
+    assert calls[3][1:] == (distnb.ReduceOp.SUM, 3, (0, 1))
 
 
 # -- run, and contexts -------------------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +28,6 @@ for CPUs."""
 
 _FEW = 8  # so many start on any machine: for lessons, and to try things out
 _CGROUPS = Path("/sys/fs/cgroup")
-_LIMITS = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ def this_machine() -> Capacity:
     Raises:
         StartError: What the administrator has written is no number.
     """
-    caps = [(_cap(text, said_by), said_by) for said_by, text in _texts().items()]
-    most, said_by = min(caps, default=(None, ""), key=lambda cap: cap[0])
+    most, said_by = min(_caps(), default=(None, ""))
     return Capacity(cores(), _available_nbytes(), most, said_by)
 
 
@@ -117,54 +115,33 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes // 2**20:,}"
 
 
-def _texts() -> dict[str, str]:
-    found = {}
-    if os.environ.get(CAP_VARIABLE, "").strip():
-        found[CAP_VARIABLE] = os.environ[CAP_VARIABLE]
+def _caps() -> Iterator[tuple[int, str]]:
+    """What the variable and the administrator's file say, and which of them says it."""
     try:
-        found[str(CAP_FILE)] = CAP_FILE.read_text()
+        written = CAP_FILE.read_text()
     except FileNotFoundError:
-        pass
+        written = None
     except OSError as error:
         raise StartError(f"{CAP_FILE} says how many engines may start here, and cannot be read: {error}.") from error
-    return found
-
-
-def _cap(text: str, said_by: str) -> int:
-    text = text.strip()
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise StartError(
-            f"{said_by} says how many engines a cluster may have on this machine, and {text[:80]!r} is no such number. "
-            "Write one, from 1, or take it away."
-        )
-    return int(text)
+    for text, said_by in ((os.environ.get(CAP_VARIABLE) or None, CAP_VARIABLE), (written, str(CAP_FILE))):
+        if text is None:
+            continue
+        if not re.fullmatch(r"0*[1-9][0-9]*", text.strip()):
+            raise StartError(
+                f"{said_by} says how many engines a cluster may have on this machine, and {text.strip()[:80]!r} is no "
+                "such number. Write one, from 1, or take it away."
+            )
+        yield int(text), said_by
 
 
 def _available_nbytes() -> int:
-    """What the machine has, or the container or the service that this process is in, if that is less."""
-    return min(int(psutil.virtual_memory().available), *_left_in_groups(), 2**63)
-
-
-def _left_in_groups() -> list[int]:
-    """What is left of each memory limit that the kernel's control groups set for this process."""
-    left = []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers not in _LIMITS:
-            continue
-        limit, used, reclaimable = _LIMITS[controllers]
-        folder = _CGROUPS / controllers / path.lstrip("/")
-        for group in (folder, *folder.parents):
-            if not group.is_relative_to(_CGROUPS / controllers):
-                break
-            try:
-                most = (group / limit).read_text().strip()
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                if most != "max":
-                    left.append(max(0, int(most) - int((group / used).read_text()) + int(stat[reclaimable])))
-            except (OSError, ValueError, KeyError):
-                continue  # no such group is seen from here, or it has no limit
-    return left
+    """What the machine has, or the control groups of this process (a container's, a service's) leave, if less."""
+    left = [int(psutil.virtual_memory().available)]
+    with suppress(OSError):
+        group = _CGROUPS / Path("/proc/self/cgroup").read_text().strip().rpartition("::/")[2]
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError, KeyError):  # it has no limit, or is not seen from here
+                most, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                left.append(max(0, most - used + int(stat["inactive_file"])))
+    return min(left)

@@ -4,13 +4,46 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from distnb.cluster.local.orphans import die_with
+from distnb.cluster.local.processes import Processes
+from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
 
-__all__ = ["main"]
+__all__ = ["main", "start_controller"]
+
+
+def start_controller(directory: Path, processes: Processes) -> int:
+    """Start the controller and return its pid. One process, with its heart monitor, serves all.
+
+    It listens on UNIX sockets in the run directory, so that no other process can take a port of its meanwhile. They
+    are closed to all who cannot read its connection files, which have the key (CURVE).
+    """
+    command = (
+        *(*PYTHON_MODULE, "distnb.cluster.local.controller", str(os.getpid())),
+        f"--profile-dir={directory}",
+        "--transport=ipc",
+        f"--ip={directory}/ipp",
+        "--ports=1-40",  # names of sockets
+        "--location=127.0.0.1",
+        "--usethreads",
+        "--ping=1000",
+        "--log-level=WARN",
+        "--IPController.auto_create=False",  # a directory that was removed stays so
+        "--IPController.enable_curve=True",
+    )
+    with open(directory / "log" / "controller.log", "ab") as log:
+        return processes.start(
+            command,
+            lambda pid, status, expected: None,
+            env={**os.environ, **import_environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        ).pid
 
 
 def main(notebook_pid: int, arguments: list[str]) -> None:

@@ -16,9 +16,9 @@ from contextlib import suppress
 from functools import partial
 
 from distnb.cluster.launcher import EngineEnded, EngineOrder, Launched
-from distnb.cluster.local.ipyparallel_launchers import launch_template
 from distnb.cluster.local.orphans import adopting_orphans, end_process
 from distnb.cluster.local.processes import Processes
+from distnb.cluster.process_environment import PYTHON_MODULE
 
 __all__ = ["fork_engines"]
 
@@ -40,7 +40,7 @@ def fork_engines(
         orders: The engines. What is written before there are several processes is in the log of the first.
         shared: Environment variables that are the same for all of them.
         own: Those of each.
-        launched, ended: As of `Ground.launch`.
+        launched, ended: As of `Launcher.launch`.
     """
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -48,11 +48,16 @@ def fork_engines(
         for order in orders:
             ended(order.engine, pid, words, expected)  # of those that it has forked this is not the process any more
 
-    first = orders[0]
-    with there:
+    with there, open(orders[0].log, "ab") as log:
         try:
-            start = partial(launch_template, there, first.directory, first.log, dict(shared))
-            template = processes.launch(start, template_ended)
+            template = processes.start(
+                [*PYTHON_MODULE, "distnb.engine"],
+                template_ended,
+                env={**os.environ, **shared},
+                stdin=there,
+                stdout=log,
+                stderr=log,
+            ).pid
         except BaseException:
             here.close()
             raise

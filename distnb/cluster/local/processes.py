@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from distnb.cluster.local.orphans import end_group, end_process, is_ending
 from distnb.cluster.local.watcher import Watcher
 from distnb.errors import ClusterError
 
-__all__ = ["Processes", "Reaped", "describe_status"]
+__all__ = ["Processes", "describe_status"]
 
 _ASK_S = 2.0  # what a process gets to end by itself, then the same after SIGTERM
 _KILL_S = 5.0
-
-Reaped = Callable[[int, int | None], None]
-"""Called with (pid, exit status or None) by the watcher."""
 
 Ended = Callable[[int, str, bool], None]
 """Called with (pid, status in words, whether its end was our own doing) in the watcher's thread."""
@@ -37,11 +36,6 @@ def describe_status(status: int | None) -> str:
     return f"exited with code {status}"
 
 
-def _watch(pid: int, watcher: Watcher, ended: Reaped) -> int:
-    watcher.watch(pid, partial(ended, pid))
-    return pid
-
-
 class Processes:
     """Leaders of process groups that this process has started.
 
@@ -58,20 +52,28 @@ class Processes:
         self._expected: set[int] = set()
         self._owner = os.getpid()
 
-    def launch(self, start: Callable[[Watcher, Reaped], int], ended: Ended) -> int:
-        """Start a process and return its pid.
+    def start(self, command: Sequence[str], ended: Ended, **settings: Any) -> subprocess.Popen[bytes]:
+        """Start a process as the leader of a group.
 
         Args:
-            start: Starts it as the leader of a group and has the watcher report to its second argument.
+            command: Its words.
             ended: Told when the process has ended.
+            settings: More arguments for `subprocess.Popen`.
         """
-        with self.changed:  # so that its end cannot be noted before whoever launches it knows the pid
-            return start(self.watcher, partial(self._note, ended))
+        with self.changed:  # so that its end cannot be noted before whoever starts it knows the pid
+            process = subprocess.Popen(command, start_new_session=True, **settings)
+
+            def reaped(status: int | None) -> None:
+                process.returncode = status or 0  # so that subprocess does not wait for it too
+                self._note(ended, process.pid, status)
+
+            self.watcher.watch(process.pid, reaped)
+        return process
 
     def adopt(self, pid: int, ended: Ended) -> None:
         """Watch a process that is about to become a child of this one, and leads a group. To be called in the
         watcher's thread."""
-        self.launch(partial(_watch, pid), ended)
+        self.watcher.watch(pid, partial(self._note, ended, pid))
 
     def expect(self, pids: Iterable[int]) -> None:
         """The ends of these processes, from now on, are our own doing."""
@@ -110,7 +112,7 @@ class Processes:
         """End processes and their groups: ask, then SIGTERM, then SIGKILL; at once if this is interrupted.
 
         Args:
-            pids: Processes that `launch` returned.
+            pids: Leaders of groups, started here.
             ask: Asks them to end by themselves.
             patience_s: How long each polite way is waited for.
 

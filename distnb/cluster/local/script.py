@@ -11,16 +11,15 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import IO
 
 from distnb.cluster import tpu_chips
 from distnb.cluster.local.orphans import end_process
-from distnb.cluster.local.processes import Processes, Reaped, describe_status
+from distnb.cluster.local.processes import Processes, describe_status
 from distnb.cluster.local.script_replica import error_path
 from distnb.cluster.local.watcher import Watcher
-from distnb.cluster.process_environment import Seat, script_environment
+from distnb.cluster.process_environment import PYTHON_MODULE, Seat, script_environment
 from distnb.cluster.rendezvous_store import RendezvousStore, free_port
 from distnb.cluster.run_directory import RunDirectory
 from distnb.cluster.worker_placement import WorkerPlacement, network_environment, own_interface, split_address
@@ -30,7 +29,6 @@ from distnb.topology import Device
 __all__ = ["run_script"]
 
 _LAST_WORDS_S = 3.0  # what a replica that reported an error gets to end by itself
-_PYTHON = (sys.executable, "-P", "-m")
 
 
 def run_script(command: Sequence[str], devices: Sequence[Device], placement: WorkerPlacement | None = None) -> int:
@@ -75,7 +73,13 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Wor
         for_chips = tpu_chips.launch_environment(devices)
         for rank, device in enumerate(devices):
             environment = script_environment(rank, device, devices, seat) | (for_chips if device.type == "tpu" else {})
-            replica = [*_PYTHON, "distnb.cluster.local.script_replica", str(os.getpid()), str(directory), str(rank)]
+            replica = [
+                *PYTHON_MODULE,
+                "distnb.cluster.local.script_replica",
+                str(os.getpid()),
+                str(directory),
+                str(rank),
+            ]
             run.start_replica([*replica, *command], environment)
         if serving is not None:
             serving.start()
@@ -126,29 +130,15 @@ class _ScriptRun:
         self._processes = Processes(Watcher(directory.path, self._reported))
 
     def start_replica(self, command: list[str], environment: dict[str, str]) -> None:
-        rank = len(self._pids)
+        rank, pipe = len(self._pids), subprocess.PIPE
         with self._processes.changed:
-            self._pids.append(self._processes.launch(partial(self._open, command, environment, rank), self._ended))
-        self._directory.end_with_owner(self._pids[rank])
-
-    def _open(self, command: list[str], environment: dict[str, str], rank: int, watcher: Watcher, ended: Reaped) -> int:
-        child = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-
-        def reaped(pid: int, status: int | None) -> None:
-            child.returncode = status or 0  # so that subprocess does not wait for it too
-            ended(pid, status)
-
-        watcher.watch(child.pid, partial(reaped, child.pid))
-        self._print_lines(rank, child.stdout, sys.stdout)
-        self._print_lines(rank, child.stderr, sys.stderr)
-        return child.pid
+            replica = self._processes.start(
+                command, self._ended, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe
+            )
+            self._pids.append(replica.pid)
+        self._directory.end_with_owner(replica.pid)
+        self._print_lines(rank, replica.stdout, sys.stdout)
+        self._print_lines(rank, replica.stderr, sys.stderr)
 
     def _print_lines(self, rank: int, pipe: IO[bytes] | None, target: IO[str]) -> None:
         assert pipe is not None

@@ -1,7 +1,8 @@
-"""What a worker machine runs: it waits for notebooks that know the secret, and keeps their engines."""
+"""What a worker machine runs: it waits for notebooks that know the secret, and runs node agents for them."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -9,27 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from distnb.cluster.process_environment import import_environment
-from distnb.cluster.remote.calling import (
-    BEAT,
-    BEAT_S,
-    END,
-    ERROR,
-    INPUT,
-    LOST,
-    OUTPUT,
-    SILENCE_S,
-    START,
-    STATUS,
-    Silence,
-)
+from distnb.cluster.remote.heartbeat import LOST
 from distnb.cluster.remote.network import interface_of
 from distnb.cluster.remote.secret import read_secret, secret_path
+from distnb.cluster.remote.server_client import ALIVE, END, ERROR, INPUT, OUTPUT, START, STATUS
 from distnb.cluster.resolvers.spec import ClusterSpec
 from distnb.cluster.worker_placement import split_address
 from distnb.errors import OptionError, StartError
@@ -40,11 +31,12 @@ __all__ = ["Server", "serve_until_signal"]
 _PROTOCOL = "distnb"
 _TASKS = (b"probe", b"serve")
 _END_S = 10.0
+_LOOK_MS = 500
 _CHUNK = 1 << 16
 
 
-class _Keeper:
-    """A keeper's process, and who called for it."""
+class _NodeAgentProcess:
+    """A node agent, for one client."""
 
     def __init__(self, task: str) -> None:
         self.process = subprocess.Popen(
@@ -55,41 +47,35 @@ class _Keeper:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self.silence = Silence()
         stdin, stdout, stderr = self.process.stdin, self.process.stdout, self.process.stderr
         assert stdin is not None
         assert stdout is not None
         assert stderr is not None
-        self._input = stdin
+        self._input, self._outputs = stdin, (stdout, stderr)
         self.open = {stdout.fileno(): OUTPUT, stderr.fileno(): ERROR}
 
     def tell(self, data: bytes) -> None:
         """Write to its standard input: an assignment, which fits into a pipe."""
-        try:
+        with suppress(BrokenPipeError, ValueError):  # it has ended; its status says how
             self._input.write(data)
             self._input.flush()
-        except (BrokenPipeError, ValueError):
-            pass  # it has ended; its status says how
 
     def let_go(self) -> None:
         """It ends its engine, and itself: nobody is there any more who wants it."""
-        try:
+        with suppress(BrokenPipeError):
             self._input.close()
-        except BrokenPipeError:
-            pass
 
     def close(self) -> None:
         """Free what it held here; it has ended."""
         self.let_go()
-        for pipe in (self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
+        for pipe in self._outputs:
+            pipe.close()
 
 
 class Server:
     """A task of a cluster that waits for its coordinator: a notebook that calls `distnb.start(cluster_resolver=…)`.
 
-    It listens on the address that the cluster gives its task, and only there. Callers prove that they know the secret
+    It listens on the address that the cluster gives its task, and only there. Clients prove that they know the secret
     file; what they say is encrypted. Whoever knows the secret can run code as this user.
 
     Args:
@@ -127,7 +113,7 @@ class Server:
         self.address = ClusterSpec(cluster_spec).task_address(job_name, task_index)
         self._who = f"{job_name} {task_index}"
         keys = read_secret(secret_path(secret))
-        self._calls: dict[bytes, _Keeper] = {}
+        self._agents: dict[bytes, _NodeAgentProcess] = {}
         self._listens = False
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
@@ -138,6 +124,7 @@ class Server:
         self._socket.curve_secretkey = keys.server_secret.encode()
         self._socket.curve_publickey = keys.server_public.encode()
         self._socket.sndhwm = self._socket.rcvhwm = 0  # past the mark a ROUTER drops silently
+        self._socket.router_mandatory = True
         self._socket.linger = 500
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
@@ -208,50 +195,55 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
-        pipes = {number: caller for caller, keeper in self._calls.items() for number in keeper.open}
+        pipes = {number: client for client, agent in self._agents.items() for number in agent.open}
         for number in pipes:
             poller.register(number, zmq.POLLIN)
-        ready = dict(poller.poll(int(1000 * BEAT_S / 2)))
+        ready = dict(poller.poll(_LOOK_MS))
         if self._wake in ready:
             return
         while self._socket.poll(0):
-            caller, kind, *rest = self._socket.recv_multipart()
-            self._hear(caller, kind, rest)
-        for number, caller in pipes.items():
-            if number in ready and caller in self._calls:
-                self._forward(caller, number)
-        for caller, keeper in list(self._calls.items()):
-            self._look_after(caller, keeper)
+            client, kind, *rest = self._socket.recv_multipart()
+            self._hear(client, kind, rest)
+        for number, client in pipes.items():
+            if number in ready and client in self._agents:
+                self._forward(client, number)
+        for client, agent in list(self._agents.items()):
+            self._look_after(client, agent)
 
-    def _hear(self, caller: bytes, kind: bytes, rest: list[bytes]) -> None:
-        keeper = self._calls.get(caller)
-        if kind == START and keeper is None and rest and rest[0] in _TASKS:
-            self._calls[caller] = _Keeper(rest[0].decode())
-        elif keeper is not None:
-            keeper.silence.over()
-            if kind == INPUT:
-                keeper.tell(rest[0])
-            elif kind == END:
-                keeper.let_go()
-        if kind == BEAT and keeper is not None:
-            self._socket.send_multipart([caller, BEAT])
+    def _hear(self, client: bytes, kind: bytes, rest: list[bytes]) -> None:
+        agent = self._agents.get(client)
+        if kind == START and agent is None and rest and rest[0] in _TASKS:
+            self._agents[client] = _NodeAgentProcess(rest[0].decode())
+        elif kind == INPUT and agent is not None:
+            agent.tell(rest[0])
+        elif kind == END and agent is not None:
+            agent.let_go()
 
-    def _forward(self, caller: bytes, number: int) -> None:
-        keeper = self._calls[caller]
+    def _forward(self, client: bytes, number: int) -> None:
+        agent = self._agents[client]
         data = os.read(number, _CHUNK)
         if data:
-            self._socket.send_multipart([caller, keeper.open[number], data])
+            self._send(client, agent.open[number], data)
         else:
-            del keeper.open[number]
+            del agent.open[number]
 
-    def _look_after(self, caller: bytes, keeper: _Keeper) -> None:
-        """A keeper that has ended is told of; one whose caller says nothing any more is let go."""
-        if not keeper.open and keeper.process.poll() is not None:
-            self._socket.send_multipart([caller, STATUS, b"%d" % keeper.process.returncode])
-            keeper.close()
-            del self._calls[caller]
-        elif keeper.silence.seconds() > SILENCE_S:
-            keeper.let_go()
+    def _look_after(self, client: bytes, agent: _NodeAgentProcess) -> None:
+        """Tell of a node agent that has ended; let one go whose client cannot be reached any more."""
+        if not agent.open and agent.process.poll() is not None:
+            self._send(client, STATUS, b"%d" % agent.process.returncode)
+            agent.close()
+            del self._agents[client]
+        elif not self._send(client, ALIVE):
+            agent.let_go()
+
+    def _send(self, client: bytes, *frames: bytes) -> bool:
+        try:
+            self._socket.send_multipart([client, *frames])
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
     # -- end ---------------------------------------------------------------------------------------------------------
 
@@ -259,18 +251,18 @@ class Server:
         if self._closed:
             return
         self._closed = True
-        for keeper in self._calls.values():
-            keeper.let_go()
+        for agent in self._agents.values():
+            agent.let_go()
         until = time.monotonic() + _END_S
-        for caller, keeper in self._calls.items():
+        for client, agent in self._agents.items():
             try:
-                keeper.process.wait(max(0.0, until - time.monotonic()))
+                agent.process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                keeper.process.kill()  # its engine watches it, and ends
-                keeper.process.wait()
-            keeper.close()
-            self._socket.send_multipart([caller, STATUS, b"%d" % LOST])  # as ssh would say it
-        self._calls.clear()
+                agent.process.kill()  # its guardian ends its engine
+                agent.process.wait()
+            agent.close()
+            self._send(client, STATUS, b"%d" % LOST)  # as ssh would say it
+        self._agents.clear()
         self._socket.close()
         self._authenticator.stop()
         self._context.term()

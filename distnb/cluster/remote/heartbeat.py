@@ -1,8 +1,8 @@
 """The connection by which a machine with engines knows that the notebook's machine is there.
 
 It belongs to a process that never computes, and its other end is the notebook's control channel: authenticated, and
-encrypted like everything there. Nothing is said on it. The kernel's probes find out when the other machine, or the way
-to it, is gone; no program has to answer them, so neither a busy notebook nor one that is suspended is taken for lost.
+encrypted like everything there. Nothing is said on it. The kernel's probes find out when the other machine cannot be
+reached any more; no program has to answer them, so neither a busy notebook nor one that is suspended is taken for lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from zmq.utils.monitor import recv_monitor_message
 from distnb.cluster.connection import Connection
 from distnb.errors import StartError
 
-__all__ = ["LOST_AFTER_S", "Heartbeat"]
+__all__ = ["LOST", "LOST_AFTER_S", "Heartbeat"]
+
+LOST = 255
+"""The exit status of a process here whose node agent is not reached, or not any more; ssh's own choice."""
 
 _PROBE_S = 2
 _PROBES = 3
@@ -56,7 +59,7 @@ class Heartbeat:
         self._socket.tcp_keepalive_cnt = _PROBES
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
         self._monitor = self._socket.get_monitor_socket(events)
-        self._thread = threading.Thread(target=self._watch, name="distnb-lifeline", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="distnb-heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
         self._socket.connect(self._url)

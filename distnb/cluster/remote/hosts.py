@@ -53,14 +53,14 @@ class HostOptions:
     secret: Path | None = None
     without_gpus: Mapping[str, int] = field(default_factory=dict)
 
-    def way(self) -> Transport:
+    def transport(self) -> Transport:
         """How the machines are reached."""
         # Imported late: engines on this machine need none of it.
         if self.launcher == "server":
-            from distnb.cluster.remote.served import Served
+            from distnb.cluster.remote.server_transport import ServerTransport
 
             assert self.secret is not None
-            return Served(self.secret)
+            return ServerTransport(self.secret)
         if self.launcher == "slurm":
             from distnb.cluster.remote.srun import Slurm
 
@@ -252,7 +252,7 @@ class HostPlan:
             return ThisMachine(self.devices)
         from distnb.cluster.remote.base import Hosts
 
-        return Hosts(self.hosts, connection, self.address, self.options.way())
+        return Hosts(self.hosts, connection, self.address, self.options.transport())
 
 
 def make_plan(
@@ -281,11 +281,11 @@ def make_plan(
     from distnb.cluster.remote.base import plan_hosts
 
     on_progress(f"asking {', '.join(options.hosts)}")
-    way = options.way()
-    address = listening_address(map(way.network_name, options.hosts), options.interface)
+    transport = options.transport()
+    address = listening_address(map(transport.network_name, options.hosts), options.interface)
     hosts, planned, notices = plan_hosts(
         options.hosts,
-        way,
+        transport,
         # What a resolver tells of GPUs is not meant where devices are named.
         options.per_host if isinstance(options.per_host, int) or devices is None else None,
         devices,

@@ -1,4 +1,4 @@
-"""Other machines by mpiexec, of Open MPI, MPICH and their kin, through ipyparallel's launcher.
+"""Other machines by mpiexec, of Open MPI, MPICH and their kin.
 
 No MPI is spoken: mpiexec knows the ways to other machines, inside the allocation of a cluster manager too, and that is
 all that is asked of it. One mpiexec for each engine, which ends with it: one for all would end all with the first.
@@ -10,25 +10,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from ipyparallel.cluster.launcher import MPILauncher
+from distnb.cluster.remote.base import NODE_AGENT, WRAPPER, Transport
 
-from distnb.cluster.remote.base import BEARER, KEEPER, NodeAgentLauncher, Transport
-
-__all__ = ["MPI", "MPINodeAgentLauncher"]
+__all__ = ["MPI"]
 
 _SESSIONS = "OMPI_MCA_orte_local_tmpdir_base"
-
-
-class MPINodeAgentLauncher(NodeAgentLauncher, MPILauncher):  # type: ignore[misc]
-    """Starts the keeper of one engine, and stays connected with it."""
-
-    n = 1
-
-    def find_args(self) -> list[str]:
-        """The command line: no word of it is secret."""
-        return [*BEARER, *super().find_args()]
 
 
 class MPI(Transport):
@@ -41,18 +28,11 @@ class MPI(Transport):
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self._arguments = tuple(arguments)
 
-    def launcher(self, host: str, **settings: Any) -> NodeAgentLauncher:
-        """An mpiexec that stays."""
-        return self._launcher(host, "serve", **settings)
-
-    def probing(self, host: str) -> list[str]:
-        """By the same mpiexec."""
-        return self._launcher(host, "probe").find_args()
-
-    def _launcher(self, host: str, task: str, **settings: Any) -> MPINodeAgentLauncher:
-        # Both kinds of mpiexec understand these. Open MPI would bind a single process to a single core.
-        arguments = ["--bind-to", "none", *self._arguments, "--host", host]
-        return MPINodeAgentLauncher(mpi_args=arguments, program=[*KEEPER, task, "borne"], **settings)
+    def command(self, host: str, task: str) -> list[str]:
+        """An mpiexec that stays, with what all kinds of mpiexec understand."""
+        # Open MPI would bind a single process to a single core.
+        mpiexec = ["mpiexec", "-n", "1", "--bind-to", "none", *self._arguments, "--host", host]
+        return [*WRAPPER, *mpiexec, *NODE_AGENT, task, "wrapped"]
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
         """Open MPI, when it is ended, leaves the files of its session: they go with the cluster's."""

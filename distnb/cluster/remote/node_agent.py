@@ -9,7 +9,7 @@ kernel probes. A notebook that merely stands still confirms probes.
     probe   print, as a line of JSON, what this machine has
     serve   read an `Assignment` from standard input, keep its engine, and end with the engine's exit status
 
-A second argument, `borne`, says that a `bearer` listens to standard output, for beats and for the exit status.
+A second argument, `wrapped`, says that a `wrapper` listens to standard output, for beats and for the exit status.
 Standard output carries nothing but these; the engine's own goes to standard error.
 """
 
@@ -30,14 +30,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from distnb import __version__
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import available_gpus
 from distnb.cluster.local.capacity import this_machine
-from distnb.cluster.local.processes import Processes, Reaped
+from distnb.cluster.local.processes import Processes
 from distnb.cluster.local.watcher import Watcher
-from distnb.cluster.process_environment import engine_environment, engines_environment, without_another_place
+from distnb.cluster.process_environment import (
+    PYTHON_MODULE,
+    engine_environment,
+    engines_environment,
+    without_another_place,
+)
 from distnb.cluster.remote.heartbeat import Heartbeat
 from distnb.cluster.remote.network import address_towards, interface_of
 from distnb.cluster.remote.wrapper import STATUS, beat_for_ever
@@ -57,7 +63,7 @@ _FAILED = 1
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a keeper is told.
+    """What a node agent is told.
 
     Attributes:
         connection: How the engine reaches the notebook. Its `notebook_pid` means nothing there.
@@ -113,7 +119,7 @@ class NodeAgent:
 
         Args:
             why: What is to be written to the log; empty for nothing.
-            status: The keeper's exit status.
+            status: The node agent's exit status.
             asked: The notebook wants it: the engine may end by itself first. Else it is killed, as it would be beside
                 a notebook that has ended: were it to end by itself, its part of a program would count as finished.
         """
@@ -134,17 +140,25 @@ class NodeAgent:
         watcher = Watcher(directory.path, _report)
         processes = Processes(watcher)
         try:
-            start = partial(self._start_engine, self._environment(directory.path, interface))
-            pid = processes.launch(start, lambda pid, words, expected: self.let_go(status=_status_of(processes, pid)))
-            directory.end_with_owner(pid)
+            # Not our own standard error: ssh would wait for every process of the user's that has inherited it.
+            engine = processes.start(
+                [*PYTHON_MODULE, "distnb.engine"],
+                lambda pid, words, expected: self.let_go(status=_status_of(processes, pid)),
+                env=self._environment(directory.path, interface),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            directory.end_with_owner(engine.pid)
+            threading.Thread(target=_forward, args=(engine.stdout,), name="distnb-log", daemon=True).start()
             why, status, asked = self._reasons.get()
             if why:
                 with suppress(OSError):  # nobody may read it any more
                     print(f"distnb: {why}", file=sys.stderr, flush=True)
             if asked:
-                processes.end([pid])
+                processes.end([engine.pid])
             else:
-                processes.kill([pid])
+                processes.kill([engine.pid])
         finally:
             watcher.close()
         return status
@@ -156,26 +170,6 @@ class NodeAgent:
         own |= engine_environment(told.engine, device, replaces=told.replaces)
         return without_another_place(os.environ) | own | network_environment(interface) | dict(told.environment)
 
-    def _start_engine(self, environment: dict[str, str], watcher: Watcher, ended: Reaped) -> int:
-        # Not our own standard error: ssh would wait for everything that a process of the user's has inherited of it.
-        engine = subprocess.Popen(
-            [sys.executable, "-P", "-m", "distnb.engine"],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        assert engine.stdout is not None
-        threading.Thread(target=_forward, args=(engine.stdout.fileno(),), name="distnb-log", daemon=True).start()
-
-        def reaped(pid: int, status: int | None) -> None:
-            engine.returncode = status or 0  # so that subprocess does not wait for it too
-            ended(pid, status)
-
-        watcher.watch(engine.pid, partial(reaped, engine.pid))
-        return engine.pid
-
 
 def _status_of(processes: Processes, pid: int) -> int:
     status = processes.status(pid)
@@ -184,24 +178,20 @@ def _status_of(processes: Processes, pid: int) -> int:
 
 def _report(engine: int) -> None:
     """Tell the notebook that an engine serves: ssh's standard output ends in the pipe of reports there."""
-    try:
+    with suppress(OSError):  # the connection is gone, and others notice that
         os.write(1, b"%d\n" % engine)
-    except OSError:
-        pass  # the connection is gone, and others notice that
 
 
-def _forward(source: int) -> None:
-    try:
-        while data := os.read(source, 65536):
+def _forward(source: IO[bytes]) -> None:
+    with suppress(OSError):
+        while data := os.read(source.fileno(), 65536):
             os.write(2, data)
-    except OSError:
-        pass
 
 
-def _await_end_of_input(keeper: NodeAgent) -> None:
+def _await_end_of_input(agent: NodeAgent) -> None:
     """A word says that the engine is not wanted any more. Without one the notebook is gone, or the way to it."""
     asked = bool(os.read(0, 4096))
-    keeper.let_go("" if asked else "the notebook let go of its engine here without a word; it is ended.", asked=asked)
+    agent.let_go("" if asked else "the notebook let go of its engine here without a word; it is ended.", asked=asked)
 
 
 def _probe() -> None:
@@ -214,8 +204,8 @@ def _probe() -> None:
     os.write(1, json.dumps(found).encode() + b"\n")  # at once: beats are written beside it
 
 
-def _borne(task: str) -> int:
-    """The same for a bearer."""
+def _wrapped(task: str) -> int:
+    """The same beside a wrapper."""
     threading.Thread(target=beat_for_ever, name="distnb-beats", daemon=True).start()
     status = _FAILED
     try:
@@ -226,9 +216,9 @@ def _borne(task: str) -> int:
             os.write(1, STATUS + b"%d\n" % status)
 
 
-def main(task: str, borne: str = "") -> int:
+def main(task: str, wrapped: str = "") -> int:
     """Do what the first argument says; returns the exit status."""
-    return _borne(task) if borne else _do(task)
+    return _wrapped(task) if wrapped else _do(task)
 
 
 def _do(task: str) -> int:
@@ -237,16 +227,16 @@ def _do(task: str) -> int:
         return 0
     try:
         with open(0, "rb", buffering=0, closefd=False) as told:  # what comes after the line is for another reader
-            keeper = NodeAgent(Assignment.decode(told.readline()))
+            agent = NodeAgent(Assignment.decode(told.readline()))
 
         def end(number: int, frame: FrameType | None) -> None:
             # Not the notebook, which says so on standard input: whoever rules this machine, such as Slurm's scancel.
-            keeper.let_go(f"told to end by {signal.Signals(number).name}; the engine here is ended.", KILLED + number)
+            agent.let_go(f"told to end by {signal.Signals(number).name}; the engine here is ended.", KILLED + number)
 
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, end)
-        threading.Thread(target=_await_end_of_input, args=(keeper,), name="distnb-input", daemon=True).start()
-        return keeper.keep()
+        threading.Thread(target=_await_end_of_input, args=(agent,), name="distnb-input", daemon=True).start()
+        return agent.keep()
     except StartError as error:
         print(error, file=sys.stderr, flush=True)
         return _FAILED

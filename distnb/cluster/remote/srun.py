@@ -12,9 +12,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from distnb.cluster.remote.base import BEARER, KEEPER, CommandNodeAgentLauncher, NodeAgentLauncher, Transport
+from distnb.cluster.remote.base import NODE_AGENT, WRAPPER, Transport
 from distnb.cluster.resolvers.host_list import expand_counts, expand_host_list
 from distnb.errors import OptionError, StartError
 
@@ -46,17 +45,20 @@ class Slurm(Transport):
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self._arguments = tuple(arguments)
 
-    def launcher(self, host: str, **settings: Any) -> NodeAgentLauncher:
+    def command(self, host: str, task: str) -> list[str]:
         """An srun that stays."""
-        return CommandNodeAgentLauncher(engine_cmd=self._command(host, "serve"), **settings)
-
-    def probing(self, host: str) -> list[str]:
-        """By a step of its own."""
-        return self._command(host, "probe")
-
-    def _command(self, host: str, task: str) -> list[str]:
         # Of an option that is given twice srun takes the last: the user's before ours only where ours are but usual.
-        return [*BEARER, "srun", *_USUAL, *self._arguments, *_NEEDED, f"--nodelist={host}", *KEEPER, task, "borne"]
+        return [
+            *WRAPPER,
+            "srun",
+            *_USUAL,
+            *self._arguments,
+            *_NEEDED,
+            f"--nodelist={host}",
+            *NODE_AGENT,
+            task,
+            "wrapped",
+        ]
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
         """srun reads its options from variables too: those of the step that this process may be are not meant."""

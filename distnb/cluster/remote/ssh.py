@@ -1,19 +1,16 @@
-"""Other machines by ssh, through ipyparallel's launcher."""
+"""Other machines by ssh."""
 
 from __future__ import annotations
 
 import shlex
 import subprocess
 from collections.abc import Sequence
-from typing import Any
 
-from ipyparallel.cluster.launcher import SSHEngineLauncher
-
-from distnb.cluster.remote.base import KEEPER, NodeAgentLauncher, Transport
+from distnb.cluster.remote.base import NODE_AGENT, Transport
 from distnb.cluster.remote.heartbeat import LOST_AFTER_S
 from distnb.errors import StartError
 
-__all__ = ["SSH", "SSHNodeAgentLauncher"]
+__all__ = ["SSH"]
 
 _ALIVE_S = 2
 _OPTIONS = {
@@ -36,19 +33,6 @@ def _ssh_arguments(user_arguments: Sequence[str]) -> list[str]:
     return [*ours, *user_arguments, "-o", "ConnectTimeout=20"]
 
 
-class SSHNodeAgentLauncher(NodeAgentLauncher, SSHEngineLauncher):  # type: ignore[misc]
-    """Starts the keeper of one engine on another machine, and stays connected with it."""
-
-    def find_args(self) -> list[str]:
-        """The command line: no word of it is secret."""
-        return [*self.ssh_cmd, *self.ssh_args, self.location, _remote(self.program)]
-
-
-def _remote(words: Sequence[str]) -> str:
-    # By `exec`, so that no shell of that machine stands between.
-    return "exec " + shlex.join(words)
-
-
 class SSH(Transport):
     """Machines that ssh reaches without a password.
 
@@ -60,13 +44,9 @@ class SSH(Transport):
         self._user_arguments = tuple(arguments)
         self._arguments = _ssh_arguments(arguments)
 
-    def launcher(self, host: str, **settings: Any) -> NodeAgentLauncher:
-        """ipyparallel's, with a keeper's end."""
-        return SSHNodeAgentLauncher(engine_cmd=[*KEEPER, "serve"], hostname=host, ssh_args=self._arguments, **settings)
-
-    def probing(self, host: str) -> list[str]:
-        """By the same ssh."""
-        return ["ssh", *self._arguments, host, _remote([*KEEPER, "probe"])]
+    def command(self, host: str, task: str) -> list[str]:
+        """An ssh that stays; by `exec`, so that no shell of that machine stands between."""
+        return ["ssh", *self._arguments, host, f"exec {shlex.join([*NODE_AGENT, task])}"]
 
     def network_name(self, host: str) -> str:
         """What ssh's configuration makes of the name.

@@ -1,9 +1,9 @@
 """`python -m distnb.cluster.remote.wrapper COMMAND …`: starts a node agent on another machine by a command.
 
 Programs such as srun and mpiexec start what they are told on a machine, and connect its standard input and output with
-their own. They find out late, or never, that the machine is gone, and each has its own way of telling how its task
-ended. So the keeper says itself, now and then, that it is there, and at last how it ended; both are kept back here, and
-all else that it writes goes on. The exit status is the keeper's; 255 when it was not reached, or is not any more.
+their own. They find out late, or never, that the machine is gone, and each tells in another form how its task ended. So
+the node agent itself says each second that it is there, and at last how it ended. Both words end here; all else that it
+writes goes on. The exit status is the node agent's; 255 when it was not reached, or is not any more.
 
 They also start processes in groups and sessions of their own, as mpiexec does its ssh, which no signal to a group
 reaches. So this is two processes: one that may be killed at any time, together with its group, and one beside the
@@ -26,13 +26,14 @@ from typing import Final
 
 import psutil
 
-from distnb.cluster.remote.calling import BEAT_S, LOST, SILENCE_S
+from distnb.cluster.remote.heartbeat import LOST, LOST_AFTER_S
 
 __all__ = ["BEAT", "STATUS", "Wrapper", "beat_for_ever", "main"]
 
 BEAT: Final = b"distnb-beat"
 STATUS: Final = b"distnb-status "
 
+_BEAT_S = 1.0
 _FIRST_WORD_S = 80.0  # until then the machine may be loading Python from a slow disk
 _ENDING_S = 2.0
 _LEAVING_S = 5.0
@@ -43,11 +44,11 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def beat_for_ever() -> None:
-    """Say on standard output that this process is there; a thread of the keeper's."""
-    with suppress(OSError):  # nobody listens any more, and the end of its input tells the keeper so
+    """Say on standard output that this process is there; a thread of the node agent's."""
+    with suppress(OSError):  # nobody listens any more, and the end of its input tells the node agent so
         while True:
             os.write(1, BEAT + b"\n")
-            time.sleep(BEAT_S)
+            time.sleep(_BEAT_S)
 
 
 class Wrapper:
@@ -55,7 +56,7 @@ class Wrapper:
 
     Args:
         command: Its words. It inherits standard input and standard error.
-        silence_s: After so long without a word from the keeper its machine is lost.
+        silence_s: After so long without a word from the node agent its machine is lost.
         first_word_s: So long its first word may take.
     """
 
@@ -67,7 +68,7 @@ class Wrapper:
         self._rest = b""
 
     def run(self) -> int:
-        """Until the keeper has ended, or is lost. Returns the exit status."""
+        """Until the node agent has ended, or is lost. Returns the exit status."""
         assert self._process.stdout is not None
         source = self._process.stdout.fileno()
         started = time.monotonic()
@@ -86,20 +87,20 @@ class Wrapper:
                     return self._last_word()
                 self._take(data)
         except SystemExit:
-            # The notebook lets go, or is gone. The keeper hears so by its standard input, and leaves nothing behind on
-            # its machine if it is given the time: srun, once it is ended, has it killed.
+            # The notebook lets go, or is gone. The node agent hears so by its standard input, and leaves nothing behind
+            # if it is given the time: srun, once it is ended, has it killed.
             self._wait(_LEAVING_S)
             raise
         finally:
             self._end()
 
     def _last_word(self) -> int:
-        """The exit status, once the keeper's output has ended."""
+        """The exit status, once the node agent's output has ended."""
         if self._status is not None:
             return self._status
         self._wait(_ENDING_S)
         status = self._process.poll()
-        # Who rules the machine, such as Slurm's scancel, ended the keeper: the machine is there.
+        # Who rules the machine, such as Slurm's scancel, ended the node agent: the machine is there.
         if self._heard is not None and status is not None and 128 < status < 128 + signal.NSIG:
             return status
         return LOST
@@ -170,7 +171,7 @@ def _end_all_below() -> None:
             os.wait()
 
 
-def _bear(command: Sequence[str], silence_s: float, first_word_s: float) -> int:
+def _run_beside(command: Sequence[str], silence_s: float, first_word_s: float) -> int:
     try:
         return Wrapper(command, silence_s, first_word_s).run()
     except OSError as error:
@@ -180,7 +181,7 @@ def _bear(command: Sequence[str], silence_s: float, first_word_s: float) -> int:
         _end_all_below()
 
 
-def main(command: Sequence[str], silence_s: float = SILENCE_S, first_word_s: float = _FIRST_WORD_S) -> int:
+def main(command: Sequence[str], silence_s: float = LOST_AFTER_S, first_word_s: float = _FIRST_WORD_S) -> int:
     """Run the command in a process beside this one, as `Wrapper` does; returns the exit status in both."""
     group = os.getpid()
     _on_sigterm(lambda: sys.exit(LOST))  # on its way out the command is ended
@@ -189,7 +190,7 @@ def main(command: Sequence[str], silence_s: float = SILENCE_S, first_word_s: flo
     if beside == 0:
         _stand_beside(group)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        return _bear(command, silence_s, first_word_s)
+        return _run_beside(command, silence_s, first_word_s)
     _on_sigterm(lambda: os.kill(beside, signal.SIGTERM))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     return os.waitstatus_to_exitcode(os.waitpid(beside, 0)[1])

@@ -22,7 +22,7 @@ from distnb.objects.modes import (
 )
 from distnb.objects.packing import Packed, open_module
 from distnb.options import StrategySpec
-from distnb.strategies.scope import adopt_restored
+from distnb.strategies.scope import register_restored
 from distnb.wire.exchange import HeldArgument, Items, Keywords, Mark, NamedArgument, Result, Snapshot, TeamKey, former
 
 __all__ = ["EngineNamespace"]
@@ -58,7 +58,7 @@ class EngineNamespace:
         self.user_ns = user_ns
         self.teams = teams
         teams.user_ns = user_ns
-        self.adopt: Callable[[Any, StrategySpec | None], None] = adopt_restored
+        self.adopt: Callable[[Any, StrategySpec | None], None] = register_restored
         self._engine = engine
         self._reserved = frozenset(reserved)
         self._environment: Environment | None = None

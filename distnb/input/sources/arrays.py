@@ -8,9 +8,8 @@ from typing import Any, overload
 import numpy as np
 import torch
 
-from distnb.input.sources.base import FROM_THE_START, Beginning, Load, Place, Source
-from distnb.input.splitting.layout import count_examples, map_leaves
-from distnb.input.splitting.split import slice_bounds
+from distnb.input.cutting import count_examples, map_leaves, slice_bounds
+from distnb.input.sources.base import FROM_THE_START, Load, Place, Position, Source
 
 __all__ = ["ArraySource"]
 
@@ -38,7 +37,7 @@ class ArraySource(Source):
         self._batch_size = batch_size
         self._place = place
 
-    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
         place, examples = self._place, self._examples
         for first in range(beginning.skip * self._batch_size, examples, self._batch_size):
             size = min(self._batch_size, examples - first)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from distnb.topology import Device
 
-__all__ = ["FROM_THE_START", "Beginning", "Load", "Place", "Shared", "Source", "Turns"]
+__all__ = ["FROM_THE_START", "Position", "Load", "Place", "Shared", "Source", "Turns"]
 
 Shared = Callable[[], AbstractContextManager[Any]]
 """Makes the random stream that all replicas share the current one for a while."""
@@ -89,7 +89,7 @@ class Load(NamedTuple):
     whole: bool = False
 
 
-class Beginning(NamedTuple):
+class Position(NamedTuple):
     """Where an iteration begins.
 
     Attributes:
@@ -103,7 +103,7 @@ class Beginning(NamedTuple):
     kept: bool | None = None
 
 
-FROM_THE_START = Beginning()
+FROM_THE_START = Position()
 
 
 class Source(ABC):
@@ -125,7 +125,7 @@ class Source(ABC):
     exclusive: bool = False
 
     @abstractmethod
-    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
         """Begin to read, on the caller's thread.
 
         Random numbers are drawn as an ordinary DataLoader draws them, from the shared stream. An iterator with a

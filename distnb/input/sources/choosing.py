@@ -11,16 +11,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterDataPipe, MapDataPipe
 
 from distnb.errors import OptionError, ProgramError, StructureError
+from distnb.input.collating import CollateRule
+from distnb.input.cutting import count_examples
+from distnb.input.pipelines import TurnsSource
 from distnb.input.sources.arrays import ArraySource
 from distnb.input.sources.base import Place, Shared, Source
 from distnb.input.sources.loaders import is_plain
-from distnb.input.sources.samples import SampleSource
+from distnb.input.sources.samples import SampleSource, SlicedSource
 from distnb.input.sources.whole import LoaderSource, PythonSource
 from distnb.input.sources.workers import WorkerSource
-from distnb.input.splitting.collating import CollateRule
-from distnb.input.splitting.layout import count_examples
-from distnb.input.splitting.sliced import SlicedSource
-from distnb.input.turns import TurnsSource
 from distnb.options import InputOptions
 
 __all__ = ["source_of"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distnb.errors import StructureError
-from distnb.input.splitting.layout import count_examples, map_leaves, map_parts
+from distnb.input.cutting import count_examples, map_leaves, map_parts
 from distnb.values.distributed import PerReplica
 
 __all__ = ["TensorSpec", "spec_of"]

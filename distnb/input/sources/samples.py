@@ -1,21 +1,141 @@
-"""Map-style data that this process loads itself (`num_workers=0`), only its own slice of each global batch."""
+"""Map-style data: each replica loads only its own slice of each global batch; here by itself (`num_workers=0`)."""
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from distnb.input.collating import CollateRule
+from distnb.input.cutting import slice_bounds
 from distnb.input.draws import ReplicaDraws, draws_at_start_only, fold, on_host
-from distnb.input.feed import Feed
-from distnb.input.sources.base import FROM_THE_START, Beginning, Load, Place, Shared
-from distnb.input.splitting.collating import CollateRule
-from distnb.input.splitting.sliced import SlicedSource
+from distnb.input.sources.base import FROM_THE_START, Load, Place, Position, Shared, Source
+from distnb.input.sources.loaders import generators_of, peek_at
 
-__all__ = ["SampleSource"]
+__all__ = ["BatchRequest", "Feed", "SampleSource", "SlicedSource"]
+
+
+class BatchRequest(NamedTuple):
+    """What to load of one global batch.
+
+    Attributes:
+        indices: The indices to load: the replica's slice, or the whole batch. For an empty slice the first one of the
+            batch, from which structure and dtypes are learned.
+        size: Examples in the global batch.
+        own: Examples of the slice; None when the whole batch is to be loaded.
+        digest: Of all indices so far.
+    """
+
+    indices: Any
+    size: int
+    own: int | None
+    digest: int
+
+    def loaded(self, tree: Any) -> Load:
+        """What was loaded, once the batch of these indices is there."""
+        if self.own is None:
+            return Load(tree, self.size, None, self.size, digest=self.digest)
+        return Load(tree, self.own or 1, (0, self.own), self.size, separate=True, digest=self.digest)
+
+
+class Feed(Iterator[BatchRequest]):
+    """Turns the batches of a batch sampler into requests.
+
+    Args:
+        batches: Iterator over lists of indices, one per global batch.
+        place: The replica that reads.
+        whole: Load whole batches.
+        skip: How many to leave out.
+    """
+
+    def __init__(self, batches: Iterator[Any], place: Place, whole: bool, skip: int) -> None:
+        self._place = place
+        self._whole = whole
+        self._digest = 0
+        turns = place.turns
+        self._batches = batches if turns is None or turns.pieces == 1 else _pieces(batches, turns.pieces)
+        self._skip = skip
+
+    def skip(self) -> None:
+        """Leave out now what is to be left out."""
+        left, self._skip = self._skip, 0
+        for indices in islice(self._batches, left):
+            self._digest = _digest(_listed(indices), self._digest)
+
+    def __next__(self) -> BatchRequest:
+        if self._skip:
+            self.skip()
+        turns = self._place.turns
+        if turns is not None:
+            return self._taken([_listed(indices) for indices in islice(self._batches, turns.takers)], turns.turn)
+        indices = _listed(next(self._batches))
+        size = len(indices)
+        self._digest = _digest(indices, self._digest)
+        if self._whole:
+            return BatchRequest(indices, size, None, self._digest)
+        start, stop = slice_bounds(size, self._place.num_replicas, self._place.replica_id)
+        return BatchRequest(indices[start:stop] if stop > start else indices[:1], size, stop - start, self._digest)
+
+    def _taken(self, elements: list[Any], turn: int) -> BatchRequest:
+        if not elements:
+            raise StopIteration
+        for indices in elements:
+            self._digest = _digest(indices, self._digest)
+        size = sum(map(len, elements))
+        if turn < len(elements):
+            return BatchRequest(elements[turn], size, len(elements[turn]), self._digest)
+        return BatchRequest(elements[0][:1], size, 0, self._digest)
+
+
+def _listed(indices: Any) -> Any:
+    return indices if hasattr(indices, "__len__") and hasattr(indices, "__getitem__") else list(indices)
+
+
+def _pieces(batches: Iterator[Any], pieces: int) -> Iterator[Any]:
+    for batch in batches:
+        indices = _listed(batch)
+        for piece in range(min(pieces, len(indices))):  # the later ones are empty
+            start, stop = slice_bounds(len(indices), pieces, piece)
+            yield indices[start:stop]
+
+
+def _digest(indices: Any, digest: int) -> int:
+    try:
+        return zlib.crc32(array("q", indices).tobytes(), digest)
+    except (TypeError, OverflowError):
+        return zlib.crc32(repr(indices).encode(), digest)
+
+
+class SlicedSource(Source):
+    """The examples of a DataLoader, of which each replica loads its own slice of each global batch.
+
+    Args:
+        loader: The user's loader; its dataset is map-style and it collates batches.
+        place: The replica that reads.
+        rule: Whether its collate function may see only a slice.
+        shared: The stream that all replicas share.
+    """
+
+    def __init__(self, loader: DataLoader[Any], place: Place, rule: CollateRule, shared: Shared) -> None:
+        self.data = self._loader = loader
+        self._place = place
+        self._rule = rule
+        self._shared = shared
+
+    def length(self) -> int:
+        return len(self._loader)
+
+    def peek(self) -> Any:
+        return peek_at(self._loader)
+
+    def generators(self) -> list[Any]:
+        return list(generators_of(self._loader))
 
 
 class SampleSource(SlicedSource):
@@ -25,7 +145,7 @@ class SampleSource(SlicedSource):
         super().__init__(loader, place, rule, shared)
         self.in_memory = _is_quiet(loader) and draws_at_start_only(loader.batch_sampler)
 
-    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
         loader = self._loader
         whole = self._rule.needs_whole_batches()
         batches = iter(loader.batch_sampler)  # type: ignore[arg-type]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import DataLoader
 
 from distnb.errors import ProgramError
-from distnb.input.draws import draws_at_start_only, on_host
-from distnb.input.sources.base import FROM_THE_START, Beginning, Load, Place, Shared, Source
+from distnb.input.draws import draws_at_start_only
+from distnb.input.sources.base import FROM_THE_START, Load, Place, Position, Shared, Source
 from distnb.input.sources.loaders import changed, generators_of, is_plain, iterator_beyond, own_seeds, peek_at
-from distnb.input.sources.workers import end_workers, free_workers, has_lost_workers, has_workers
+from distnb.input.sources.workers import LoadedBatches, has_lost_workers, has_workers
 
 __all__ = ["LoaderSource", "PythonSource"]
 
@@ -40,7 +40,7 @@ class LoaderSource(Source):
         self.exclusive = ours and bool(loader.persistent_workers)
         self._ours = ours
 
-    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
         skip = beginning.skip
         if self.exclusive and has_lost_workers(self._loader):
             self._forget()
@@ -54,8 +54,9 @@ class LoaderSource(Source):
             iterator = iter(self._loader)
         else:
             skip = 0
-        workers = _Workers(self.exclusive, self._forget)
-        return _beyond(_WholeBatches(iterator, None if self.threadable else self._shared, self._place, workers), skip)
+        shared = None if self.threadable else self._shared
+        loads = LoadedBatches(iterator, shared, self._place, persistent=self.exclusive, forget=self._forget)
+        return _beyond(loads, skip)
 
     def length(self) -> int:
         return len(self._loader)
@@ -92,12 +93,12 @@ class PythonSource(Source):
         self._started = False
         self.iterable = not _remembers(batches)
 
-    def start(self, beginning: Beginning = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
         skip = beginning.skip
         if beginning.state is not None:
             self.data.load_state_dict(beginning.state)
             skip = 0
-        return _beyond(_WholeBatches(self._iterator(), self._shared, self._place, None), skip)
+        return _beyond(LoadedBatches(self._iterator(), self._shared, self._place), skip)
 
     def _iterator(self) -> Iterator[Any]:
         batches = self.data
@@ -131,49 +132,7 @@ class PythonSource(Source):
         return _state_of(self.data)
 
 
-class _Workers(NamedTuple):
-    """How a loader's workers end."""
-
-    persistent: bool
-    forget: Callable[[], None]
-
-
-class _WholeBatches(Iterator[Load]):
-    def __init__(self, iterator: Iterator[Any], shared: Shared | None, place: Place, workers: _Workers | None) -> None:
-        self._iterator: Iterator[Any] | None = iterator
-        self._shared = shared
-        self._device = place.device
-        self._workers = workers
-        self.persistent = workers is not None and workers.persistent
-        self._closed = False
-
-    def __next__(self) -> Load:
-        iterator = self._iterator
-        if self._closed or iterator is None:
-            raise StopIteration
-        with on_host(self._device):
-            if self._shared is None:
-                return Load(next(iterator))
-            with self._shared():
-                return Load(next(iterator))
-
-    def close(self) -> None:
-        """End the loader's workers; persistent ones stay, and a generator stays where it is."""
-        self._closed = True
-        if self.persistent:
-            return
-        iterator, self._iterator = self._iterator, None
-        if self._workers is not None:
-            end_workers(iterator)
-
-    def free(self) -> None:
-        """End the workers from another thread, when one is stuck and the reader with it."""
-        if self._workers is not None:
-            self._workers.forget()
-            free_workers(self._iterator)
-
-
-def _beyond(loads: _WholeBatches, skip: int) -> _WholeBatches:
+def _beyond(loads: LoadedBatches, skip: int) -> LoadedBatches:
     """The iterator after some batches, which are read and dropped."""
     for _ in range(skip):
         try:

@@ -8,15 +8,15 @@ since the same value on all replicas is to be that value.
 from __future__ import annotations
 
 import functools
-import hashlib
 import types
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distnb.accelerators import torch_device
+from distnb.collectives.digests import digest_of_text
 from distnb.errors import CollectiveError, CollectiveMismatchError
 from distnb.objects.plain import SCALARS
 from distnb.values.distributed import DistributedValues, PerReplica
@@ -30,19 +30,20 @@ __all__ = ["Agreement", "distributed"]
 
 
 class Agreement:
-    """The structures that the functions of one program have been seen to return, on every replica.
-
-    Attributes:
-        is_left_to_caller: See `left_to_caller`.
-    """
+    """The structures that the functions of one program have been seen to return, on every replica."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, set[Any]] = {}
-        self.is_left_to_caller = False
+        self._is_left_to_caller = False
 
-    def left_to_caller(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def left_to_caller(self) -> Iterator[None]:
         """Compare nothing meanwhile: whoever calls gets every replica's result, and compares them itself."""
-        return _LeftToCaller(self)
+        before, self._is_left_to_caller = self._is_left_to_caller, True
+        try:
+            yield
+        finally:
+            self._is_left_to_caller = before
 
     def forget(self) -> None:
         """A new program begins. What an earlier one agreed on may have been interrupted half-way."""
@@ -60,7 +61,7 @@ class Agreement:
             StructureError: Replicas returned different structures.
             DistributedValueError: The function returned a distributed value.
         """
-        if self.is_left_to_caller and type(result) in SCALARS:
+        if self._is_left_to_caller and type(result) in SCALARS:
             return result
         # What is in here all replicas had in common: whether they communicate must not depend on one of them alone.
         seen = self._seen.setdefault(_code_of(fn), set())
@@ -71,7 +72,7 @@ class Agreement:
         leaves, shape = flatten(result)
         kinds = tuple([_kind(leaf) for leaf in leaves])
         spec: Spec = shape.spec
-        if self.is_left_to_caller:
+        if self._is_left_to_caller:
             return self._wrap(group, shape, leaves, [kind != "tensor" for kind in kinds])
         signature: Any = (spec, kinds)
         plain = [place for place, kind in enumerate(kinds) if kind == "plain"]
@@ -112,21 +113,6 @@ class Agreement:
         )
 
 
-class _LeftToCaller(AbstractContextManager[None]):
-    # A class, since it is around every call from the notebook: a generator would cost three times as much.
-
-    __slots__ = ("_agreement", "_before")
-
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
-
-    def __enter__(self) -> None:
-        self._before, self._agreement.is_left_to_caller = self._agreement.is_left_to_caller, True
-
-    def __exit__(self, *error: object) -> None:
-        self._agreement.is_left_to_caller = self._before
-
-
 def _code_of(fn: Any) -> Any:
     """What is the same for one function at every call, and on every replica at the same call."""
     while isinstance(fn, functools.partial):
@@ -151,10 +137,6 @@ def _describe(kind: str, leaf: Any) -> str:
     return f"{type(leaf).__module__}.{type(leaf).__qualname__} {leaf!r}" if kind == "plain" else kind
 
 
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-
-
 def _compare(
     group: Group, spec: Spec, kinds: Sequence[str], leaves: Sequence[Any]
 ) -> tuple[list[bool], list[tuple[str, ...] | None] | None, bool]:
@@ -165,7 +147,7 @@ def _compare(
         unlike things; and whether all results are of the same kinds.
     """
     descriptions = [_describe(kind, leaf) for kind, leaf in zip(kinds, leaves, strict=True)]
-    mine = [_digest(repr(spec)), _digest("\n".join(descriptions))]
+    mine = [digest_of_text(repr(spec)), digest_of_text("\n".join(descriptions))]
     message = torch.tensor(mine, dtype=torch.int64, device=torch_device(group.device))
     others = [other.tolist() for other in group.all_gather(message)]
     if all(other == mine for other in others):

@@ -1,4 +1,6 @@
-"""What in a batch is structure, and what is a leaf with one entry per example.
+"""Where a global batch is cut, and what in it is structure, or a leaf with one entry per example.
+
+Slices are contiguous, and their sizes differ by at most one: larger ones first, replica 0 first.
 
 Tensors and arrays are leaves, and so is a list or tuple that holds one item per example (strings, label lists, images
 of differing sizes); any other list, tuple, dict, namedtuple or dataclass is structure. Where a list could be either
@@ -17,10 +19,34 @@ import torch
 
 from distnb.errors import StructureError
 
-__all__ = ["count_examples", "map_leaves", "map_parts"]
+__all__ = ["count_examples", "cut", "map_leaves", "map_parts", "slice_bounds"]
 
 _TEXT = (str, bytes, bytearray)
 _PLAIN = (str, bytes, bytearray, int, float, complex)
+
+
+def slice_bounds(n: int, replicas: int, replica_id: int) -> tuple[int, int]:
+    """First and one-past-last example of one replica's slice.
+
+    Args:
+        n: Examples in the global batch.
+        replicas: Number of replicas.
+        replica_id: Whose slice.
+
+    Example:
+        >>> slice_bounds(8, 3, 2)
+        (6, 8)
+    """
+    base, extra = divmod(n, replicas)
+    start = replica_id * base + min(replica_id, extra)
+    return start, start + base + (replica_id < extra)
+
+
+def cut(leaf: Any, start: int, stop: int) -> Any:
+    """Examples `start` to `stop` of one leaf of a batch; tensors and arrays give views."""
+    if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+        return leaf.narrow_copy(0, start, stop - start)  # sparse layouts have no views
+    return leaf[start:stop]
 
 
 class _MisfitError(Exception):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Any
 
-from distnb.cluster.remote.base import CommandNodeAgentLauncher, NodeAgentLauncher, Transport
+from distnb.cluster.process_environment import PYTHON_MODULE
+from distnb.cluster.remote.base import Transport
 from distnb.cluster.remote.secret import read_secret
 from distnb.cluster.worker_placement import split_address
 
-__all__ = ["Served"]
+__all__ = ["ServerTransport"]
 
 
-class Served(Transport):
+class ServerTransport(Transport):
     """Machines whose servers share a secret with this notebook; hosts are their addresses, host:port.
 
     Args:
@@ -27,16 +26,9 @@ class Served(Transport):
         read_secret(secret)
         self._secret = secret.absolute()
 
-    def launcher(self, host: str, **settings: Any) -> NodeAgentLauncher:
-        """A process of this machine that calls: it gets the secret's path, never the secret."""
-        return CommandNodeAgentLauncher(engine_cmd=self._calling(host, "serve"), **settings)
-
-    def probing(self, host: str) -> list[str]:
-        """By the same kind of call."""
-        return self._calling(host, "probe")
-
-    def _calling(self, host: str, task: str) -> list[str]:
-        return [sys.executable, "-P", "-m", "distnb.cluster.remote.calling", host, str(self._secret), task]
+    def command(self, host: str, task: str) -> list[str]:
+        """A client, which gets the secret's path, never the secret."""
+        return [*PYTHON_MODULE, "distnb.cluster.remote.server_client", host, str(self._secret), task]
 
     def network_name(self, host: str) -> str:
         """The address without its port."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distnb.accelerators import torch_device
-from distnb.input.splitting.layout import map_parts
+from distnb.input.cutting import map_parts
 from distnb.topology import Device
 
 __all__ = ["BatchPlacement", "placement_for"]

@@ -17,11 +17,10 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from distnb.errors import StructureError
+from distnb.input.cutting import count_examples, cut, map_leaves
 from distnb.input.draws import ReplicaDraws, on_host
 from distnb.input.sources.base import Place
 from distnb.input.sources.loaders import changed
-from distnb.input.splitting.layout import count_examples, map_leaves
-from distnb.input.splitting.split import cut
 from distnb.options import InputOptions
 
 __all__ = ["CollateRule"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from distnb.errors import StructureError
-from distnb.input.splitting.layout import count_examples, map_leaves
-from distnb.input.splitting.split import cut, slice_bounds, slice_sizes, split_batch
+from distnb.input.cutting import count_examples, cut, map_leaves, slice_bounds
+from tests.batches import split_batch
 
 Pair = namedtuple("Pair", "x y")
 
@@ -36,7 +36,6 @@ class Sample:
     ],
 )
 def test_sizes(n: int, replicas: int, sizes: list[int]) -> None:
-    assert slice_sizes(n, replicas) == sizes
     bounds = [slice_bounds(n, replicas, replica_id) for replica_id in range(replicas)]
     assert [stop - start for start, stop in bounds] == sizes
     assert [start for start, _ in bounds] == [sum(sizes[:replica_id]) for replica_id in range(replicas)]

@@ -1,4 +1,4 @@
-"""What stands between this machine and a program that starts keepers: it tells how they ended, and when one is lost."""
+"""What stands before a program that starts node agents: it tells how they ended, and when one is lost."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from pathlib import Path
 
 from tests.processes import wait_until
 
-BEARER = [sys.executable, "-P", "-m", "distnb.cluster.remote.wrapper"]
+WRAPPER = [sys.executable, "-P", "-m", "distnb.cluster.remote.wrapper"]
 PROGRAM = """
 import sys
-from distnb.cluster.remote import wrapper as bearer
-bearer._LEAVING_S = float(sys.argv[1])
-sys.exit(bearer.main(sys.argv[2:]))
+from distnb.cluster.remote import wrapper
+wrapper._LEAVING_S = float(sys.argv[1])
+sys.exit(wrapper.main(sys.argv[2:]))
 """
 
 
 def leaving(within_s: float) -> list[str]:
-    """A bearer that gives its command so long to end by itself."""
+    """A wrapper that gives its command so long to end by itself."""
     return [sys.executable, "-c", PROGRAM, str(within_s)]
 
 
-def _borne(script: str, told: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*BEARER, "sh", "-c", script], input=told, capture_output=True, text=True, timeout=60)
+def _wrapped(script: str, told: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*WRAPPER, "sh", "-c", script], input=told, capture_output=True, text=True, timeout=60)
 
 
-def test_a_keepers_words_go_on_and_its_status_is_told() -> None:
-    done = _borne(
+def test_a_node_agents_words_go_on_and_its_status_is_told() -> None:
+    done = _wrapped(
         'echo distnb-beat; echo 3; read line; echo "$line" >&2; echo distnb-status 137; exit 1', "an assignment\n"
     )
     assert (done.stdout, done.stderr, done.returncode) == ("3\n", "an assignment\n", 137)
 
 
-def test_an_end_of_which_no_keeper_told_is_a_lost_machine() -> None:
-    done = _borne("echo srun: error: no such node >&2; exit 1")
+def test_an_end_of_which_no_node_agent_told_is_a_lost_machine() -> None:
+    done = _wrapped("echo srun: error: no such node >&2; exit 1")
     assert (done.stderr, done.returncode) == ("srun: error: no such node\n", 255)
-    done = subprocess.run([*BEARER, "no-such-program"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*WRAPPER, "no-such-program"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 255
     assert "no-such-program cannot be started" in done.stderr
 
@@ -65,7 +65,7 @@ def test_silence_is_a_lost_machine_too() -> None:
         assert subprocess.run(command, timeout=60).returncode == 255
 
 
-def test_a_keeper_whose_notebook_is_gone_has_time_to_clean_up(tmp_path: Path) -> None:
+def test_a_node_agent_whose_notebook_is_gone_has_time_to_clean_up(tmp_path: Path) -> None:
     cleaned = tmp_path / "cleaned"
     command = [*leaving(60), "sh", "-c", f"echo up; cat; sleep 0.5; touch {cleaned}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as started:

@@ -1,1 +1,0 @@
-"""How batches are cut, and which replica gets which rows."""
