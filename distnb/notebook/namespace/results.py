@@ -345,10 +345,10 @@ class Results:
 
     def _fresh_handle(self, identity: ObjectId) -> Any:
         """A handle for an engine object that something which arrived refers to."""
-        facts = {}
-        for replica, one in self._results.items():
-            named = (each for each in one.names.values() if each.identity == identity)
-            facts[replica] = one.fresh.get(identity) or next(named, Described("object", identity=identity))
+        facts = {
+            replica: one.fresh.get(identity, Described("object", identity=identity))
+            for replica, one in self._results.items()
+        }
         return self._handle(identity, facts)
 
     def release(self) -> None:
