@@ -214,7 +214,7 @@ class Spmd:
             result = self._call(replica, fn, own_args, own_kwargs)
         if note.slice_size:
             step_count.examples += note.slice_size
-        return process.agreement.regroup(process.group, fn, result)
+        return process.agreement.regroup(process.group, fn, result, (args, kwargs))
 
     def _call(self, replica: ReplicaContext, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True  # see Strategy.run

@@ -77,9 +77,8 @@ class ReplicaContext:
         Args:
             reduce_op: "sum" or "mean", in any case, or a `distnb.ReduceOp`.
             value: A tensor, an array, a Python number, or a nested structure of them; equal shapes on all replicas. Of
-                sparse (COO) tensors only the entries travel; no gradient flows through them.
-            options: How to communicate in this call, instead of what the strategy was told; the same on all replicas.
-                It holds for the gradient's way back, too.
+                sparse (COO) tensors only the entries are sent; no gradient flows through them.
+            options: How to communicate in this call and its gradients', instead of what the strategy was told.
 
         Returns:
             The same structure of results. MEAN of integers is float64.

@@ -7,9 +7,7 @@ from typing import ClassVar, Self
 
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
-from distnb.runtime import choice
 from distnb.runtime.central import setup
-from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy, kept_options
 from distnb.topology import Device, device_names, parse_device
 
@@ -63,8 +61,7 @@ class CentralStorageStrategy(Strategy):
         spec = StrategySpec(cls.kind, names, 0, options)
         setup.check_places(spec, names, ())
         strategy = cls._of(spec)
-        if choice.started_by_launcher() or this_process.remote is not None:
-            # In a notebook the engines start now, if there are none; in a script the replicas meet.
+        if strategy._meet():
             setup.check_places(spec, strategy.worker_devices, ())
         return strategy
 

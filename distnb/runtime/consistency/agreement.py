@@ -19,6 +19,7 @@ from distnb.accelerators import torch_device
 from distnb.collectives.digests import digest_of_text
 from distnb.errors import CollectiveError, CollectiveMismatchError
 from distnb.objects.plain import SCALARS
+from distnb.runtime import loader_batches
 from distnb.values.distributed import DistributedValues, PerReplica
 from distnb.values.structure import Spec, flatten, is_immutable, unflatten, unlike_structures
 from distnb.variables.variable import Variable
@@ -34,6 +35,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self._seen: dict[Any, set[Any]] = {}
+        self._told_of_batch = False
         self._is_left_to_caller = False
 
     @contextmanager
@@ -49,13 +51,14 @@ class Agreement:
         """A new program begins. What an earlier one agreed on may have been interrupted half-way."""
         self._seen.clear()
 
-    def regroup(self, group: Group, fn: Callable[..., Any], result: Any) -> Any:
+    def regroup(self, group: Group, fn: Callable[..., Any], result: Any, args: Any = ()) -> Any:
         """One replica's result as a structure of PerReplica and plain values.
 
         Args:
             group: The replicas.
             fn: The function.
             result: What it returned here.
+            args: What `run` was given for it.
 
         Raises:
             StructureError: Replicas returned different structures.
@@ -79,7 +82,8 @@ class Agreement:
         if signature in seen and not plain:
             return self._wrap(group, shape, leaves, [kind != "tensor" for kind in kinds])
         try:
-            equal, unlike, alike = _compare(group, spec, kinds, leaves)
+            batch = 0 if self._told_of_batch else loader_batches.digest_of_batch(args)
+            equal, unlike, alike, same_batch = _compare(group, spec, kinds, leaves, batch)
         except CollectiveMismatchError as error:
             error.add_note(
                 f"strategy.run compared what {getattr(fn, '__name__', 'the function')} returned, since this replica's "
@@ -92,6 +96,9 @@ class Agreement:
                 raise
             # Another replica's function raised: there is nothing to compare with.
             return self._wrap(group, shape, leaves, [kind not in ("tensor", "plain") for kind in kinds])
+        if same_batch:
+            self._told_of_batch = True
+            loader_batches.tell(group.size)
         if alike:
             seen.add(signature)
             if spec.kind == "leaf":
@@ -138,26 +145,27 @@ def _describe(kind: str, leaf: Any) -> str:
 
 
 def _compare(
-    group: Group, spec: Spec, kinds: Sequence[str], leaves: Sequence[Any]
-) -> tuple[list[bool], list[tuple[str, ...] | None] | None, bool]:
+    group: Group, spec: Spec, kinds: Sequence[str], leaves: Sequence[Any], batch: int
+) -> tuple[list[bool], list[tuple[str, ...] | None] | None, bool, bool]:
     """What the replicas' results have in common. All replicas call it together.
 
     Returns:
         Whether each leaf is the same plain value on all replicas; what the replicas hold in its place, if these are
-        unlike things; and whether all results are of the same kinds.
+        unlike things; whether all results are of the same kinds; and whether `batch`, a digest, is equal and not 0.
     """
     descriptions = [_describe(kind, leaf) for kind, leaf in zip(kinds, leaves, strict=True)]
     mine = [digest_of_text(repr(spec)), digest_of_text("\n".join(descriptions))]
-    message = torch.tensor(mine, dtype=torch.int64, device=torch_device(group.device))
+    message = torch.tensor([*mine, batch], dtype=torch.int64, device=torch_device(group.device))
     others = [other.tolist() for other in group.all_gather(message)]
-    if all(other == mine for other in others):
-        return [kind != "tensor" for kind in kinds], None, True
+    same_batch = batch != 0 and all(other[2] == batch for other in others)
+    if all(other[:2] == mine for other in others):
+        return [kind != "tensor" for kind in kinds], None, True, same_batch
     told = group.all_gather_object((spec, tuple(kinds), descriptions, [held(leaf) for leaf in leaves]))
     _require_same_structure([each[0] for each in told])
     columns = zip(*(each[2] for each in told), strict=True)
     equal = [kind != "tensor" and len(set(column)) == 1 for kind, column in zip(kinds, columns, strict=True)]
     alike = all(each[1] == told[0][1] for each in told)
-    return equal, unlike_kinds([each[3] for each in told]), alike
+    return equal, unlike_kinds([each[3] for each in told]), alike, same_batch
 
 
 def _require_same_structure(specs: Sequence[Spec]) -> None:

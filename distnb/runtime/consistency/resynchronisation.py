@@ -70,8 +70,12 @@ def resynchronise(group: Group, groups: Sequence[ParameterGroup], buffers: Seque
     optimizers = _optimizers_of(groups) if groups else {}
     states = cast("list[_State]", group.all_gather_object(_state_of(groups, optimizers, buffers)))
     first = states[0]
-    if any(state.layouts[0] != first.layouts[0] for state in states) or all(state == first for state in states):
-        # Models that differ are found, and told of, by the first pass that reaches them.
+    if any(state.layouts[0] != first.layouts[0] for state in states):
+        return  # models that differ are found, and told of, by the first pass that reaches them
+    for number, parameters in enumerate(groups):
+        # A replica that was replaced has counted anew: from now on all call a group alike.
+        parameters.identity = (-1 - group.generation, number)
+    if all(state == first for state in states):
         return
     told = []
     for number, parameters in enumerate(groups):

@@ -166,6 +166,18 @@ def a_half_done_step_is_made_equal(r: Replica) -> None:
 
 
 @case
+def replicas_that_counted_their_models_differently(r: Replica) -> None:
+    extra = [r.make(mlp) for _ in range(r.rank)]
+    del extra  # as on a replica that has seen more, or less, than the others
+    pairs = [r.make(mlp, seed) for seed in range(3)]
+    resynchronise(r.group, r.sync.groups)
+    for model, plain in (pairs[1], pairs[0], pairs[2]):
+        loss_of(model, r.batch(5)[1], 5).backward()
+        loss_of(plain, r.batch(5)[0], 5).backward()
+        same(model, plain)
+
+
+@case
 def nothing_is_kept_alive(r: Replica) -> None:
     model, _ = r.make(mlp)
     loss_of(model, r.batch(5)[1], 5).backward()
