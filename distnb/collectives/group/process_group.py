@@ -94,6 +94,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.communicator = Communicator(self)
         self.breaks = 0
         self.half_met = self._broke_in_program = self._destroyed = False
+        self._failed_before: BaseException | None = None
         self._replacing = threading.Lock()
         self._time_limit_s: float | None = None
         self._patience_s: float | None = None
@@ -261,6 +262,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """A program began on this replica."""
         self.program = program
         self._broke_in_program = False
+        self._failed_before = self.communicator.failure  # an earlier program's, which was told of it
         if self.parent is None:
             self.regions.begin_program()
         self.positions.forget()
@@ -271,7 +273,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         Raises:
             CollectiveMismatchError: It ended well, but so did others, with other counts.
-            BaseException: It ended well, but the group had failed before, and nobody saw it.
+            BaseException: It ended well, but the group failed meanwhile, and nobody saw it.
         """
         current = self.communicator
         verifier, broken = current.verifier or current.former, current.failure is not None
@@ -279,7 +281,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if verifier is not None:
             with current.posting:
                 verifier.end(failed or (broken and not caught), whole=not broken and current.former is None)
-            if broken and not failed and not caught:
+            if broken and not failed and not caught and current.failure is not self._failed_before:
                 current.raise_failure()
 
     @property
