@@ -9,32 +9,62 @@ There is no target for time; of memory central storage is to take less.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
+import os
+from typing import Any
 
-from benchmarks.harness import Comparison, Target, compare, report
-from benchmarks.training import REPLICAS, Ranks
-from benchmarks.training_models import MODELS
+import psutil
+import torch
 
-_WORKER = "benchmarks.central_storage_worker"
+import distnb
+from benchmarks.harness import Comparison, Target, compare, options, report
+from benchmarks.ranks import REPLICAS, Ranks, serve
+from benchmarks.training_models import MODELS, steps_with_distnb
+
 _CONTENDERS = {"mirrored": "MirroredStrategy", "central": "CentralStorageStrategy"}
+
+
+def be_rank(contender: str) -> int:
+    """A process of a strategy: the seconds of one step of a model; for "memory" all replicas' bytes."""
+    rank, replicas = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    strategy: Any = getattr(distnb, contender)()
+    made: dict[str, Any] = {}
+
+    def measure(name: str, count: int) -> float:
+        model = "wide" if name == "memory" else name
+        before = _memory()
+        if model not in made:
+            made[model] = steps_with_distnb(model, rank, replicas, strategy=strategy, optimizer_class=torch.optim.Adam)
+        seconds = made[model](count) / count
+        if name != "memory":
+            return float(seconds)
+        torch.distributed.barrier()  # all have theirs, which they may share
+        total = torch.tensor(_memory() - before)
+        torch.distributed.all_reduce(total)
+        return float(total.item())
+
+    return serve(measure)
+
+
+def _memory() -> int:
+    return int(psutil.Process().memory_full_info().pss)
 
 
 def main() -> int:
     """Run it. Returns 1 when central storage takes more memory."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=20)
-    options = parser.parse_args()
+    given = options(__doc__, rounds=7, steps=20, rank="")
+    if given.rank:
+        return be_rank(given.rank)
 
     with contextlib.ExitStack() as stack:
-        ranks = {name: Ranks(strategy, _WORKER) for name, strategy in _CONTENDERS.items()}
+        ranks = {name: Ranks("benchmarks.central_storage", strategy) for name, strategy in _CONTENDERS.items()}
         for each in ranks.values():
             stack.callback(each.close)
         for model in MODELS:
-            measures = {name: functools.partial(each.step, model, options.steps) for name, each in ranks.items()}
-            timed = compare(measures, rounds=options.rounds, warmup=2)
+            measures = {name: functools.partial(each.step, model, given.steps) for name, each in ranks.items()}
+            timed = compare(measures, rounds=given.rounds, warmup=2)
             report(f"a training step with Adam, {model}", timed, baseline="mirrored")
         memory = Comparison({name: (each.step("memory", 3),) for name, each in ranks.items()})
     less = Target("central", "mirrored", at_most=1.0)

@@ -10,41 +10,113 @@ the algorithms are for different circumstances.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
+import time
+from collections.abc import Callable
+from typing import Any
 
-from benchmarks.cross_device_worker import ALGORITHMS, CASES, OPTIONS
-from benchmarks.harness import Comparison, compare, report
-from benchmarks.training import Ranks
+import torch
+
+import distnb
+from benchmarks.harness import Comparison, compare, options, report
+from benchmarks.ranks import Ranks, serve
 
 _PEER = "dist.all_reduce (Gloo)"
 _OFTEN = {"one small tensor": 100, "one large tensor": 5, "many small tensors": 5}
-_WORKER = "benchmarks.cross_device_worker"
+CASES = {"one small tensor": (1, 1_000), "one large tensor": (1, 4_000_000), "many small tensors": (200, 250)}
+"""(how many tensors, elements of each, in float32)."""
+ALGORITHMS = {
+    "default": None,
+    "HierarchicalCopyAllReduce": distnb.HierarchicalCopyAllReduce(),
+    "ReductionToOneDevice": distnb.ReductionToOneDevice(),
+    "tree, num_packs=0": distnb.HierarchicalCopyAllReduce(num_packs=0),
+}
+"""What `cross_device_ops` is, by name."""
+_RING = distnb.CommunicationImplementation.RING
+OPTIONS = {
+    "RING": distnb.CommunicationOptions(implementation=_RING),
+    "RING, bytes_per_pack=65536": distnb.CommunicationOptions(implementation=_RING, bytes_per_pack=65536),
+}
+"""What a call's `options` are, by name: the default algorithm by sockets alone, as between machines."""
+
+
+def _tensors(case: str) -> list[torch.Tensor]:
+    count, numel = CASES[case]
+    return [torch.ones(numel) for _ in range(count)]
+
+
+def with_gloo() -> Callable[[str, str, int], float]:
+    """The peer: `dist.all_reduce`, tensor by tensor. Returns a function of (case, "", how often) to seconds."""
+    torch.distributed.init_process_group("gloo")
+
+    def measure(case: str, algorithm: str, count: int) -> float:
+        tensors = _tensors(case)
+        torch.distributed.barrier()
+        began = time.perf_counter()
+        for _ in range(count):
+            for tensor in tensors:
+                torch.distributed.all_reduce(tensor)
+        return time.perf_counter() - began
+
+    return measure
+
+
+def with_distnb() -> Callable[[str, str, int], float]:
+    """`all_reduce` of a replica context, of all tensors at once. Returns a function of (case, algorithm, how often)."""
+    strategies = {name: distnb.MirroredStrategy(cross_device_ops=ops) for name, ops in ALGORITHMS.items()}
+    strategies |= dict.fromkeys(OPTIONS, strategies["default"])
+
+    def measure(case: str, algorithm: str, count: int) -> float:
+        tensors: Any = _tensors(case)
+
+        def reduce() -> torch.Tensor:
+            context = distnb.get_replica_context()
+            assert context is not None
+            torch.distributed.barrier()
+            began = time.perf_counter()
+            for _ in range(count):
+                context.all_reduce("sum", tensors, options=OPTIONS.get(algorithm))
+            return torch.tensor(time.perf_counter() - began)
+
+        strategy = strategies[algorithm]
+        return float(strategy.local_results(strategy.run(reduce))[0])
+
+    return measure
+
+
+def be_rank(contender: str) -> int:
+    """A process of a contender."""
+    torch.set_num_threads(1)
+    measure = with_gloo() if contender == "gloo" else with_distnb()
+
+    def one(what: str, count: int) -> float:
+        case, _, algorithm = what.partition("/")
+        return measure(case, algorithm, count) / count
+
+    return serve(one)
 
 
 def main() -> int:
     """Run it. Always returns 0."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7, help="rounds per set")
-    parser.add_argument("--sets", type=int, default=2, help="how often all processes are started anew")
-    options = parser.parse_args()
+    given = options(__doc__, replicas=2, rounds=7, sets=2, rank="")
+    if given.rank:
+        return be_rank(given.rank)
 
     values: dict[str, dict[str, tuple[float, ...]]] = {case: {} for case in CASES}
-    for _ in range(options.sets):
+    for _ in range(given.sets):
         with contextlib.ExitStack() as stack:
-            gloo, ours = (Ranks(name, _WORKER, options.replicas) for name in ("gloo", "distnb"))
+            gloo, ours = (Ranks("benchmarks.cross_device_ops", name, given.replicas) for name in ("gloo", "distnb"))
             stack.callback(gloo.close)
             stack.callback(ours.close)
             for case in CASES:
                 measures = {_PEER: functools.partial(gloo.step, f"{case}/", _OFTEN[case])}
                 for name in (*ALGORITHMS, *OPTIONS):
                     measures[name] = functools.partial(ours.step, f"{case}/{name}", _OFTEN[case])
-                for name, kept in compare(measures, rounds=options.rounds, warmup=2).values.items():
+                for name, kept in compare(measures, rounds=given.rounds, warmup=2).values.items():
                     values[case][name] = values[case].get(name, ()) + kept
     for case, kept_values in values.items():
-        report(f"{case}, {options.replicas} replicas", Comparison(kept_values), baseline=_PEER)
+        report(f"{case}, {given.replicas} replicas", Comparison(kept_values), baseline=_PEER)
     return 0
 
 

@@ -7,20 +7,15 @@ The target of the project: faster than `%%px`.
 
 from __future__ import annotations
 
-import argparse
-
 import ipyparallel
 
 from benchmarks.cell_shell import Cells
-from benchmarks.harness import Target, compare, report, timed
+from benchmarks.harness import Target, compare, options, report, timed
 
 
 def main() -> int:
     """Run it. Returns 1 when the target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--cells", type=int, default=20)
-    options = parser.parse_args()
+    given = options(__doc__, rounds=7, cells=20)
 
     cells = Cells("distnb")
     cluster = ipyparallel.Cluster(n=2, log_level=40)
@@ -30,10 +25,10 @@ def main() -> int:
         cells.run("%distnb start -n 2")
         comparison = compare(
             {
-                "%%distribute mirrored": timed(lambda: cells.run("%%distribute mirrored\npass"), options.cells),
-                "%%px --block": timed(lambda: cells.run("%%px --block\npass"), options.cells),
+                "%%distribute mirrored": timed(lambda: cells.run("%%distribute mirrored\npass"), given.cells),
+                "%%px --block": timed(lambda: cells.run("%%px --block\npass"), given.cells),
             },
-            rounds=options.rounds,
+            rounds=given.rounds,
         )
         cells.run("%distnb stop")
     finally:

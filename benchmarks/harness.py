@@ -12,6 +12,7 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -19,11 +20,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Comparison", "Ratio", "Target", "compare", "report", "timed"]
+__all__ = ["Comparison", "Ratio", "Target", "compare", "options", "report", "timed"]
 
 Measure = Callable[[], float]
 """Runs a contender once and returns seconds (or any quantity of which less is better)."""
+
+
+def options(about: str | None, **defaults: Any) -> argparse.Namespace:
+    """What a benchmark is told on its command line.
+
+    Args:
+        about: Its docstring.
+        defaults: An option for each, of the default's type: `False` makes a switch, "" an option without a default.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        option = "--" + name.replace("_", "-")
+        if default is False:
+            parser.add_argument(option, action="store_true")
+        else:
+            parser.add_argument(option, type=type(default), default=default)
+    return parser.parse_args()
 
 
 def timed(call: Callable[[], object], calls: int = 1) -> Measure:

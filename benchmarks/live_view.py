@@ -8,7 +8,6 @@ The target of the project: at most 2 %.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from jupyter_client.manager import KernelManager
 
-from benchmarks.harness import Target, compare, report
+from benchmarks.harness import Target, compare, options, report
 
 SETUP = """
 %load_ext distnb
@@ -48,10 +47,7 @@ seconds = strategy.reduce("mean", strategy.run(lambda: torch.tensor(time.perf_co
 
 def main() -> int:
     """Run it. Returns 1 when the target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=300)
-    options = parser.parse_args()
+    given = options(__doc__, rounds=9, steps=300)
 
     manager = KernelManager(kernel_name="python3")
     manager.start_kernel(cwd=str(Path(__file__).parents[1]))
@@ -79,15 +75,15 @@ def main() -> int:
         def measure(live: str, mode: str) -> Callable[[], float]:
             def once() -> float:
                 run(f"%distnb live {mode}")
-                run(CELL.format(live=live, steps=options.steps))
+                run(CELL.format(live=live, steps=given.steps))
                 seconds = float(run("print(float(seconds))"))
-                return seconds / float(options.steps)
+                return seconds / float(given.steps)
 
             return once
 
         run(SETUP)
         measures = {"on": measure("distnb.live(loss=loss)", "widget"), "off": measure("pass", "off")}
-        comparison = compare(measures, rounds=options.rounds)
+        comparison = compare(measures, rounds=given.rounds)
     finally:
         client.stop_channels()
         manager.shutdown_kernel()

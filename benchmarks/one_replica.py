@@ -9,7 +9,6 @@ strategy's `run` at most 3 µs.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import statistics
@@ -20,7 +19,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import distnb
-from benchmarks.harness import Comparison, Measure, compare, timed
+from benchmarks.harness import Comparison, Measure, compare, options, timed
 
 _STEP_US, _RUN_US = 20.0, 3.0
 _OPTIMIZERS: dict[str, Any] = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam}
@@ -63,10 +62,7 @@ def _told(what: str, us: float, most: float) -> bool:
 
 def main() -> int:
     """Run it. Returns 1 when a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--steps", type=int, default=20)
-    options = parser.parse_args()
+    given = options(__doc__, rounds=60, steps=20)
 
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -83,8 +79,8 @@ def main() -> int:
     }
     met = True
     for kind, optimizer_class in _OPTIMIZERS.items():
-        steps = {name: _best_of(_stepping(each, optimizer_class), options.steps) for name, each in strategies.items()}
-        comparison = compare(steps, rounds=options.rounds, warmup=5)
+        steps = {name: _best_of(_stepping(each, optimizer_class), given.steps) for name, each in strategies.items()}
+        comparison = compare(steps, rounds=given.rounds, warmup=5)
         print(f"a training step with {kind}, plain: {comparison.median('plain') * 1e6:.0f} µs")
         for name in list(strategies)[1:]:
             met &= _told(name, _more_us(comparison, name), _STEP_US)
@@ -93,7 +89,7 @@ def main() -> int:
         pass
 
     runs = compare(
-        {"plain": timed(nothing, 1000), "default": timed(lambda: default.run(nothing), 1000)}, rounds=options.rounds
+        {"plain": timed(nothing, 1000), "default": timed(lambda: default.run(nothing), 1000)}, rounds=given.rounds
     )
     print("an empty function")
     met &= _told("default strategy's run", _more_us(runs, "default"), _RUN_US)

@@ -11,12 +11,11 @@ twice as slow as with 2, and half its memory.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from collections import defaultdict
 
-from benchmarks.harness import Comparison, Measure, Target, compare, report
+from benchmarks.harness import Comparison, Measure, Target, compare, options, report
 
 _FEW, _MANY = 2, 8
 
@@ -103,9 +102,7 @@ _PROGRAMS = {"distnb": _DISTNB, "ipyparallel": _IPYPARALLEL, "torchrun": _TORCHR
 
 def main() -> int:
     """Run it. Returns 1 when a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    given = options(__doc__, rounds=5)
 
     memory: dict[str, list[float]] = defaultdict(list)
     measures = {
@@ -113,7 +110,7 @@ def main() -> int:
         for engines in (_FEW, _MANY)
         for name, program in _PROGRAMS.items()
     }
-    comparison = compare(measures, rounds=options.rounds)
+    comparison = compare(measures, rounds=given.rounds)
     few, many = _named("distnb", _FEW), _named("distnb", _MANY)
     peer, peers = _named("ipyparallel", _FEW), _named("ipyparallel", _MANY)
     kept = report(
@@ -125,7 +122,7 @@ def main() -> int:
         targets=[Target(few, peer, at_most=1.0), Target(many, peers, at_most=1.0), Target(many, few, at_most=2.0)],
     )
     # The round that warms up is the first.
-    used = Comparison({name: tuple(values[-options.rounds :]) for name, values in memory.items() if values})
+    used = Comparison({name: tuple(values[-given.rounds :]) for name, values in memory.items() if values})
     kept &= report(
         "memory of an engine after it",
         used,

@@ -1,82 +1,31 @@
 """Training steps per second: distnb against torchrun + DistributedDataParallel, 2 replicas on the CPU over Gloo.
 
-    python -m benchmarks.training [--sets 3] [--rounds 5] [--steps 40] [--models mlp,deep,convnet,normed] [--no-cell]
+    python -m benchmarks.training [--sets 3] [--rounds 5] [--steps 40] [--models mlp,deep] [--no-cell] [--two-machines]
 
 Four contenders take turns, each with two processes of its own: DistributedDataParallel with the environment that
 torchrun sets; a script with `MirroredStrategy`, likewise; a `%%distribute mirrored` cell; and the floor, two processes
 that train alone and do not communicate at all. All run one thread per process, the same model, batch and optimizer. The
-target of the project: at least 1.0× DistributedDataParallel's
-steps per second, in each model.
+target of the project: at least 1.0× DistributedDataParallel's steps per second, in each model.
+
+With --two-machines (as root) the first two have a process on each of two network namespaces with a cable between them,
+and an all_reduce through `torch.distributed` is measured, too: at most 1.1× DistributedDataParallel's time.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import os
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from benchmarks.cell_shell import Cells
-from benchmarks.harness import Comparison, Target, compare, report
-from benchmarks.training_models import MODELS
+from benchmarks.harness import Comparison, Target, compare, options, report
+from benchmarks.ranks import REPLICAS, Ranks, serve, two_machines
+from benchmarks.training_models import MODELS, steps_alone, steps_with_ddp, steps_with_distnb
 
-REPLICAS = 2
 FLOOR = "no communication"
-
-
-class Ranks:
-    """The processes of one contender, with torchrun's environment.
-
-    Args:
-        contender: "ddp", "distnb" or "alone".
-        worker: The module that they run; it answers to lines `WHAT HOW_OFTEN` with seconds.
-        replicas: How many processes.
-    """
-
-    def __init__(self, contender: str, worker: str = "benchmarks.training_worker", replicas: int = REPLICAS) -> None:
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", worker, contender],
-                env={
-                    **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(replicas),
-                    "LOCAL_WORLD_SIZE": str(replicas), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port),
-                    "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
-                },
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(replicas)
-        ]  # fmt: skip
-
-    def step(self, model: str, steps: int) -> float:
-        """Seconds per step of a model (or of whatever the worker knows), of the slowest replica."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{model} {steps}\n")
-            process.stdin.flush()
-        answers = []
-        for process in self._processes:
-            assert process.stdout is not None
-            answers.append(float(process.stdout.readline() or "nan"))
-        return max(answers)
-
-    def close(self) -> None:
-        """End them."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in self._processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
+_ALL_REDUCE, _ALL_REDUCE_NBYTES = "all_reduce", 273 * 1024
 
 
 @functools.cache
@@ -111,43 +60,79 @@ class Cell:
         self._cells.run("%distnb stop")
 
 
+def be_rank(contender: str) -> int:
+    """A process of a contender: all_reduces, or steps of a model."""
+    import torch
+
+    rank, replicas = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    if contender == "ddp":
+        torch.distributed.init_process_group("gloo")
+    elif contender == "distnb":
+        import distnb
+
+        distnb.MirroredStrategy()
+    make = {"ddp": steps_with_ddp, "alone": steps_alone, "distnb": steps_with_distnb}[contender]
+    made: dict[str, Callable[[int], float]] = {_ALL_REDUCE: _all_reduces}
+
+    def measure(model: str, steps: int) -> float:
+        if model not in made:
+            made[model] = make(model, rank, replicas)
+        return made[model](steps) / steps
+
+    return serve(measure)
+
+
+def _all_reduces(count: int) -> float:
+    import torch
+
+    tensor = torch.ones(_ALL_REDUCE_NBYTES // 4)
+    torch.distributed.barrier()
+    began = time.perf_counter()
+    for _ in range(count):
+        torch.distributed.all_reduce(tensor)
+    return time.perf_counter() - began
+
+
 @contextlib.contextmanager
-def contenders(with_cell: bool) -> Iterator[dict[str, Callable[[str, int], float]]]:
+def contenders(with_cell: bool, across: bool) -> Iterator[dict[str, Callable[[str, int], float]]]:
     """All contenders, running: name to a function of (model, steps) to seconds per step."""
     with contextlib.ExitStack() as stack:
-        made: dict[str, Ranks | Cell] = {"DDP": Ranks("ddp"), "distnb script": Ranks("distnb"), FLOOR: Ranks("alone")}
-        for ranks in made.values():
-            stack.callback(ranks.close)
-        if with_cell:
-            made["distnb cell"] = cell = Cell()
-            stack.callback(cell.close)
-        yield {name: contender.step for name, contender in made.items()}
+        machines = stack.enter_context(two_machines()) if across else ()
+        names = {"DDP": "ddp", "distnb script": "distnb", **({} if across else {FLOOR: "alone"})}
+        made: dict[str, Ranks | Cell] = {
+            name: Ranks("benchmarks.training", contender, machines=machines) for name, contender in names.items()
+        }
+        if with_cell and not across:
+            made["distnb cell"] = Cell()
+        for each in made.values():
+            stack.callback(each.close)
+        yield {name: each.step for name, each in made.items()}
 
 
 def main() -> int:
     """Run it. Returns 1 when a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", type=int, default=3, help="how often all processes are started anew")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds per set")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--no-cell", action="store_true", help="leave the %%%%distribute cell out")
-    options = parser.parse_args()
-
-    models = options.models.split(",")
+    given = options(
+        __doc__, sets=3, rounds=5, steps=40, models=",".join(MODELS), no_cell=False, two_machines=False, rank=""
+    )
+    if given.rank:
+        return be_rank(given.rank)
+    models = [*([_ALL_REDUCE] if given.two_machines else []), *given.models.split(",")]
     values: dict[str, dict[str, tuple[float, ...]]] = {model: {} for model in models}
     # A process keeps its luck with memory for as long as it lives, up to a tenth of a step: hence several sets.
-    for _ in range(options.sets):
-        with contenders(not options.no_cell) as running:
+    for _ in range(given.sets):
+        with contenders(not given.no_cell, given.two_machines) as running:
             for model in models:
-                measures = {name: functools.partial(step, model, options.steps) for name, step in running.items()}
-                for name, kept in compare(measures, rounds=options.rounds, warmup=2).values.items():
+                measures = {name: functools.partial(step, model, given.steps) for name, step in running.items()}
+                for name, kept in compare(measures, rounds=given.rounds, warmup=2).values.items():
                     values[model][name] = values[model].get(name, ()) + kept
     met = True
+    at_most = 1.1 if given.two_machines else 1.0
     for model in models:
         comparison = Comparison(values[model])
-        targets = [Target(name, "DDP", at_most=1.0) for name in values[model] if name not in ("DDP", FLOOR)]
-        met &= report(f"a training step, {model}", comparison, baseline="DDP", targets=targets)
+        targets = [Target(name, "DDP", at_most=at_most) for name in values[model] if name not in ("DDP", FLOOR)]
+        title = "an all_reduce of 273 KB" if model == _ALL_REDUCE else f"a training step, {model}"
+        met &= report(title, comparison, baseline="DDP", targets=targets)
     return 0 if met else 1
 
 

@@ -2,13 +2,12 @@
 
     python -m benchmarks.transfer [--rounds 7] [--megabytes 100]
 
-distnb: a changed tensor that a cell reads travels with it (one replica), and `.numpy()` of a handle fetches it. What
+distnb: a changed tensor that a cell reads is sent with it (one replica), and `.numpy()` of a handle fetches it. What
 is fetched is also summed, by all contenders: memory that is shared costs its price when it is first looked at.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
 from collections.abc import Callable
@@ -19,17 +18,14 @@ import numpy as np
 import torch
 
 from benchmarks.cell_shell import Cells
-from benchmarks.harness import compare, report, timed
+from benchmarks.harness import compare, options, report, timed
 
 
 def main() -> int:
     """Run it. Always returns 0: there is no target, only the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--megabytes", type=int, default=100)
-    options = parser.parse_args()
+    given = options(__doc__, rounds=7, megabytes=100)
 
-    entries = options.megabytes * 1_000_000 // 4
+    entries = given.megabytes * 1_000_000 // 4
     tensor = torch.rand(entries)
     array, copy = tensor.numpy(), np.empty(entries, dtype=np.float32)
 
@@ -48,19 +44,19 @@ def main() -> int:
             "ipyparallel push": timed(lambda: view.push({"big": array}, block=True)),
             "memcpy": timed(lambda: np.copyto(copy, array)),
         }
-        sent = compare(there, rounds=options.rounds)
+        sent = compare(there, rounds=given.rounds)
         back = {
             "distnb: handle.numpy()": timed(lambda: cells.value("remote").numpy().sum()),
             "ipyparallel pull": timed(lambda: view.pull("big", block=True).sum()),
             "memcpy": timed(lambda: _copy_and_sum(copy, array)),
         }
-        fetched = compare(back, rounds=options.rounds)
+        fetched = compare(back, rounds=given.rounds)
         cells.run("%distnb stop")
     finally:
         client.close()
         cluster.stop_cluster_sync()
-    report(f"{options.megabytes} MB, notebook to one engine", sent, baseline="ipyparallel push")
-    report(f"{options.megabytes} MB, engine to notebook, and summed there", fetched, baseline="ipyparallel pull")
+    report(f"{given.megabytes} MB, notebook to one engine", sent, baseline="ipyparallel push")
+    report(f"{given.megabytes} MB, engine to notebook, and summed there", fetched, baseline="ipyparallel pull")
     return 0
 
 
@@ -70,7 +66,7 @@ def _copy_and_sum(into: Any, array: Any) -> None:
 
 
 def _changed(tensor: torch.Tensor, call: Callable[[], object]) -> Callable[[], float]:
-    """A measure in which the tensor was changed before: else nothing would have to travel."""
+    """A measure in which the tensor was changed before: else nothing would have to be sent."""
 
     def measure() -> float:
         tensor.add_(1.0)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.transport [--rounds 15] [--calls 64] [--megabytes 64]
 
-All contenders but the bare ones send what `codec.encode` makes of one message of 1 KB, wait for other descriptors as
+Both send what `codec.encode` makes of one message of 1 KB, wait for other descriptors as
 well (as the notebook does), and have it echoed by processes that read it as an engine's agent does: from tornado's
-loop, and for a millisecond after each message without it. Bare is ZeroMQ in bare loops. Large: an array goes to both,
+loop, and for a millisecond after each message without it. Large: an array goes to both,
 which look at each page and answer with a number; "no copy" lets ZeroMQ send the sender's own memory, which nobody may
 change meanwhile.
 
@@ -29,16 +29,14 @@ from typing import Any
 import numpy as np
 import zmq
 from tornado.ioloop import IOLoop
-from zmq.auth.thread import ThreadAuthenticator
 
 from benchmarks.harness import Measure, Target, compare, report, timed
-from distnb.wire.channel import Link, OneClientKey, ProgramLink, Programs
+from distnb.wire.channel import Link, ProgramLink, Programs
 from distnb.wire.codec import Frame, decode, encode
 from distnb.wire.messages import Hello
 from distnb.wire.unix_socket import connect
 
-OURS, IPC, IPC_CURVE = "UNIX socket", "ZMQ ipc", "ZMQ ipc, CURVE"
-BARE, BARE_IPC, BARE_TCP = "bare ZMQ", "bare ZMQ, ipc", "bare ZMQ, TCP"
+OURS, IPC = "UNIX socket", "ZMQ ipc"
 SHARED, COPIED, UNCOPIED = "shared memory", "ZMQ ipc, copied", "ZMQ ipc, no copy"
 ENGINES = (0, 1)
 LINGER_MS = 1
@@ -54,17 +52,12 @@ class IpcLink(Link):
     Args:
         url: Where the notebook listens.
         engine: Its id.
-        keys: The server's public key, and the client's pair; none without CURVE.
     """
 
-    def __init__(self, url: str, engine: int, keys: list[str]) -> None:
+    def __init__(self, url: str, engine: int) -> None:
         context: zmq.Context[Any] = zmq.Context.instance()
         self.socket = context.socket(zmq.DEALER)
         self.socket.identity = b"%d" % engine
-        if keys:
-            server, public, secret = (key.encode() for key in keys)
-            self.socket.curve_serverkey = server
-            self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
         self.socket.sndhwm = self.socket.rcvhwm = 0
         self.socket.connect(url)
 
@@ -110,27 +103,15 @@ async def echo(link: ProgramLink) -> None:
     await end.wait()
 
 
-def echo_bare(url: str) -> None:
-    """The same without a loop around it."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    socket.connect(url)
-    socket.send(pickle.dumps("hello"))
-    print("connected", flush=True)
-    while (message := pickle.loads(socket.recv())) != "end":
-        socket.send(pickle.dumps(message))
-
-
 def be_engine() -> None:
     """What an engine's process does; what it is to know comes by standard input."""
     told = json.loads(sys.stdin.readline())
-    if told["kind"] == BARE:
-        echo_bare(told["url"])
-    elif told["kind"] == OURS:
+    if told["kind"] == OURS:
         connected = connect(told["name"], told["token"], told["engine"])
         assert connected is not None
         asyncio.run(echo(connected))
     else:
-        asyncio.run(echo(IpcLink(told["url"], told["engine"], told["keys"])))
+        asyncio.run(echo(IpcLink(told["url"], told["engine"])))
 
 
 @contextlib.contextmanager
@@ -212,23 +193,13 @@ def ours() -> Iterator[Ways]:
 
 
 @contextlib.contextmanager
-def ipc(directory: str, *, curve: bool, copy: bool = True) -> Iterator[Ways]:
+def ipc(directory: str, *, copy: bool = True) -> Iterator[Ways]:
     """The same over ZeroMQ's ipc, in a private directory."""
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.sndhwm = socket.rcvhwm = 0
     socket.router_mandatory = True
-    keys: list[str] = []
-    authenticator = None
-    if curve:
-        public, secret = zmq.curve_keypair()
-        client_public, client_secret = zmq.curve_keypair()
-        authenticator = ThreadAuthenticator(context)
-        authenticator.start()
-        authenticator.configure_curve_callback("*", OneClientKey(client_public))
-        socket.curve_secretkey, socket.curve_publickey, socket.curve_server = secret, public, True
-        keys = [public.decode(), client_public.decode(), client_secret.decode()]
-    url = f"ipc://{directory}/programs-{curve}-{copy}"
+    url = f"ipc://{directory}/programs-{copy}"
     socket.bind(url)
     also = [os.eventfd(0), os.eventfd(0)]  # of lost engines, and of interrupts: the session waits for these, too
     waited = [(socket, POLLIN), *((descriptor, POLLIN) for descriptor in also)]
@@ -246,7 +217,7 @@ def ipc(directory: str, *, curve: bool, copy: bool = True) -> Iterator[Ways]:
                 decode(frames_of(socket))
                 count -= 1
 
-    with engines(kind=IPC, url=url, keys=keys):
+    with engines(kind=IPC, url=url):
         ways = Ways(send, collect)
         ways.collect(len(ENGINES))
         yield ways
@@ -254,31 +225,7 @@ def ipc(directory: str, *, curve: bool, copy: bool = True) -> Iterator[Ways]:
     for descriptor in also:
         os.close(descriptor)
     socket.close()
-    if authenticator is not None:
-        authenticator.stop()
     context.term()
-
-
-@contextlib.contextmanager
-def bare(address: str) -> Iterator[Ways]:
-    """ZeroMQ, pickle, nothing else."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.bind(address)
-        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        with engines(kind=BARE, url=endpoint):
-            peers = [socket.recv_multipart()[0] for _ in ENGINES]
-
-            def send(message: Any) -> None:
-                data = pickle.dumps(message)
-                for peer in peers:
-                    socket.send_multipart([peer, data])
-
-            def collect(count: int) -> None:
-                for _ in range(count):
-                    pickle.loads(socket.recv_multipart()[1])
-
-            yield Ways(send, collect)
-            send("end")
 
 
 def main() -> int:
@@ -299,10 +246,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         makers = {
             OURS: ours(),
-            IPC: ipc(directory, curve=False),
-            IPC_CURVE: ipc(directory, curve=True),
-            BARE_IPC: bare(f"ipc://{directory}/bare"),
-            BARE_TCP: bare("tcp://127.0.0.1:*"),
+            IPC: ipc(directory),
         }
         ways = {name: stack.enter_context(maker) for name, maker in makers.items()}
         there_and_back = {name: timed(partial(way.call, message), calls) for name, way in ways.items()}
@@ -311,7 +255,7 @@ def main() -> int:
         large = {
             SHARED: ways[OURS],
             COPIED: ways[IPC],
-            UNCOPIED: stack.enter_context(ipc(directory, curve=False, copy=False)),
+            UNCOPIED: stack.enter_context(ipc(directory, copy=False)),
         }
         sent = compare({name: timed(partial(way.call, array)) for name, way in large.items()}, rounds=rounds)
     faster = [Target(IPC, OURS, at_least=1.3)]

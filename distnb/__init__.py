@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "start": "distnb.notebook",
-    "stop": "distnb.notebook",
+    "start": "distnb.notebook.compose",
+    "stop": "distnb.notebook.compose",
     "Server": "distnb.cluster.remote.engine_server",
     "Cluster": "distnb.notebook.session:Session",
     "errors": "distnb.errors:",
@@ -73,8 +73,8 @@ if TYPE_CHECKING:
     from distnb.input.dataset import DistributedDataset as DistributedDataset
     from distnb.input.dataset import DistributedIterator as DistributedIterator
     from distnb.input.sources.element_spec import TensorSpec as TensorSpec
-    from distnb.notebook import start as start
-    from distnb.notebook import stop as stop
+    from distnb.notebook.compose import start as start
+    from distnb.notebook.compose import stop as stop
     from distnb.notebook.session import Session as Cluster  # noqa: F401
     from distnb.options import AutoShardPolicy as AutoShardPolicy
     from distnb.options import CommunicationImplementation as CommunicationImplementation

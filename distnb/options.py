@@ -91,10 +91,9 @@ class RunOptions:
 class AutoShardPolicy(_Named):
     """What each worker (machine) of several reads of a dataset. Strings are accepted in any case.
 
-    With one worker all of them are the same. Under OFF, FILE and HINT every worker reads global batches of its own, and
-    a step has as many examples as under DATA: each batch is cut into one slice for each replica of all workers, and
-    the worker's replicas take these slices in turn. Workers that have read everything get empty batches until the last
-    one has.
+    With one worker all are the same. Under OFF, FILE and HINT every worker reads global batches of its own. Each is cut
+    into one slice for each replica of all workers, which the worker's replicas take in turn: a step has as many
+    examples as under DATA. Workers that have read everything get empty batches until the last one has.
     """
 
     OFF = "OFF"

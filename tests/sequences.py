@@ -151,6 +151,14 @@ SEQUENCES: dict[str, list[Cell]] = {
         ordinary("q = Point(5).double().x"),
         distributed("r = Point(q).double().x\nsame = type(p) is Point"),
     ],
+    "attributes of a class made there, beside one changed there": [
+        ordinary("class Base:\n    n = 1\nd = [7]"),
+        distributed("globals()\nBase.more = 38"),
+        ordinary("a = Base()\na.base = Base"),
+        distributed("globals()\nMade = type('Made', (Base,), {'kind': a})"),
+        distributed("globals()\nMade.kind = d"),
+        ordinary("same = Made.kind is d"),
+    ],
     "class redefined": [
         ordinary("class A:\n    v = 1"),
         distributed("x = A.v\na = A()"),

@@ -1,16 +1,11 @@
 """Ending exactly the program that runs, from another thread, and never the engine.
 
-What programs leave behind is ended, too: destructors and weakref callbacks that run when a program has been replied
-to, or in a collection of garbage while no program runs. An order to end the next program, which waits for them, ends
-them first.
-
 A real-time signal of our own reaches the main thread; its handler raises only while the program's guarding frame
 is on the stack. SIGINT would not do: user code swaps its handler, and libraries ignore it.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
 import linecache
 import math
@@ -61,17 +56,19 @@ class _Run:
         program: Its number.
         frame: What is above it on the stack is the program's.
         grace_s: How long it may go on when another replica has failed. If that is for ever, it does not hear of it.
+        is_leftover: It is what the program left, and an order to end a later one is for it, too.
     """
 
-    def __init__(self, program: int, frame: FrameType, grace_s: float = 0.0) -> None:
+    def __init__(self, program: int, frame: FrameType, grace_s: float = 0.0, *, is_leftover: bool = False) -> None:
         self.program = program
         self.grace_s = grace_s
+        self.is_leftover = is_leftover
         self.frame: FrameType | None = frame
         self.reason: str | None = None
         self.interrupted = False
         self.presses = 0
         self.next_press = 0.0
-        self.pressed = 0.0  # for the first time
+        self.spared_since = 0.0  # when a signal first met what must not be left half done
 
     def order(self, reason: str, interrupted: bool) -> None:
         """It is to end; of several orders the first one counts."""
@@ -95,8 +92,6 @@ class Guard:
     def __init__(self) -> None:
         self._main = threading.get_ident()
         self._run: _Run | None = None
-        self._remains: _Run | None = None  # what an earlier program left, and what a collection of garbage finds
-        self._collection: _Run | None = None  # the same, where it is of a collection
         self._early: dict[int, tuple[str, bool]] = {}  # orders that overtook the program they are about
         self._forking = False
         self._beginning = threading.Lock()  # a program begins, or one is told to end with all that it waits in
@@ -106,7 +101,6 @@ class Guard:
         os.register_at_fork(before=self._fork_begins, after_in_parent=self._fork_ended, after_in_child=self._fork_ended)
         self._report_unraisable = sys.unraisablehook
         sys.unraisablehook = self._unraisable
-        gc.callbacks.append(self._collecting)
 
     def call(self, program: int, function: Callable[[], T], grace_s: float = 0.0) -> T:
         """Call a function so that `abort(program)` raises in it; in the main thread.
@@ -118,9 +112,7 @@ class Guard:
             ProgramAborted: Another replica failed.
             KeyboardInterrupt: The user interrupted.
         """
-        with self._beginning:
-            run = self._run = _Run(program, sys._getframe(), grace_s)
-        return self._call(run, function)
+        return self._call(_Run(program, sys._getframe(), grace_s), function)
 
     def call_last(self, function: Callable[[], T], grace_s: float) -> T:
         """Call what is left to do for a program that was told to end; that ends this, too, when it goes on for longer.
@@ -131,58 +123,37 @@ class Guard:
         before = self._run
         assert before is not None
         assert before.reason is not None
-        with self._beginning:
-            run = _Run(before.program, sys._getframe(), grace_s)
-            run.order(before.reason, before.interrupted)
-            run.next_press = time.monotonic() + grace_s
-            self._run = run
+        run = _Run(before.program, sys._getframe(), grace_s)
+        run.order(before.reason, before.interrupted)
+        run.next_press = time.monotonic() + grace_s
         return self._call(run, function)
 
-    def _call(self, run: _Run, function: Callable[[], T]) -> T:
-        program = run.program
+    def release(self, function: Callable[[], None]) -> None:
+        """Let go of what a program left, once it has been replied to: its destructors may take for ever.
+
+        They are ended by the order to end a later program, which waits for them.
+        """
+        assert self._run is not None
         try:
-            # Looked up after `_run` is set, as `abort` looks at `_run` after it has left its word: one of the two sees.
-            if program in self._early:
-                self._order(program, *self._early[program])
-                self._early = {later: order for later, order in self._early.items() if later > program}
-                raise ProgramAborted(run.reason)
+            self._call(_Run(self._run.program, sys._getframe(), is_leftover=True), function)
+        except (ProgramAborted, KeyboardInterrupt):
+            pass
+
+    def _call(self, run: _Run, function: Callable[[], T]) -> T:
+        try:
+            with self._beginning:  # an order comes before, and is kept, or after, and meets this run
+                self._run = run
+                for program, order in sorted(self._early.items()):
+                    if program == run.program or (run.is_leftover and program > run.program):
+                        run.order(*order)
+                self._early = {later: order for later, order in self._early.items() if later > run.program}
+            if run.reason is not None and not (run.grace_s or run.is_leftover):
+                raise run.error()
             return function()
         finally:
             run.frame = None
             if run.presses > _PATIENT and sys.gettrace() == self._insist:
                 sys.settrace(None)
-
-    def release(self, function: Callable[[], None]) -> None:
-        """Let go of what a program left, once it has been replied to. An order to end a later one ends this, too."""
-        remains = self._expect(sys._getframe())
-        try:
-            function()
-        except (ProgramAborted, KeyboardInterrupt):
-            pass  # in the function itself: all the rest is done in destructors and callbacks, which drop it
-        finally:
-            remains.frame = self._remains = None
-
-    def _expect(self, frame: FrameType) -> _Run:
-        remains = self._remains = _Run(self._run.program if self._run is not None else 0, frame)
-        # As in `call`: looked up after `_remains` is set, as `abort` looks at it after it has left its word.
-        for program, order in sorted(self._early.items()):
-            if program > remains.program:
-                remains.order(*order)
-        return remains
-
-    def _collecting(self, phase: str, info: object) -> None:
-        """The collector begins, or ends: in between it may call destructors, whose exceptions it drops."""
-        if threading.get_ident() != self._main:
-            return
-        below = sys._getframe().f_back
-        if phase == "start" and below is not None and not self._in_program and self._remains is None:
-            self._collection = self._expect(below)
-        elif phase == "stop" and self._collection is not None:
-            self._collection.frame = self._collection = self._remains = None
-
-    @property
-    def _in_program(self) -> bool:
-        return self._run is not None and self._run.frame is not None
 
     @property
     def aborted(self) -> bool:
@@ -219,12 +190,9 @@ class Guard:
         run = self._run
         if run is None or program > run.program:
             self._early[program] = (reason, interrupted)
-            run = self._run  # it may have begun meanwhile
-            remains = self._remains
-            if remains is not None and remains.frame is not None:
-                remains.order(reason, interrupted)
-                return True
-        if run is None or run.program != program or run.frame is None:
+        if run is None or run.frame is None:
+            return False
+        if program != run.program and not (run.is_leftover and program > run.program):
             return False
         if not interrupted and run.grace_s == math.inf:
             return False
@@ -234,37 +202,34 @@ class Guard:
     @property
     def waiting(self) -> bool:
         """Whether something was told to end and has not yet: `press` may have to be called again."""
-        return any(run is not None and run.ordered for run in (self._run, self._remains))
+        return self._run is not None and self._run.ordered
 
     def press(self) -> None:
         """Send the signal if it is due; the control thread calls this often.
 
         One signal may be swallowed (in a destructor, a callback, a bare `except`), so it is sent again.
         """
-        for run in (self._run, self._remains):
-            if run is None or not run.ordered or time.monotonic() < run.next_press:
-                continue
+        run = self._run
+        if run is not None and run.ordered and time.monotonic() >= run.next_press:
             run.next_press = time.monotonic() + _RETRY_S[min(run.presses, len(_RETRY_S) - 1)]
             run.presses += 1
-            run.pressed = run.pressed or time.monotonic()
             signal.pthread_kill(self._main, _SIGNAL)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        for run in (self._run, self._remains):
-            # If it ended in the meantime: an idle engine must live on. Nor is the signal for what follows it.
-            if run is not None and run.ordered and run.presses:
-                self._raise_in(run, frame)
-
-    def _raise_in(self, run: _Run, frame: FrameType | None) -> None:
-        own = run is self._remains and frame is not None and (frame is run.frame or frame.f_code is _COLLECTING)
-        spared_s, top = 0.0, frame
+        run, top, spared_s = self._run, frame, 0.0
+        if run is None or not run.ordered or not run.presses:
+            return  # it ended in the meantime: an idle engine must live on, and the signal is not for what follows
         while frame is not None and frame is not run.frame:
             spared_s = max(spared_s, _SPARED_S.get(frame.f_code, 0.0))
             frame = frame.f_back
-        if self._forking or own or time.monotonic() < run.pressed + spared_s:
+        # Not since the first signal was sent: on a busy machine that may come late, and the second will not wait long.
+        now = time.monotonic()
+        run.spared_since = (run.spared_since or now) if spared_s else 0.0
+        if self._forking or (spared_s and now < run.spared_since + spared_s):
             run.next_press = 0.0
         elif frame is not None:
-            if run is self._run and run.presses > _PATIENT:
+            run.spared_since = 0.0
+            if run.presses > _PATIENT and not run.is_leftover:
                 self._watch_handlers(run, top)
             raise run.error()
 
@@ -296,17 +261,13 @@ class Guard:
         last = unraisable.exc_traceback
         while last is not None and last.tb_next is not None:
             last = last.tb_next
-        if last is None or last.tb_frame.f_code is not Guard._raise_in.__code__:
+        if last is None or last.tb_frame.f_code is not Guard._handle.__code__:
             self._report_unraisable(unraisable)
             return
-        for run in (self._run, self._remains):
-            if run is not None:
-                run.next_press = 0.0
+        if self._run is not None:
+            self._run.next_press = 0.0
 
 
 def _begins_handler(frame: FrameType) -> bool:
     """Whether it is at the line of an `except`. Not at a `finally` or the end of a `with`, which are to tidy up."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("except")
-
-
-_COLLECTING = Guard._collecting.__code__

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distnb import notebook as sessions
 from distnb.cluster import tpu_chips
 from distnb.cluster.devices import available_gpus
 from distnb.cluster.resolvers import (
@@ -21,8 +20,9 @@ from distnb.errors import NoClusterError, OptionError, closest
 from distnb.magics.cell_request import CellRequest
 from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
 from distnb.magics.tracebacks import presented
-from distnb.notebook.checking import drift_reports
+from distnb.notebook import compose as sessions
 from distnb.notebook.output.wording import html_table, human_bytes
+from distnb.notebook.variable_placement import drift_reports
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

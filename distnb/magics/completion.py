@@ -6,13 +6,14 @@ import importlib
 import re
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
 from distnb.magics.cell_request import WORDS
 from distnb.magics.commands import COMMANDS, DISTRIBUTE, LIVE_MODES
-from distnb.notebook.handles.looking import looking
+from distnb.notebook import compose
 from distnb.values import DistributedValues
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class Completion:
         plainly = completer.completions
 
         def completions(text: str, offset: int) -> Iterator[Any]:
-            with looking():
+            session = compose.current()
+            with session.looking() if session is not None else nullcontext():
                 found = list(plainly(text, offset))  # all of it now: who reads on later is not within any more
             yield from found
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
-from distnb import notebook as sessions
 from distnb.magics import tracebacks
 from distnb.magics.cell_request import CellRequest
 from distnb.magics.cluster_magic import ClusterMagic
@@ -20,13 +19,11 @@ from distnb.magics.local_cell import LocalCells, StrategyName
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.magics.stop_handler import StopHandler
 from distnb.magics.tracebacks import presented
-from distnb.notebook import failures
-from distnb.notebook.namespace import module_watch
+from distnb.notebook import compose
+from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.output.live_model import VariableRow
-from distnb.notebook.remote_runtime import Remote
 from distnb.objects.modes import cell_began
 from distnb.runtime.base import Owner
-from distnb.runtime.this_process import this_process
 from distnb.widgets.front import Front
 
 if TYPE_CHECKING:
@@ -39,7 +36,7 @@ __all__ = ["Extension"]
 _RUN_CELL = InteractiveShell.run_cell_async.__code__
 
 
-class Extension:
+class Extension(FrontEnd):
     """distnb in one shell.
 
     Args:
@@ -76,13 +73,9 @@ class Extension:
         tracebacks.install(shell)
         shell.events.register("pre_run_cell", self._before)
         shell.events.register("post_run_cell", self._after)
-        failures.before_raising.append(self.front.catch_up)
-        failures.callers_lines.append(self._callers_lines)
-        module_watch.versions.append(self._version_of)
-        this_process.live_sink = self.front.live
         self.front.variables = self._variables
-        sessions.on_change.append(self._follow)
-        self._follow(sessions.current())
+        self.live = self.front.live
+        compose.attach(self)
         # The cell that loads the extension may go on to use it.
         self._stops.install()
         _choose_debugger()
@@ -102,38 +95,36 @@ class Extension:
         shell.events.unregister("post_run_cell", self._after)
         for kind, name in (("line", "distnb"), ("cell", "distribute")):
             shell.magics_manager.magics[kind].pop(name, None)
-        failures.before_raising.remove(self.front.catch_up)
-        failures.callers_lines.remove(self._callers_lines)
-        module_watch.versions.remove(self._version_of)
-        this_process.live_sink = None
-        sessions.on_change.remove(self._follow)
-        if sessions.current() is None:
-            this_process.remote = None
+        compose.attach(None)
         self.front.close()
 
-    def _callers_lines(self, error: BaseException) -> list[str]:
+    def catch_up(self) -> None:
+        """Show what replicas wrote."""
+        self.front.catch_up()
+
+    def callers_lines(self, error: BaseException) -> list[str]:
+        """As IPython draws them."""
         return tracebacks.callers_lines(self._shell, error)
 
-    def _version_of(self, module: str) -> object:
+    def module_version(self, name: str) -> object:
         """When the file was written that %autoreload last looked at; it changes modules without reloading them."""
         reloader = getattr(self._shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
         if reloader is None:
             return None
-        version = reloader.modules_mtimes.get(module)
-        file = getattr(sys.modules.get(module), "__file__", None)
+        version = reloader.modules_mtimes.get(name)
+        file = getattr(sys.modules.get(name), "__file__", None)
         return None if reloader.failed.get(file) == version else version
 
-    def _follow(self, session: Session | None) -> None:
-        """A session began, or ended. Strategies of several replicas start a cluster when there is none."""
+    def follow(self, session: Session | None) -> None:
+        """Show what happens on this one."""
         self.front.attach(session)
 
-        def remote(strategy: Any) -> Remote:
-            return Remote(strategy, lambda: self._cluster.ensure(_request_of(strategy)))
-
-        this_process.remote, this_process.machines = remote, sessions.machines
+    def session_for(self, strategy: Owner) -> Session:
+        """The running session; a cluster is started when there is none."""
+        return self._cluster.ensure(_request_of(strategy))
 
     def _variables(self, since_program: int) -> list[VariableRow]:
-        session = sessions.current()
+        session = compose.current()
         if session is None:
             return []
         from distnb.notebook.variable_placement import variables
@@ -147,7 +138,7 @@ class Extension:
             result: Of the cell; None if a stop came between two of IPython's own steps.
             stop: The user has asked for their end.
         """
-        session = sessions.current()
+        session = compose.current()
         if session is None:
             return
         try:

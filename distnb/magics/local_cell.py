@@ -13,12 +13,12 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from distnb import notebook as sessions
 from distnb.errors import OptionError, StartError
 from distnb.magics.cell_request import CellRequest, read_request
 from distnb.magics.cell_text import cell_magics, check_no_nested_magic, insert_after_future_imports
 from distnb.magics.commands import asks_for_help
 from distnb.magics.tracebacks import presented
+from distnb.notebook import compose as sessions
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

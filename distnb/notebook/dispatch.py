@@ -32,19 +32,6 @@ class Outcome:
         interrupted: Whether the user asked for the end.
     """
 
-    __slots__ = (
-        "_failed",
-        "_given_up",
-        "_missing",
-        "died",
-        "engines",
-        "interrupted",
-        "program",
-        "quiet",
-        "replies",
-        "stuck",
-    )
-
     def __init__(self, program: int, engines: tuple[int, ...], *, quiet: bool = True) -> None:
         self.program = program
         self.engines = engines
@@ -212,37 +199,25 @@ class Dispatch:
             self._lose()
         if self.interrupts.fd in ready:
             self.interrupts.drain()
-        self._take_replies(ready)
-
-    def _take_replies(self, ready: list[int]) -> None:
         for engine, message in self._programs.receive(ready):
-            well = self._take(engine, message)
-            if well:
-                self._supervisor.replied(engine, (well,))
+            self._take(engine, message)
 
-    def _take(self, engine: int, message: Any) -> int:
-        """Take in a reply. Its program, if that went well, and no event tells of its end; else 0."""
-        reply = message
-        if isinstance(reply, Unread):
-            reply = self._take_unread(engine, reply)
-        if isinstance(reply, Hello):
-            self._greeted[engine] = reply.pid
-        if not isinstance(reply, Reply):
-            return 0
-        outcome = self._pending.get(reply.program)
-        if outcome is None:
-            return 0
-        outcome.take(engine, reply)
-        return reply.program if outcome.quiet and reply.status == "ok" else 0
-
-    def _take_unread(self, engine: int, unread: Unread) -> Reply | None:
-        """The failure that it is of the oldest program that the engine has not replied to."""
-        missing = (one for one in self._pending.values() if engine in one.engines and engine not in one.replies)
-        outcome = next(missing, None)
-        if outcome is None:
-            return None
-        self._supervisor.failed(engine, outcome.program, f"{unread.error.type_name}: {unread.error.text}")
-        return Reply(outcome.program, "error", unread.error)
+    def _take(self, engine: int, message: Reply | Unread | Hello) -> None:
+        if isinstance(message, Hello):
+            self._greeted[engine] = message.pid
+            return
+        if isinstance(message, Unread):  # it stands for the oldest program that the engine has not replied to
+            waiting = (one for one in self._pending.values() if engine in one.engines and engine not in one.replies)
+            outcome = next(waiting, None)
+            if outcome is None:
+                return
+            self._supervisor.failed(engine, outcome.program, f"{message.error.type_name}: {message.error.text}")
+            message = Reply(outcome.program, "error", message.error)
+        outcome = self._pending.get(message.program)
+        if outcome is not None:
+            outcome.take(engine, message)
+            if outcome.quiet and message.status == "ok":  # no event tells of its end
+                self._supervisor.replied(engine, message.program)
 
     def _lose(self) -> None:
         for loss in self._supervisor.lost():
@@ -263,10 +238,12 @@ class Dispatch:
             EngineDied, ReplicaStuck: It has ended, or is busy with a program that was.
         """
         self._lose()
-        stuck = self._supervisor.stuck
-        if not self._dead and not stuck:
+        if not self._dead and not self._supervisor.stuck:
             return
-        busy = self._busy(engines)
+        # On a loaded machine one that was told to end may only be late to say so.
+        deadline = time.monotonic() + _LATE_S
+        while (busy := self._look(engines)) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
         dead = sorted(engine for engine in engines if engine in self._dead)
         if dead:
             raise EngineDied(
@@ -280,15 +257,6 @@ class Dispatch:
                 "that catches what ends it (a bare `except:`). Wait (%distnb status), or start anew with "
                 f"%distnb restart {numbers}."
             )
-
-    def _busy(self, engines: Collection[int]) -> list[int]:
-        """Those that stay busy with a program that was ended; on a loaded machine one may only be late to say so."""
-        deadline = time.monotonic() + _LATE_S
-        while True:
-            busy = self._look(engines)
-            if not busy or time.monotonic() > deadline:
-                return busy
-            time.sleep(_LOOK_S)
 
     def await_word(self, engines: Collection[int], limit_s: float) -> None:
         """Wait until these engines have answered or ended, or have been silent for longer than a limit.

@@ -6,6 +6,7 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.lifecycle import Cluster
@@ -14,8 +15,6 @@ from distnb.cluster.remote.hosts import HostPlan
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.errors import NoClusterError, OptionError, StartError
 from distnb.notebook.dispatch import Dispatch
-from distnb.notebook.engine_status import EngineStatus, status_of
-from distnb.notebook.events import EventHub
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.supervisor import Supervisor
 from distnb.notebook.teams import Teams
@@ -23,11 +22,26 @@ from distnb.options import StrategySpec
 from distnb.topology import Team
 from distnb.wire.channel import Switchboard
 
-__all__ = ["Engines"]
+__all__ = ["EngineStatus", "Engines"]
 
 _START_TIMEOUT_S = 120.0
 _WORD_S = LOST_AFTER_S + 4.0  # after so long without an answer an engine of another machine is busy, and not lost
 _RESTARTED = "was ended by a restart"
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """One row of `%distnb status`.
+
+    Attributes:
+        state: "idle", "busy" (with a program that was ended and goes on), or how the process ended.
+    """
+
+    engine: int
+    device: str
+    pid: int
+    host: str
+    state: str
 
 
 class Engines:
@@ -35,7 +49,6 @@ class Engines:
 
     Args:
         plan: How many, on which devices of which machines.
-        events: Where everything that happens on the engines is published.
         namespace: Told of engines that end, and of those that take their place.
 
     Attributes:
@@ -44,7 +57,7 @@ class Engines:
         teams: Which engines meet in which process group.
     """
 
-    def __init__(self, plan: HostPlan, events: EventHub, namespace: NotebookNamespace) -> None:
+    def __init__(self, plan: HostPlan, namespace: NotebookNamespace) -> None:
         self._plan = plan
         self._namespace = namespace
         self._keys: Keys = make_keys()
@@ -54,7 +67,7 @@ class Engines:
             client_public=self._keys.client_public.encode(),
             host=plan.address,
         )
-        self.supervisor = Supervisor(self._switchboard.control, events)
+        self.supervisor = Supervisor(self._switchboard.control)
         self.dispatch = Dispatch(self._switchboard.programs, self.supervisor)
         self._store = RendezvousStore(host=plan.address) if plan.hosts else None
         self.teams = Teams(self._store)
@@ -141,7 +154,14 @@ class Engines:
 
     def status(self) -> tuple[EngineStatus, ...]:
         """What each engine is, and does."""
-        return status_of(self.cluster, self.supervisor.hellos, self.supervisor.stuck)
+        stuck, hellos = self.supervisor.stuck, self.supervisor.hellos
+        rows = []
+        for engine, process in self.cluster.engines.items():
+            busy = f"busy with program {stuck[engine]}, which was ended" if engine in stuck else "idle"
+            hello = hellos.get(engine)
+            pid, host = (hello.pid, hello.host) if hello else (process.pid, self.cluster.launcher.host(engine))
+            rows.append(EngineStatus(engine, str(process.device), pid, host, process.ended or busy))
+        return tuple(rows)
 
     def hosts(self) -> tuple[str, ...]:
         """The other machines where engines were started, those that are lost among them; empty for this one."""

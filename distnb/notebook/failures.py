@@ -1,8 +1,9 @@
-"""Raising in the notebook what ended a program on the engines."""
+"""What the notebook makes of a program's outcome: it raises what ended it, and warns of replicas that drift apart."""
 
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -14,14 +15,9 @@ from distnb.objects.placeholder import Placeholder
 from distnb.topology import Team
 from distnb.wire.messages import ErrorReport, Reply
 
-__all__ = ["before_raising", "callers_lines", "raise_failure"]
+__all__ = ["raise_failure", "warn_of_drift"]
 
-before_raising: list[Callable[[], None]] = []
-"""Called before an error of replicas is raised: what they wrote is to stand above its traceback."""
-
-callers_lines: list[Callable[[BaseException], list[str]]] = []
-"""Draw where the notebook's own code called what failed, for an error that is about to be shown."""
-
+_DRIFTED_SHOWN = 4
 _BUSY = "still busy: it did not end in time (%distnb status tells when it has, %distnb stacks where it is{cure})"
 _MISMATCH = f"{CollectiveMismatchError.__module__}.{CollectiveMismatchError.__qualname__}"
 _UNANSWERED = f"{CollectiveError.__module__}.{CollectiveError.__qualname__}"
@@ -35,14 +31,19 @@ class ReplicaTraceback(Exception):
 
 
 def raise_failure(
-    outcome: Outcome, team: Team, *, called: bool = False, opened: Callable[[Any], Any] | None = None
+    outcome: Outcome,
+    team: Team,
+    *,
+    callers_lines: Callable[[BaseException], list[str]] | None = None,
+    opened: Callable[[Any], Any] = pickle.loads,
 ) -> None:
     """Raise what ended a program; nothing if it went well.
 
     Args:
         outcome: How it ended.
         team: Who ran it.
-        called: An ordinary cell called it: where it did is shown above the replica's traceback.
+        callers_lines: Draws where an ordinary cell called it, which is shown above the replica's traceback; None for
+            a distributed cell.
         opened: Opens an exception that was packed.
 
     Raises:
@@ -51,13 +52,10 @@ def raise_failure(
         BaseException: The failing replica's own exception, of its own type, with its own traceback. The lowest
             replica's when several raised the same.
     """
-    opened = opened if opened is not None else pickle.loads
     if outcome.ok and not outcome.interrupted:
         return
-    for call in before_raising:
-        call()
     if outcome.interrupted:
-        raise _Interrupted(_others(outcome, team, None) or "every replica ended its part")
+        raise KeyboardInterrupt(_others(outcome, team, None) or "every replica ended its part")
     failed = [engine for engine, reply in outcome.replies.items() if reply.status == "error"]
     if outcome.died:  # then a collective that another replica did not come to is a consequence
         failed = [engine for engine in failed if _report(outcome.replies[engine]).type_name != _UNANSWERED]
@@ -68,7 +66,7 @@ def raise_failure(
         first = _report(outcome.replies[failed[0]])
         same = [engine for engine in failed if _report(outcome.replies[engine]).type_name == first.type_name]
         engine = min(same, key=team.rank_of)
-        _raise(_report(outcome.replies[engine]), team, engine, _others(outcome, team, engine), called, opened)
+        _raise(_report(outcome.replies[engine]), team, engine, _others(outcome, team, engine), callers_lines, opened)
     if outcome.died:
         engine, status = next(iter(outcome.died.items()))
         raise EngineDied(
@@ -77,17 +75,6 @@ def raise_failure(
             "The next program runs on the engines that are left; %distnb restart --missing starts a replacement."
         )
     raise ProgramError(f"The program was ended: {_others(outcome, team, None)}.")
-
-
-class _Interrupted(KeyboardInterrupt):
-    """The user's interrupt, with a word on what the replicas made of it."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-_Interrupted.__name__ = _Interrupted.__qualname__ = "KeyboardInterrupt"
-_Interrupted.__module__ = "builtins"
 
 
 def _report(reply: Reply) -> ErrorReport:
@@ -133,7 +120,12 @@ def _shortened(text: str, most: int = 120) -> str:
 
 
 def _raise(
-    report: ErrorReport, team: Team, engine: int, others: str, called: bool, opened: Callable[[Any], Any]
+    report: ErrorReport,
+    team: Team,
+    engine: int,
+    others: str,
+    callers_lines: Callable[[BaseException], list[str]] | None,
+    opened: Callable[[Any], Any],
 ) -> None:
     error, *notes = _revive(report, opened)
     rank = team.rank_of(engine)
@@ -145,8 +137,7 @@ def _raise(
     rendered = [title, *report.rendered, *notes]
 
     def render(self: BaseException) -> list[str]:
-        lines = [line for draw in callers_lines for line in draw(self)]
-        return [*lines, *rendered] if called else rendered
+        return [*callers_lines(self), *rendered] if callers_lines is not None else rendered
 
     try:
         # IPython asks the exception itself how it wants to be shown.
@@ -173,3 +164,20 @@ def _revive(report: ErrorReport, opened: Callable[[Any], Any]) -> tuple[BaseExce
             if isinstance(error, BaseException):
                 return error, ""
     return RemoteError(f"{report.type_name}: {report.text}"), reason
+
+
+def warn_of_drift(outcome: Outcome) -> None:
+    """Warn if what a program changed by hand is not the same on all replicas: a change that only some made, too."""
+    changed = [reply.changed for _, reply in sorted(outcome.replies.items())]
+    names = dict.fromkeys(name for each in changed for name in each)
+    unlike = [name for name in names if len({each.get(name) for each in changed}) > 1]
+    if not unlike:
+        return
+    more = f" and {len(unlike) - _DRIFTED_SHOWN} more" if len(unlike) > _DRIFTED_SHOWN else ""
+    warnings.warn(
+        f"Mirrored variables differ between replicas since this cell: {', '.join(unlike[:_DRIFTED_SHOWN])}{more}. "
+        "They were changed by hand, with values of each replica's own. Let an optimizer step them after "
+        "loss.backward(), or add up the gradients first: distnb.get_replica_context().all_reduce('sum', gradient). "
+        "model.load_state_dict(strategy.broadcast(model.state_dict())) makes them equal again.",
+        stacklevel=3,
+    )

@@ -8,6 +8,8 @@ import threading
 import time
 from _signal import getsignal  # type: ignore[import-not-found]  # `signal`'s wrappers cost 30 µs a call
 from _signal import signal as set_handler
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -66,15 +68,14 @@ class Interrupts:
         count, self.count = self.count, 0
         return count > 0
 
-    def briefly(self) -> None:
-        """Until `patiently`, objects are packed or unpacked: what is noted as sent or received must be all of it.
+    @contextmanager
+    def brief(self) -> Iterator[None]:
+        """Within it objects are packed or unpacked: what is noted as sent or received must be all of it.
 
-        How long that takes is the user's objects' affair, so where it takes long SIGINT raises all the same.
+        How long that takes is up to the user's objects: where it takes long, SIGINT raises all the same.
         """
         self._until, self._heard = time.monotonic() + _BRIEFLY_S, self.count
-
-    def patiently(self) -> None:
-        """From now on, whoever waits looks at `count`."""
+        yield
         self._until = None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from distnb.notebook.handles.operators import special_methods
+from distnb.notebook.handles.computing import special_methods
 from distnb.values.structure import map_structure
 
 __all__ = ["PendingCall", "Unsettled", "resolve", "was_told"]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
-from distnb.notebook.asking import ask_stacks, await_flush
 from distnb.notebook.dispatch import Outcome
-from distnb.notebook.drift_warning import warn_of_drift
-from distnb.notebook.engine_status import EngineStatus
-from distnb.notebook.engines import Engines
-from distnb.notebook.events import EventHub
-from distnb.notebook.failures import raise_failure
-from distnb.notebook.handles.looking import is_looking
+from distnb.notebook.engines import Engines, EngineStatus
+from distnb.notebook.failures import raise_failure, warn_of_drift
+from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.pending import PendingCall, Unsettled
 from distnb.options import StrategySpec
@@ -31,25 +29,28 @@ _OUTPUT_PATIENCE_S = 1.0
 class Session:
     """A running cluster as the notebook sees it. `start` makes one.
 
+    Args:
+        user_ns: The notebook's variables.
+        plan: Which engines run where.
+
     Attributes:
         events: Everything that happens on the engines; widgets and output listen here.
+        front: Shows what happens.
         namespace: The notebook's side of the one namespace.
         unshown: Programs that nobody asked for by running a cell (see `looking`): their output is not shown.
         latest_strategy: The word for the one that the latest call was made of.
-        user_ns: The notebook's variables.
-
-    Args:
-        plan: Which engines run where.
     """
 
     def __init__(self, user_ns: dict[str, Any], plan: HostPlan) -> None:
         self.user_ns = user_ns
-        self.events = EventHub()
+        self.front = FrontEnd()
         self.namespace = NotebookNamespace(user_ns, self.perform)
-        self._engines = Engines(plan, self.events, self.namespace)
+        self._engines = Engines(plan, self.namespace)
         self._supervisor = self._engines.supervisor
+        self.events = self._supervisor.events
         self._dispatch = self._engines.dispatch
         self._unsettled = Unsettled()
+        self._lookers = threading.local()
         self.unshown: set[int] = set()
         self._owner = os.getpid()
         self.latest_strategy = ""
@@ -145,14 +146,14 @@ class Session:
 
         Calls from ordinary cells end without waiting for it. False when an engine was too busy to answer in time.
         """
-        return await_flush(self._supervisor, self.events, self._engines.left, timeout_s)
+        return self._supervisor.await_flush(self._engines.left, timeout_s)
 
     def stacks(self, timeout_s: float = 0.5) -> dict[int, str]:
         """Where each engine is in the program that it runs, as lines of a traceback; "" for an idle one.
 
         Native code that holds Python's lock lets nothing be asked: engines that did not answer in time are missing.
         """
-        return ask_stacks(self._supervisor, self.events, self._engines.left, timeout_s)
+        return self._supervisor.ask_stacks(self._engines.left, timeout_s)
 
     # -- programs --------------------------------------------------------------------------------------------------
 
@@ -190,34 +191,35 @@ class Session:
             team = self.team(spec)
             self._dispatch.require_ready(team.engines)
             program = self._dispatch.number()
+            devices = tuple(map(str, team.devices))
             with self._dispatch.interrupts as interrupts:
-                interrupts.briefly()
-                snapshot = self.namespace.outgoing(source, team)
-                self.namespace.operations.changes += 1
-                interrupts.patiently()
+                with interrupts.brief():
+                    snapshot = self.namespace.outgoing(source, team)
+                    self.namespace.operations.changes += 1
                 message = RunCell(program, team, spec, source, filename, label, in_scope, snapshot)
-                outcome = self._run_announced(program, team, message)
-                interrupts.briefly()
-                self.namespace.incoming(source, team, _what_they_did(outcome, team))
-                if outcome.stuck:
-                    self.namespace.doubt(snapshot)
+                self._supervisor.publish(Status(program, "started", team, devices))
+                outcome = self._dispatch.run(program, team.engines, message, quiet=False)
+                self._leave_broken_group(outcome, team)
+                self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
+                self._supervisor.publish(Status(program, "ended", team, devices, "" if outcome.ok else "failed"))
+                with interrupts.brief():
+                    self.namespace.incoming(source, team, _what_they_did(outcome, team))
+                    if outcome.stuck:
+                        self.namespace.doubt(snapshot)
         warn_of_drift(outcome)
-        raise_failure(outcome, team, opened=self.namespace.open_error)
-
-    def _run_announced(self, program: int, team: Team, message: RunCell) -> Outcome:
-        """Send a cell to its team, wait for its end and its output, and tell those who listen of both."""
-        devices = tuple(map(str, team.devices))
-        self._supervisor.publish(Status(program, "started", team, devices))
-        outcome = self._dispatch.run(program, team.engines, message, quiet=False)
-        self._leave_broken_group(outcome, team)
-        self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
-        self._supervisor.publish(Status(program, "ended", team, devices, "" if outcome.ok else "failed"))
-        return outcome
+        self._raise_failure(outcome, team)
 
     def _leave_broken_group(self, outcome: Outcome, team: Team) -> None:
         """The next programs form a new process group, unless this one left the team's whole."""
         if not outcome.left_group_whole:
             self._engines.teams.renew(after=team)
+
+    def _raise_failure(self, outcome: Outcome, team: Team, *, called: bool = False) -> None:
+        """Raise what ended a program; nothing if it went well and nobody interrupted. `called`: by an ordinary cell."""
+        if not outcome.ok or outcome.interrupted:
+            self.front.catch_up()
+            callers_lines = self.front.callers_lines if called else None
+            raise_failure(outcome, team, callers_lines=callers_lines, opened=self.namespace.open_error)
 
     def call(
         self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, wait: bool = True
@@ -241,12 +243,11 @@ class Session:
             self.latest_strategy = spec.kind
             program = self._dispatch.number()
             with self._dispatch.interrupts as interrupts:
-                interrupts.briefly()
-                if self._unsettled and self.namespace.may_be_changed(team):
-                    self._unsettled.wait()  # by a call under way: what this one sends depends on that
-                snapshot = self.namespace.outgoing_call(args, kwargs, team)
-                self.namespace.operations.changes += 1
-                interrupts.patiently()
+                with interrupts.brief():
+                    if self._unsettled and self.namespace.may_be_changed(team):
+                        self._unsettled.wait()  # by a call under way: what this one sends depends on that
+                    snapshot = self.namespace.outgoing_call(args, kwargs, team)
+                    self.namespace.operations.changes += 1
                 message = CallFunction(program, team, spec, method, snapshot)
                 try:
                     outcome = (self._dispatch.run if wait else self._dispatch.post)(program, team.engines, message)
@@ -284,19 +285,19 @@ class Session:
         with self._dispatch.turn, self._dispatch.interrupts as interrupts:
             self._dispatch.wait(outcome)
             self._leave_broken_group(outcome, team)
-            interrupts.briefly()
             result, well = None, outcome.ok and outcome.interrupted is known
-            if outcome.ok:  # perhaps before it heard of an interrupt
-                values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
-                result = self.namespace.result(team, values)
-            else:
-                self.namespace.failed(snapshot, _what_they_did(outcome, team))
-            if outcome.stuck:
-                self.namespace.doubt(snapshot)
-            if well:
-                keep(result)
+            with interrupts.brief():
+                if outcome.ok:  # perhaps before it heard of an interrupt
+                    values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
+                    result = self.namespace.result(team, values)
+                else:
+                    self.namespace.failed(snapshot, _what_they_did(outcome, team))
+                if outcome.stuck:
+                    self.namespace.doubt(snapshot)
+                if well:
+                    keep(result)
         if not well:
-            raise_failure(outcome, team, called=True, opened=self.namespace.open_error)
+            self._raise_failure(outcome, team, called=True)
         return result
 
     def settle(self) -> None:
@@ -324,16 +325,23 @@ class Session:
         """
         with self._dispatch.turn:
             program = self._dispatch.number()
-            if is_looking():
+            if getattr(self._lookers, "deep", 0):
                 self.unshown.add(program)
             team = self._engines.team_of(engines)
             with self._dispatch.interrupts:
                 outcome = self._dispatch.run(program, team.engines, Apply(program, operation, target, team, payload))
                 self._leave_broken_group(outcome, team)
-        raise_failure(
-            outcome, team, called=True, opened=self.namespace.open_error
-        )  # nothing if it went well and nobody interrupted
+        self._raise_failure(outcome, team, called=True)
         return {engine: reply.value for engine, reply in outcome.replies.items()}
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Look at objects for the user, who has run nothing: Tab does. What that makes replicas print is not shown."""
+        self._lookers.deep = getattr(self._lookers, "deep", 0) + 1
+        try:
+            yield
+        finally:
+            self._lookers.deep -= 1
 
     def interrupt(self) -> bool:
         """End the program that runs, as the notebook's stop button does; from any thread. False if none runs."""

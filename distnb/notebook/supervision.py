@@ -39,8 +39,6 @@ Order = EndProgram | GiveUpOn
 class _Program:
     waiting: set[int]
     deadline: float | None = None
-    reason: str = ""
-    interrupted: bool = False
 
 
 class Supervision:
@@ -94,7 +92,7 @@ class Supervision:
         program = self._programs.get(number)
         if program is None or program.deadline is not None:
             return []
-        program.deadline, program.reason, program.interrupted = now + self._patience_s, reason, interrupted
+        program.deadline = now + self._patience_s
         return [EndProgram(engine, number, reason, interrupted) for engine in sorted(program.waiting)]
 
     def tick(self, now: float) -> list[Order]:

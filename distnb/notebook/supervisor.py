@@ -6,22 +6,54 @@ It never waits for a user's code, and never for a heartbeat: it learns of a fail
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import zmq
 
-from distnb.notebook.events import EventHub
 from distnb.notebook.supervision import EndProgram, GiveUpOn, Order, Supervision
 from distnb.wire.channel import receive_from, send_frames
 from distnb.wire.codec import encode
-from distnb.wire.messages import Abort, Died, Hello, ProgramEnded
+from distnb.wire.messages import Abort, Died, DumpStacks, Flush, Flushed, Hello, ProgramEnded, Stacks
 
-__all__ = ["Supervisor"]
+__all__ = ["EventHub", "Supervisor"]
+
+
+class EventHub:
+    """Hands each event of `wire.messages` to every listener, in order, on the supervisor's thread."""
+
+    def __init__(self) -> None:
+        self._listeners: tuple[Callable[[Any], None], ...] = ()
+        self._lock = threading.Lock()
+
+    def subscribe(self, listener: Callable[[Any], None]) -> Callable[[], None]:
+        """Call `listener(event)` from now on. Returns the function that ends it.
+
+        A listener must not block: the supervisor's thread, which ends hanging cells, calls it.
+        """
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+        return lambda: self._drop(listener)
+
+    def _drop(self, listener: Callable[[Any], None]) -> None:
+        with self._lock:
+            self._listeners = tuple(each for each in self._listeners if each is not listener)
+
+    def publish(self, event: Any) -> None:
+        """Hand one event on. A listener that raises is reported on stderr, and the others still hear."""
+        for listener in self._listeners:
+            try:
+                listener(event)
+            except Exception:  # noqa: BLE001
+                # A view that fails must cost neither the training nor the supervisor.
+                traceback.print_exc()
 
 
 class Supervisor:
@@ -29,12 +61,15 @@ class Supervisor:
 
     Args:
         control: The control socket of the switchboard; used by this thread only.
+
+    Attributes:
         events: Where everything that happens is published.
     """
 
-    def __init__(self, control: zmq.Socket[bytes], events: EventHub) -> None:
+    def __init__(self, control: zmq.Socket[bytes]) -> None:
         self._control = control
-        self._events = events
+        self.events = EventHub()
+        self._questions = itertools.count(1)
         self._state = Supervision()
         self._lock = threading.Lock()  # of _state and _watchers
         self._watchers: list[tuple[int, threading.Event]] = []
@@ -86,11 +121,10 @@ class Supervisor:
         with self._lock:
             self._state.began(program, engines)
 
-    def replied(self, engine: int, programs: Iterable[int]) -> None:
-        """Replies that say these programs went well have been read; no events of their own may follow soon."""
+    def replied(self, engine: int, program: int) -> None:
+        """A reply that says a program went well has been read, and no event will tell so."""
         with self._lock:
-            for program in programs:
-                self._state.ended(engine, program, True, "", 0.0)
+            self._state.ended(engine, program, True, "", 0.0)
 
     def failed(self, engine: int, program: int, summary: str) -> None:
         """An engine could not even begin with a program: the others' part is to be ended."""
@@ -106,11 +140,49 @@ class Supervisor:
 
     def publish(self, event: Any) -> None:
         """Publish an event of the notebook's own, in order with those of the engines."""
-        self._do(lambda: self._events.publish(event))
+        self._do(lambda: self.events.publish(event))
 
-    def tell(self, engine: int, order: Any) -> None:
-        """Send an order on the control channel."""
-        self._do(lambda: self._send(engine, order))
+    def await_flush(self, engines: Iterable[int], timeout_s: float) -> bool:
+        """Wait until engines have sent all that they have to tell. False if one did not answer in time."""
+        number = next(self._questions)
+        asked = [engine for engine in engines if engine not in self.stuck]
+        return self._ask(
+            asked, Flush(number), lambda event: isinstance(event, Flushed) and event.number == number, timeout_s
+        )
+
+    def ask_stacks(self, engines: Iterable[int], timeout_s: float) -> dict[int, str]:
+        """Where each engine's main thread is, as lines of a traceback; "" if it is idle.
+
+        Native code that holds Python's lock lets nothing be asked: an engine that did not answer in time is missing.
+        """
+        found: dict[int, str] = {}
+
+        def answers(event: Any) -> bool:
+            if isinstance(event, Stacks):
+                found[event.engine] = event.text
+            return isinstance(event, Stacks)
+
+        self._ask(engines, DumpStacks(), answers, timeout_s)
+        return found
+
+    def _ask(self, engines: Iterable[int], question: Any, answers: Callable[[Any], bool], timeout_s: float) -> bool:
+        """Whether every engine that is up answered in time, or died meanwhile."""
+        missing = set(self.hellos).intersection(engines)
+        all_here = threading.Event()
+
+        def hear(event: Any) -> None:
+            if isinstance(event, Died) or answers(event):
+                missing.discard(event.engine)
+                if not missing:
+                    all_here.set()
+
+        unsubscribe = self.events.subscribe(hear)
+        try:
+            for engine in tuple(missing):
+                self._do(partial(self._send, engine, question))
+            return not missing or all_here.wait(timeout_s)
+        finally:
+            unsubscribe()
 
     def wait_hello(self, engines: Iterable[int], timeout_s: float, failed: Callable[[], bool]) -> dict[int, Hello]:
         """Wait until these engines have said hello, or `failed()`. Returns those that have."""
@@ -183,7 +255,7 @@ class Supervisor:
                 self._hellos[engine] = event
                 self._changed.notify_all()
             return
-        self._events.publish(event)
+        self.events.publish(event)
         if isinstance(event, ProgramEnded):
             ended = event
             self._advance(
@@ -192,7 +264,7 @@ class Supervisor:
 
     def _bury(self, death: Died) -> None:
         self._lose(death)
-        self._events.publish(death)
+        self.events.publish(death)
         self._advance(lambda now: self._state.died(death.engine, now))
         self.wake_waiters()
 

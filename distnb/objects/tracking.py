@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import bisect
 import gc
+import types
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from distnb.objects import code
+from distnb.objects import code, opening, packing
 from distnb.objects.memory import Memories, Memory
 from distnb.objects.merging import ATOMS, Merge
 from distnb.objects.opening import Opener, pairs_in, stands_for_lost
@@ -102,7 +103,7 @@ class _Table:
                 self._objects = {
                     place: obj
                     for place, obj in memo.items()
-                    if (type(obj) not in ATOMS or type(obj) is Memory) and id(obj) not in roots
+                    if (type(obj) not in ATOMS or type(obj) is Memory) and id(obj) not in roots and not _is_ours(obj)
                 }
             # What arrived for an object that was here is not kept.
             self._coder, self._roots = None, []
@@ -139,6 +140,14 @@ class _Table:
     def name_of(self, number: int) -> str:
         """The name with whose value an object came."""
         return self.names[bisect.bisect_right(self._starts, number & _PLACES) - 1]
+
+
+_OURS = frozenset({code.__name__, packing.__name__, opening.__name__})
+
+
+def _is_ours(obj: Any) -> bool:
+    """Whether an object is a function that pickles name: where they are opened, a method of that opening's."""
+    return type(obj) in (types.FunctionType, types.MethodType) and obj.__module__ in _OURS
 
 
 @contextmanager

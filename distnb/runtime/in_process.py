@@ -80,14 +80,13 @@ class InProcess:
 
     def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         """Reduce along the axes; without any, the value itself."""
-        from distnb.runtime.reduction.rules import reduce_alone
+        from distnb.runtime.reduction.reducing import reduce_alone
 
         return map_structure(lambda leaf: reduce_alone(op, leaf, axis), select(value, 0, 1))
 
     def gather(self, value: Any, axis: int) -> Any:
         """The value itself, once rank and axis are checked."""
-        from distnb.runtime.reduction.gathering import checked_axis
-        from distnb.runtime.reduction.rules import tensor_of
+        from distnb.runtime.reduction.reducing import checked_axis, tensor_of
 
         value = select(value, 0, 1)
         for leaf in flatten(value)[0]:

@@ -71,7 +71,8 @@ class Streams:
             self._replica_id = replica_id
             for each in self.generators:
                 each.manual_seed(_fold(found, replica_id))
-            shared[0] = _marked(shared[0])
+            if _mark_is_safe():
+                shared[0] = _with_mark(shared[0])
             self._shared, self._shared_bytes = shared, _bytes(shared)
         self._inside = True
 
@@ -142,12 +143,8 @@ _MARKED = slice(-8, None)
 _MARK = torch.tensor([0, 0, 0, 63, 1, 0, 0, 0], dtype=torch.uint8, device="cpu")  # 0.5, valid
 
 
-def _marked(state: torch.Tensor) -> torch.Tensor:
-    """A state of the CPU's generator, with the mark."""
-    return _with_mark(state) if _mark_is_safe() else state
-
-
 def _with_mark(state: torch.Tensor) -> torch.Tensor:
+    """A state of the CPU's generator, with the mark."""
     marked = state.clone()
     marked[_MARKED] = _MARK
     return marked

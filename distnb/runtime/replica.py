@@ -10,7 +10,7 @@ import torch
 
 from distnb.accelerators import placed_on, torch_device
 from distnb.collectives.algorithms.aggregation import Aggregation
-from distnb.collectives.algorithms.packs import Packs
+from distnb.collectives.algorithms.flat_packs import Packs
 from distnb.collectives.gradients.gradient_sync import GradientSync
 from distnb.errors import DistributedValueError, OptionError
 from distnb.input.distribute import distribute, distribute_from_function
@@ -30,11 +30,12 @@ from distnb.runtime.central import setup
 from distnb.runtime.central.shared_optimizers import SharedOptimizers
 from distnb.runtime.central.shared_variables import SharedVariables
 from distnb.runtime.consistency.agreement import distributed
+from distnb.runtime.consistency.resynchronisation import resynchronise
 from distnb.runtime.consistency.sync_check import assert_in_sync
 from distnb.runtime.in_process import local_components
 from distnb.runtime.randomness import streams
-from distnb.runtime.reduction.gathering import broadcast_tree, checked_axis, gather_tensor
-from distnb.runtime.reduction.rules import plain_value_error, reduce_alone, reduce_leaves, tensor_of
+from distnb.runtime.reduction.gathering import broadcast_tree, gather_tensor
+from distnb.runtime.reduction.reducing import checked_axis, plain_value_error, reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.runtime.scopes.registration import Registration, is_scope_buffer
 from distnb.runtime.scopes.unmanaged import UnmanagedCheck
@@ -75,13 +76,11 @@ class Spmd:
         self._of_group: Aggregation | None = None
         self.preferences = (options.timeout_seconds, options.implementation is not CommunicationImplementation.RING)
         self._sync = GradientSync(
-            lambda: process.group,
+            self._aggregation,
             self._reduction,
             check_mean_loss=strategy.spec.option("check_mean_loss", True),
-            packs=self._packs,
-            sums=None if self._aggregation().exact else self._aggregation,
-            after_pass=lambda reached: self._registration.running_statistics.average(reached),
             in_replica=contexts.in_replica,
+            after_pass=lambda reached: self._registration.running_statistics.average(reached),
         )
         self._shared: SharedVariables | None = None
         self._optimizers: SharedOptimizers | None = None
@@ -92,6 +91,7 @@ class Spmd:
         self.home = ReplicaHome(self._registration, self._aggregation)
         self._unmanaged = UnmanagedCheck(strategy, self._registration.owns)
         self._open_scopes = 0
+        self._generation: int | None = None
 
     def _aggregation(self) -> Aggregation:
         """How this strategy adds up, on the group of the present generation."""
@@ -148,12 +148,14 @@ class Spmd:
     def _resynchronise(self, within: str) -> None:
         # A program that ended half-way through a step may have left the replicas' variables unequal.
         group = self._process.group
-        if self._sync.healed != group.generation:
+        if self._generation != group.generation:
             if group.size > 1:
                 group.note(within, ())
             if self._optimizers is not None:
                 self._optimizers.end_half_steps()
-            self._sync.heal(self._registration.buffers())
+            self._generation = group.generation
+            if group.size > 1:
+                resynchronise(group, self._sync.groups, self._registration.buffers())
 
     # Computing on replicas --------------------------------------------------------------------------------------
 
@@ -177,7 +179,7 @@ class Spmd:
             regions.leave("strategy.run", error)
             raise
         regions.leave()
-        if self._sync.healed != process.group.generation:
+        if self._generation != process.group.generation:
             self._resynchronise("strategy.run")  # an error was caught before, and the replicas met again in this call
         return result
 
@@ -198,7 +200,7 @@ class Spmd:
     def _run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         __tracebackhide__ = True  # see Strategy.run
         process = self._process
-        if self._sync.healed != process.group.generation:
+        if self._generation != process.group.generation:
             self._resynchronise("strategy.run")
         rank, size = process.rank, process.team.size
         note = BatchNote()
@@ -212,7 +214,7 @@ class Spmd:
             result = self._call(replica, fn, own_args, own_kwargs)
         if note.slice_size:
             step_count.examples += note.slice_size
-        return process.agreement.regroup(process.group, fn, result)
+        return process.agreement.regroup(process.group, fn, result, (args, kwargs))
 
     def _call(self, replica: ReplicaContext, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         __tracebackhide__ = True  # see Strategy.run

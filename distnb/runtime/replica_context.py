@@ -77,9 +77,8 @@ class ReplicaContext:
         Args:
             reduce_op: "sum" or "mean", in any case, or a `distnb.ReduceOp`.
             value: A tensor, an array, a Python number, or a nested structure of them; equal shapes on all replicas. Of
-                sparse (COO) tensors only the entries travel; no gradient flows through them.
-            options: How to communicate in this call, instead of what the strategy was told; the same on all replicas.
-                It holds for the gradient's way back, too.
+                sparse (COO) tensors only the entries are sent; no gradient flows through them.
+            options: How to communicate in this call and its gradients', instead of what the strategy was told.
 
         Returns:
             The same structure of results. MEAN of integers is float64.
@@ -93,7 +92,7 @@ class ReplicaContext:
         aggregation = self._communicating(options)
         if aggregation is None:
             return value
-        from distnb.runtime.reduction.replica_collectives import all_reduce_tree
+        from distnb.runtime.reduction.reducing import all_reduce_tree
 
         return all_reduce_tree(aggregation, op, value)
 
@@ -115,7 +114,7 @@ class ReplicaContext:
                 "of its own. Leave it out."
             )
         aggregation = self._communicating(options)
-        from distnb.runtime.reduction.replica_collectives import all_gather_tree
+        from distnb.runtime.reduction.gathering import all_gather_tree
 
         return all_gather_tree(aggregation, value, axis)
 
@@ -160,7 +159,7 @@ class ReplicaContext:
         self._check()
         if self._aggregation is None or self.num_replicas_in_sync == 1:
             return None
-        return self._aggregation if options is None else self._aggregation.told(options)
+        return self._aggregation if options is None else self._aggregation.with_options(options)
 
     def _check(self) -> None:
         if self._aggregation is None:

@@ -14,7 +14,7 @@ from distnb.accelerators import use
 from distnb.collectives.group.eager import always_eager
 from distnb.collectives.group.groups import groups
 from distnb.collectives.group.interface import Group
-from distnb.runtime import contexts, randomness
+from distnb.runtime import contexts, loader_batches, randomness
 from distnb.runtime.base import Owner
 from distnb.runtime.consistency.agreement import Agreement
 from distnb.runtime.randomness import streams
@@ -107,6 +107,7 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
         process = SpmdProcess(team, rank, device, group)
         this_process.replica = process
         sync_batch_norm.install()
+        loader_batches.install()
     if process.team is not team:
         process.team, process.machines = team, _numbered(team.hosts)
     process.rank, process.device, process.group = rank, device, group

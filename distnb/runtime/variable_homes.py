@@ -124,11 +124,11 @@ class ReplicaHome:
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Over the replicas."""
-        from distnb.runtime.reduction.packed_sums import combine_over_replicas
+        from distnb.collectives.algorithms.sums import combine
 
         if self.num_replicas == 1:
             return tensor
-        return combine_over_replicas(self._aggregation(), ReduceOp.SUM, [tensor])[0]
+        return combine(self._aggregation(), ReduceOp.SUM, [tensor])[0]
 
     def first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Replica 0's."""

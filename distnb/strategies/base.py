@@ -13,6 +13,7 @@ from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, Str
 from distnb.runtime import choice, contexts, variable_homes  # noqa: F401  (finds homes from its import on)
 from distnb.runtime.base import Runtime
 from distnb.runtime.call_arguments import check_call, check_input_function, check_input_options, explained
+from distnb.runtime.this_process import this_process
 from distnb.strategies.aliases import METHODS
 from distnb.values.structure import flatten
 from distnb.variables.homes import homes
@@ -67,6 +68,14 @@ class Strategy:
             "distnb.Strategy is the base of strategies. Make a MirroredStrategy or OneDeviceStrategy, or ask "
             "get_strategy()."
         )
+
+    def _meet(self) -> bool:
+        """Whether there are replicas: in a notebook engines, which start now, or a script's, which meet now.
+
+        A script's share their random numbers from here on. Devices that they lack are refused here.
+        """
+        there = choice.started_by_launcher() or this_process.remote is not None
+        return there and self.num_replicas_in_sync > 0
 
     @classmethod
     def _of(cls, spec: StrategySpec) -> Self:
@@ -123,9 +132,7 @@ class Strategy:
     # Variables ----------------------------------------------------------------------------------------------------
 
     def scope(self) -> AbstractContextManager[Any]:
-        """The context in which models, optimizers and metrics are made.
-
-        Parameters that are made within it start equal on every replica and are kept in sync.
+        """The context in which models, optimizers and metrics are made: equal on every replica, and kept in sync.
 
         Raises:
             ContextError: In a replica context, or in another strategy's scope.
@@ -153,7 +160,10 @@ class Strategy:
         return tensor.device
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context whose backward passes gather gradients on each replica; the next pass outside aggregates them."""
+        """A context whose backward passes gather gradients on each replica; the next pass outside aggregates them.
+
+        Gradients of all replicas cannot be added to: call `zero_grad()` before the first pass within.
+        """
         return self.runtime.no_sync()
 
     def assert_in_sync(self, value: Any) -> None:
@@ -181,17 +191,17 @@ class Strategy:
 
         Args:
             fn: Called as `fn(*args, **kwargs)`, in replica context.
-            args: A tuple or list. Distributed values in it, however deep, are replaced by the replica's component.
+            args: A tuple or list, in which the replica's component replaces each distributed value, however deep.
             kwargs: Likewise.
             options: See `RunOptions`.
 
         Returns:
-            What the replicas returned, regrouped leaf by leaf: the value itself if it is None or the same plain Python
-            value on all replicas, else a PerReplica. With one replica, what it returned.
+            What the replicas returned, leaf by leaf: None or a plain Python value that is the same on all, else a
+            PerReplica. With one replica, what it returned.
 
         Raises:
             ContextError: In a replica context, or in another strategy's scope.
-            StructureError: Replicas returned different structures, or an argument has too few or too many components.
+            StructureError: Replicas returned different structures, or an argument has other components.
 
         Example:
             >>> import distnb
@@ -214,8 +224,8 @@ class Strategy:
         Args:
             reduce_op: "sum" or "mean".
             value: What `run` returned: tensors, arrays or numbers, in any structure.
-            axis: None combines the replicas' components element by element. An axis (or several) is reduced too; then
-                the components may differ in size along it, and a mean is over all examples.
+            axis: None combines the components element by element. An axis (or several) is reduced too: components may
+                differ in size along it, and a mean is over all examples.
 
         Raises:
             OptionError: An unknown op; an axis that the value does not have.
@@ -251,12 +261,11 @@ class Strategy:
         """What one replica holds, on all of them.
 
         Args:
-            value: Any structure; distributed values in it are replaced by the component of the source. It stays.
+            value: Any structure, of which the source's component is taken. It stays as it is.
             source: The replica whose value it is.
 
         Returns:
-            The source's value, as a new object on the other replicas. A module takes it by
-            `model.load_state_dict(strategy.broadcast(model.state_dict()))`.
+            The source's value, a new object on the others: `model.load_state_dict(strategy.broadcast(state))`.
         """
         contexts.require_cross_replica(self, "broadcast")
         return self.runtime.broadcast(value, source)
@@ -270,11 +279,7 @@ class Strategy:
         return self.runtime.local_results(value)
 
     def group(self, value: Any) -> None:
-        """Wait until every component of a value that is here has been computed.
-
-        Args:
-            value: What `run` returned. There is nothing to collect: what replicas do is done in order.
-        """
+        """Wait until every component of a value that is here has been computed."""
         torch = sys.modules.get("torch")
         components = flatten(self.local_results(value))[0]
         for component in components:
@@ -297,9 +302,8 @@ class Strategy:
     ) -> Any:
         """A dataset whose batches are global batches, cut into one slice for each replica.
 
-        Iterating it gives batches with PerReplica leaves. The result has `element_spec`, `epoch`, and, to go on in the
-        middle of an epoch, `state_dict()` and `load_state_dict(state)`; see `distnb.input.dataset`. The default
-        strategy returns a dataset that is batched already as it is.
+        Its batches have PerReplica leaves. To go on in mid-epoch it has `state_dict()` and `load_state_dict(state)`.
+        The default strategy returns a dataset that is batched already as it is.
 
         Args:
             dataset: A torch DataLoader, or any iterable of batches; a Dataset, arrays or tensors with `batch_size`.
@@ -319,10 +323,9 @@ class Strategy:
     ) -> Any:
         """A dataset of batches that a function makes, already as large as one replica's shall be.
 
-        Nothing is cut or sharded. Of a worker's pipeline each of its replicas takes one batch for a step, in turn;
-        after an odd end, and after the end of a pipeline that is shorter than others, replicas get empty batches. Each
-        replica is a process and makes its worker's pipeline for itself; random numbers that it draws are the same on
-        the worker's replicas. The default strategy returns what the function returns.
+        Nothing is cut or sharded. A worker's replicas take the batches of its pipeline in turn, and empty ones after an
+        odd or early end. Each replica makes its worker's pipeline for itself, with the same random numbers. The default
+        strategy returns what the function returns.
 
         Args:
             dataset_fn: Called with an `InputContext`, in every replica's process; returns an iterable of batches.

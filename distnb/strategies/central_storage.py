@@ -7,9 +7,7 @@ from typing import ClassVar, Self
 
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
-from distnb.runtime import choice
 from distnb.runtime.central import setup
-from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy, kept_options
 from distnb.topology import Device, device_names, parse_device
 
@@ -27,16 +25,17 @@ class CentralStorageStrategy(Strategy):
     until the next optimizer step or the end of the next scope: then what all replicas changed alike becomes the one
     value, and what they changed to different values is an OutOfSyncError.
 
-    Several replicas are CPU devices of one machine. With one replica, such as one GPU, everything is on its device.
+    All replicas are on one machine. Those on several accelerators compute with copies of the parameters, which are
+    renewed after each update in the host's memory. With one replica, such as one GPU, everything is on its device.
 
     Args:
         compute_devices: One per replica; None for all that the cluster (or the script's processes) have.
-        parameter_device: Where variables live; only the replicas' own: the host's memory, or the one accelerator.
+        parameter_device: Where variables live; the host's memory, or the one accelerator.
         gradient_reduction: "sum", as tf.distribute does, or "mean": weighted by the sizes of the replicas' slices.
         check_mean_loss: With "sum", raise on a loss that is a mean over the replica's slice only.
 
     Raises:
-        OptionError: An argument that is malformed, or that cannot be honoured: several machines, or accelerators.
+        OptionError: An argument that is malformed, or that cannot be honoured: several machines, or kinds of device.
 
     Example:
         >>> import distnb
@@ -62,8 +61,7 @@ class CentralStorageStrategy(Strategy):
         spec = StrategySpec(cls.kind, names, 0, options)
         setup.check_places(spec, names, ())
         strategy = cls._of(spec)
-        if choice.started_by_launcher() or this_process.remote is not None:
-            # In a notebook the engines start now, if there are none; in a script the replicas meet.
+        if strategy._meet():
             setup.check_places(spec, strategy.worker_devices, ())
         return strategy
 

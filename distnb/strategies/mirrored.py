@@ -11,7 +11,6 @@ from distnb.cluster.devices import available_gpus
 from distnb.collectives.algorithms.base import CrossDeviceOps, checked_ops
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
-from distnb.runtime import choice
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy, kept_options
 from distnb.topology import Device, device_names
@@ -62,12 +61,8 @@ class MirroredStrategy(Strategy):
             oversubscribe=oversubscribe,
         )
         strategy = cls._of(StrategySpec(cls.kind, names, 0, options))
-        placed, remote = choice.started_by_launcher(), this_process.remote is not None
-        if placed or remote:
-            # In a notebook the engines start now, if there are none; in a script the replicas meet, and share their
-            # random numbers from here on. Devices that they lack are refused here.
-            _ = strategy.num_replicas_in_sync
-        if cross_device_ops is not None and (remote or not placed):  # replicas have checked it just now
+        met, remote = strategy._meet(), this_process.remote is not None
+        if cross_device_ops is not None and (remote or not met):  # a script's replicas have checked it just now
             names = strategy.worker_devices if remote else names or _devices_here()
             apart = len(set(names)) == len(names)
             if remote:

@@ -98,15 +98,9 @@ def _replica(function: str, cure: str = "") -> ReplicaContext:
 
 
 def _checked_size(size: Any) -> int:
-    if (
-        isinstance(size, torch.Tensor)
-        and size.ndim == 0
-        and not size.is_floating_point()
-        and size.dtype is not torch.bool
-    ):
-        size = int(size)
-    whole = hasattr(size, "__index__") and not isinstance(size, (bool, torch.Tensor))
-    if not whole or int(size) <= 0:
+    if isinstance(size, torch.Tensor) and size.ndim == 0:
+        size = size.item()
+    if isinstance(size, bool) or not hasattr(size, "__index__") or int(size) <= 0:
         raise OptionError(
             f"global_batch_size={size!r}: give the number of examples in the global batch, a whole number above 0."
         )

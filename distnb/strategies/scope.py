@@ -27,7 +27,7 @@ def is_mirrored(value: Any) -> bool:
             is one value only when it is read (see `is_read_together`) counts as well.
     """
     torch = sys.modules.get("torch")
-    registry = sys.modules.get("distnb.collectives.gradients.mirrored_parameters")
+    registry = sys.modules.get("distnb.collectives.gradients.parameter_groups")
     if torch is None or registry is None:
         return False
     if isinstance(value, torch.nn.Module) and _is_metric(value):

@@ -9,7 +9,6 @@ from distnb.cluster import tpu_chips
 from distnb.errors import OptionError, StartError
 from distnb.options import StrategySpec
 from distnb.runtime import choice
-from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy, kept_options
 from distnb.topology import Device, device_names, parse_device
 
@@ -55,11 +54,9 @@ class TPUStrategy(Strategy):
         names = _chip_names(devices)
         options = kept_options(gradient_reduction, check_mean_loss)
         strategy = cls._of(StrategySpec(cls.kind, names, 0, options))
-        placed = choice.started_by_launcher()
-        if not placed:
+        if not choice.started_by_launcher():
             check_available("TPUStrategy")
-        if placed or this_process.remote is not None:
-            _ = strategy.num_replicas_in_sync  # the engines start now, or the script's replicas meet
+        strategy._meet()
         return strategy
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import date, time, timedelta
 from enum import Enum
 from pathlib import PurePath
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from distnb.errors import StructureError
 from distnb.values.distributed import DistributedValues, PerReplica
@@ -123,16 +123,12 @@ class Spec:
         if self.kind == "leaf":
             return "*"
         if self.kind == "dict":
-            inner = (
-                "{" + ", ".join(f"{key!r}: {child}" for key, child in zip(self.keys, self.children, strict=True)) + "}"
-            )
+            pairs = zip(self.keys, self.children, strict=True)
+            inner = "{" + ", ".join(f"{key!r}: {child}" for key, child in pairs) + "}"
             return inner if self.name == "dict" else f"{self.name}({inner})"
         if self.kind in ("named", "data"):
-            return (
-                f"{self.name}("
-                + ", ".join(f"{key}={child}" for key, child in zip(self.keys, self.children, strict=True))
-                + ")"
-            )
+            pairs = zip(self.keys, self.children, strict=True)
+            return f"{self.name}({', '.join(f'{key}={child}' for key, child in pairs)})"
         inner = ", ".join(map(str, self.children))
         if self.kind == "list":
             return f"[{inner}]"
@@ -245,11 +241,12 @@ def has_distributed(tree: Any) -> bool:
 # -- distributed values in structures ----------------------------------------------------------------------------------
 
 
-class _Sees(Protocol):
-    def __call__(self, value: DistributedValues, component: Any, /) -> None: ...
-
-
-def select(tree: Any, replica_id: int, num_replicas: int | None = None, seen: _Sees | None = None) -> Any:
+def select(
+    tree: Any,
+    replica_id: int,
+    num_replicas: int | None = None,
+    seen: Callable[[DistributedValues, Any], None] | None = None,
+) -> Any:
     """The tree as one replica sees it: every distributed value replaced by that replica's component.
 
     Containers without distributed values are passed through as the objects they are.

@@ -22,6 +22,7 @@ __all__ = [
     "Leaf",
     "Mark",
     "NamedArgument",
+    "ParameterText",
     "Reloads",
     "Request",
     "Snapshot",
@@ -148,6 +149,10 @@ class Snapshot:
     modules: Mapping[str, Reloads] = field(default_factory=dict)
 
 
+ParameterText = tuple[str, int, str, str]
+"""A parameter of a signature: its name, its kind, and the texts of its default and its annotation, or empty."""
+
+
 @dataclass(frozen=True)
 class Summary:
     """How an engine object looks, for the notebook to show without asking again.
@@ -157,7 +162,7 @@ class Summary:
         text: Its own short description; None if it is to be asked for when it is shown.
         shape, dtype, device: Of tensors and arrays, else "".
         attributes: What `dir` gives, for completion.
-        doc, signature: For `?`.
+        doc, signature: For `?`; None of what cannot be called.
         kind: "tensor", "callable", or "".
         iterates: Whether it is an iterator.
     """
@@ -169,7 +174,7 @@ class Summary:
     device: str = ""
     attributes: tuple[str, ...] = ()
     doc: str = ""
-    signature: str = ""
+    signature: tuple[ParameterText, ...] | None = None
     kind: str = ""
     iterates: bool = False
 

@@ -18,8 +18,8 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-from distnb import notebook as sessions
-from distnb.notebook.events import EventHub
+from distnb.notebook import compose as sessions
+from distnb.notebook.supervisor import EventHub
 from distnb.topology import Device, Team
 from distnb.wire.messages import Display, Live, Output, ProgramEnded, Status, TelemetrySample
 
@@ -38,6 +38,9 @@ class ReplaySession:
         return tuple(
             SimpleNamespace(engine=i, device=f"cpu:{i}", state="idle", pid=0, host="") for i in range(self.replicas)
         )
+
+    def looking(self) -> Any:
+        return nullcontext()
 
     alive = True
     latest_strategy = "mirrored"
@@ -178,7 +181,6 @@ def png(red: int, green: int, blue: int, width: int = 120, height: int = 80) -> 
 def install(replicas: int = 2) -> ReplaySession:
     """Make it the running session."""
     session = ReplaySession(replicas)
-    sessions._current = session  # type: ignore[assignment]
-    for tell in sessions.on_change:
-        tell(session)  # type: ignore[arg-type]
+    sessions._session = session  # type: ignore[assignment]
+    sessions._follow(session)  # type: ignore[arg-type]
     return session

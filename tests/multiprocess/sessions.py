@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import distnb
-from distnb import notebook as sessions
+from distnb.notebook import compose as sessions
 from distnb.notebook.session import Session
 from tests.processes import wait_until
 

@@ -17,11 +17,11 @@ distnb.MirroredStrategy()
 asked, done, late = threading.Event(), threading.Event(), []
 exchange = ReplicatedLog.exchange
 
-def slow(board):
+def slow(log):
     asked.set()
     if not done.wait(20):
         late.append(threading.current_thread().name)
-    exchange(board)
+    exchange(log)
 
 for number in range(20):
     dist.all_reduce(torch.ones(8))

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import distnb
-from distnb import notebook as sessions
 from distnb.errors import EngineDied
+from distnb.notebook import compose as sessions
 from distnb.notebook.pending import resolve
 from distnb.wire.messages import Output
 from tests.multiprocess.sessions import started

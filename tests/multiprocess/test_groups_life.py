@@ -144,6 +144,18 @@ def test_a_replica_alone():
     assert results(program, 1) == [[3, ["x"], [[1, 1]]]]
 
 
+def test_a_late_failure_of_an_earlier_generation_does_not_touch_the_next():
+    program = """
+    from distnb.errors import CollectiveError
+    earlier = groups.join(team(0), rank, cpu).process_group.communicator
+    groups.join(team(1), rank, cpu)
+    for mendable in (True, False):
+        earlier.fail(CollectiveError("a thread found it just before"), mendable=mendable)
+    result = sum_of(1), groups.failure()
+    """
+    assert results(program, 1) == [(1, None)]
+
+
 def test_torch_may_tell_the_backend_of_a_subgroup():
     # 2.14 does, where 2.13 keeps it to itself.
     program = """

@@ -40,7 +40,7 @@ def notebook(network: Machines) -> Iterator[Notebook]:
         made.run(f"import os, torch; torch.set_num_threads(1); ssh_args = {network.ssh_args!r}")
         words = " ".join(network.ssh_args)
         made.run(f'%distnb start --hosts red,blue --per-host 2 --ssh-args "{words}"', timeout_s=120)
-        made.run("import distnb, distnb.notebook; cluster = distnb.notebook.current()")
+        made.run("import distnb, distnb.notebook.compose; cluster = distnb.notebook.compose.current()")
         yield made
 
 

@@ -40,7 +40,7 @@ def notebook(network: Machines) -> Iterator[Notebook]:
         processes.OF_MODULE.add(made.pid)
         made.run("import os, torch, distnb, distnb.notebook; torch.set_num_threads(1)")
         made.run("%distnb start --launcher mpi --resolver tfconfig", timeout_s=150)
-        made.run("cluster = distnb.notebook.current()")
+        made.run("cluster = distnb.notebook.compose.current()")
         yield made
 
 

@@ -537,7 +537,7 @@ dist.all_reduce(torch.ones(1))
     ran = stop_when_ready(notebook, source)
     assert re.search(r"%distnb restart ([02] )?1( \d)* starts anew", ran.error_text), ran.error_text
     # The others do end, on a slow machine a little later than they are waited for.
-    processes.wait_until(lambda: notebook.value("distnb.notebook.current().stuck") == (1,), LIMIT_S)
+    processes.wait_until(lambda: notebook.value("distnb.notebook.compose.current().stuck") == (1,), LIMIT_S)
     assert "busy" in notebook.run("%distnb status").text
     assert "Engine 1: still busy" in notebook.run("%distnb interrupt").text
     assert "does not answer" in notebook.run("%distnb stacks").text  # `all` never lets go of Python's lock
@@ -617,10 +617,10 @@ fails()
     notebook.run("""
 import threading
 import time
-import distnb.notebook
+import distnb.notebook.compose
 
 def stop():
-    while not distnb.notebook.current().interrupt():
+    while not distnb.notebook.compose.current().interrupt():
         time.sleep(0.01)
 
 stopper = threading.Thread(target=stop)
@@ -635,11 +635,11 @@ def test_the_stacks_show_where_replicas_are(notebook: Notebook, tmp_path: Path) 
     seen = str(tmp_path / "seen")
     notebook.run(f"""
 import threading
-import distnb.notebook
+import distnb.notebook.compose
 
 def watch():
     while True:
-        found = distnb.notebook.current().stacks()
+        found = distnb.notebook.compose.current().stacks()
         if len(found) == {notebook.engines} and all("line 5" in text for text in found.values()):
             with open({seen!r} + ".part", "w") as file:
                 file.write(found[1])
@@ -665,16 +665,13 @@ waits_here()
 def test_a_message_that_an_engine_cannot_read(notebook: Notebook) -> None:
     notebook.run("""%%distribute mirrored
 if distnb.replica_id() == 1:
-    import threading
-    from distnb.wire import channel
+    from distnb.wire import unix_socket
 
-    def fails(frames, decode=channel.decode):
-        if threading.current_thread() is not threading.main_thread():
-            return decode(frames)
-        channel.decode = decode
+    def fails(frames, decode=unix_socket.decode):
+        unix_socket.decode = decode
         raise OSError("no memory to be had")
 
-    channel.decode = fails
+    unix_socket.decode = fails
 """)
     ran = failed(notebook, "%%distribute mirrored\ndist.all_reduce(torch.ones(3))", "OSError")
     assert "no memory to be had" in ran.error_text

@@ -21,7 +21,7 @@ def notebook() -> Iterator[Notebook]:
         processes.OF_MODULE.add(made.pid)
         made.run("import os, torch, distnb, distnb.notebook; torch.set_num_threads(1)")
         made.run("%distnb start -n 2", timeout_s=120)
-        made.run("cluster = distnb.notebook.current()")
+        made.run("cluster = distnb.notebook.compose.current()")
         yield made
 
 

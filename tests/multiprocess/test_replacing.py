@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import distnb
-from distnb import notebook as sessions
 from distnb.errors import EngineDied, NoClusterError, OptionError
+from distnb.notebook import compose as sessions
+from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.session import Session
 from tests.multiprocess.sessions import lose, started
 from tests.processes import OF_MODULE
@@ -79,7 +80,9 @@ def test_one_whose_replacement_is_interrupted(session: Session) -> None:
 
 def test_a_cluster_that_is_stopped_by_its_own_method(session: Session) -> None:
     heard: list[Session | None] = []
-    sessions.on_change.append(heard.append)
+    front = FrontEnd()
+    front.follow = heard.append  # type: ignore[method-assign]
+    sessions.attach(front)
     try:
         session.stop()
         session.stop()  # again: nothing happens
@@ -88,6 +91,6 @@ def test_a_cluster_that_is_stopped_by_its_own_method(session: Session) -> None:
             sessions.require()
         with pytest.raises(OptionError, match="-1"):  # and not that a cluster is running already
             distnb.start(-1)
-        assert heard == [None]
+        assert heard == [session, None]
     finally:
-        sessions.on_change.remove(heard.append)
+        sessions.attach(None)

@@ -71,6 +71,22 @@ result["own"] = [own.tolist(), told(lambda: own.scatter_add([0], [1.0]))]
 result["from outside"] = rows["none"].scatter_max([2], 5.0).tolist()
 strategy.assert_in_sync(list(rows.values()))
 
+# Batches of a loader that nobody distributed
+from torch.utils.data import DataLoader, TensorDataset
+x = torch.arange(8.0)
+def notices(fn, loader, given=lambda batch: batch):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in loader:
+            run(fn, given(batch))
+    return [str(each.message)[:60] for each in caught]
+plain = DataLoader(TensorDataset(x), batch_size=4)
+result["by rank"] = notices(lambda batch: None, DataLoader(TensorDataset(x + me), batch_size=4))
+result["distributed"] = notices(lambda batch: None, strategy.distribute_dataset(plain))
+result["constants"] = notices(lambda batch: None, [torch.ones(4)] * 2)
+result["as a component"] = notices(lambda batch: None, plain, lambda batch: per_replica(*[batch[0]] * n))
+result["whole batches"] = notices(lambda batch: None, plain)
+
 # Algorithms used by themselves
 value = run(lambda c: torch.tensor([1, 2]) + c, ids)
 for ops in (distnb.ReductionToOneDevice(), distnb.HierarchicalCopyAllReduce(num_packs=2)):
@@ -130,6 +146,9 @@ def test_two_replicas() -> None:
             assert "no replica computes there" in found[name][3]
             assert "'MAX'" in found[name][4].upper()
             assert "replica 1 holds None" in found[name][5]
+        assert len(found["whole batches"]) == 1
+        assert "strategy.run was given a batch of a DataLoader" in found["whole batches"][0]
+        assert [found[name] for name in ("by rank", "distributed", "constants", "as a component")] == [[]] * 4
         assert found["set"] == [True, 97.0, ("cpu:0",)]
         assert found["unset"] is False
     assert "<None on replica 1>" in repr(ended[0].result["unlike"])

@@ -158,7 +158,7 @@ def test_scope_makes_replicas_equal() -> None:
         return lazy(torch.ones(1, 3)).detach()
     strategy.run(use)
     strategy.assert_in_sync(lazy)
-    from distnb.collectives.gradients.mirrored_parameters import is_mirrored
+    from distnb.collectives.gradients.parameter_groups import is_mirrored
     every = [*deep.parameters(), alone, *twin.parameters(), *half.parameters(), *lazy.parameters()]
     result = all(map(is_mirrored, every))
     from distnb.strategies.scope import is_mirrored as made

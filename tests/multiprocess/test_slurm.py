@@ -39,7 +39,7 @@ def notebook(environment: dict[str, str]) -> Iterator[Notebook]:
         processes.OF_MODULE.add(made.pid)
         made.run("import os, torch, distnb, distnb.notebook; torch.set_num_threads(1)")
         made.run("%distnb start --launcher slurm", timeout_s=150)
-        made.run("cluster = distnb.notebook.current()")
+        made.run("cluster = distnb.notebook.compose.current()")
         yield made
 
 
@@ -133,7 +133,7 @@ def test_an_srun_that_fails(notebook: Notebook) -> None:
 def test_the_end_of_the_notebook(notebook: Notebook) -> None:
     """Of one whose cluster a resolver named."""
     notebook.run("%distnb start --resolver slurm --per-host 1", timeout_s=120)
-    assert notebook.value("[row.host for row in distnb.notebook.current().status()]") == ["blue", "red"]
+    assert notebook.value("[row.host for row in distnb.notebook.compose.current().status()]") == ["blue", "red"]
     # Wrapper and srun (which are two each), node agent with its guardian, and engine; and the notebook's guardian.
     processes.wait_until(lambda: len(left()) == 2 * 7 + 1, 20)
     os.kill(notebook.pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import distnb
-from distnb.notebook.checking import drift_reports
+from distnb.notebook.variable_placement import drift_reports
 from tests.multiprocess.sessions import run_cell, started
 
 pytestmark = pytest.mark.timeout(170)

@@ -15,7 +15,6 @@ import distnb
 from distnb import HierarchicalCopyAllReduce, NcclAllReduce, ReduceOp, ReductionToOneDevice, errors
 from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.hierarchical_copy import tree
-from distnb.collectives.algorithms.packs import Packs
 from distnb.magics.cell_request import read_request
 from distnb.topology import Device
 
@@ -39,28 +38,7 @@ class Frozen(Own):
     factor: float = 1.0
 
 
-# -- packs, trees ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("packs", "sizes", "expected"),
-    [
-        (Packs(), [4, 4, 4], [[0, 1, 2]]),
-        (Packs(), [], []),
-        (Packs.larger_than(0), [4, 4, 4], [[0, 1, 2]]),
-        (Packs.larger_than(7), [4, 4, 4, 4], [[0, 1], [2, 3]]),
-        (Packs.larger_than(8), [4, 4, 4, 4], [[0, 1, 2], [3]]),  # 8 bytes are not larger than 8
-        (Packs.larger_than(1), [4, 400, 4], [[0], [1], [2]]),
-        (Packs(count=0), [4, 0, 4], [[0], [1], [2]]),
-        (Packs(count=1), [4, 4, 4], [[0, 1, 2]]),
-        (Packs(count=2), [4, 4, 4, 4], [[0, 1], [2, 3]]),
-        (Packs(count=2), [1, 1, 100], [[0, 1, 2]]),
-        (Packs(count=3), [100, 1, 1], [[0], [1, 2]]),
-        (Packs(count=9), [4, 4], [[0], [1]]),
-    ],
-)
-def test_where_a_pack_ends(packs: Packs, sizes: list[int], expected: list[list[int]]) -> None:
-    assert packs.cut(sizes) == expected
+# -- trees ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", range(1, 20))
@@ -236,7 +214,7 @@ def test_nccls_algorithm_is_the_groups_own_unless_it_is_replaced() -> None:
     plain = Aggregation(group, NcclAllReduce())
     tensor = torch.ones(3)
     plain.all_reduce(tensor, ReduceOp.MEAN)
-    assert (tensor.tolist(), group.calls, plain.exact) == ([2.0] * 3, [((3,), "mean")], True)
+    assert (tensor.tolist(), group.calls, plain.is_groups_own) == ([2.0] * 3, [((3,), "mean")], True)
 
     class Replaced(NcclAllReduce):
         def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Any) -> torch.Tensor:
@@ -244,4 +222,4 @@ def test_nccls_algorithm_is_the_groups_own_unless_it_is_replaced() -> None:
 
     replaced = Aggregation(group, Replaced())
     replaced.all_reduce(tensor)
-    assert (tensor.tolist(), group.calls[1:], replaced.exact) == ([5.0] * 3, [((6,), "sum")], False)
+    assert (tensor.tolist(), group.calls[1:], replaced.is_groups_own) == ([5.0] * 3, [((6,), "sum")], False)

@@ -8,7 +8,7 @@ import pytest
 
 from distnb.errors import CollectiveError, EngineDied, RemoteError
 from distnb.notebook.dispatch import Outcome
-from distnb.notebook.failures import callers_lines, raise_failure
+from distnb.notebook.failures import raise_failure
 from distnb.topology import Device, Team
 from distnb.wire.messages import ErrorReport, Reply
 
@@ -81,12 +81,12 @@ def test_where_an_ordinary_cell_called_stands_above() -> None:
     outcome = Outcome(1, (0,))
     report = ErrorReport(pickle.dumps(KeyError("k")), "KeyError", "'k'", ("where",), ("there",))
     outcome.take(0, Reply(1, "error", report))
-    callers_lines.append(lambda error: ["here"])
-    try:
-        for called in (True, False):
-            with pytest.raises(KeyError) as raised:
-                raise_failure(outcome, Team((0,), (Device("cpu"),), 1, "", 0), called=called)
-            told = raised.value._render_traceback_()  # type: ignore[attr-defined]
-            assert told == ["here"] * called + ["Replica 0 of 1 (cpu:0) raised:", "there"]
-    finally:
-        callers_lines.pop()
+    for called in (True, False):
+        with pytest.raises(KeyError) as raised:
+            raise_failure(
+                outcome,
+                Team((0,), (Device("cpu"),), 1, "", 0),
+                callers_lines=(lambda error: ["here"]) if called else None,
+            )
+        told = raised.value._render_traceback_()  # type: ignore[attr-defined]
+        assert told == ["here"] * called + ["Replica 0 of 1 (cpu:0) raised:", "there"]

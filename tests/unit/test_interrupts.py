@@ -59,7 +59,7 @@ def test_it_is_heard_also_where_holding_it_back_begins_or_ends(
             with interrupts:
                 taken += interrupts.take()
                 if lasting:  # so the next one raises, in what follows
-                    interrupts.briefly()
+                    interrupts.brief().__enter__()
                     signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
             raised = 1
@@ -109,8 +109,7 @@ def test_what_lasts_is_ended_by_the_second(interrupts: Interrupts) -> None:
     steps = []
 
     def program() -> None:
-        with interrupts:
-            interrupts.briefly()
+        with interrupts, interrupts.brief():
             signal.raise_signal(signal.SIGINT)
             steps.append("packing")
             signal.raise_signal(signal.SIGINT)
@@ -120,8 +119,8 @@ def test_what_lasts_is_ended_by_the_second(interrupts: Interrupts) -> None:
         program()
     assert steps == ["packing"]
     with interrupts:
-        interrupts.briefly()
-        interrupts.patiently()
+        with interrupts.brief():
+            pass
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert interrupts.take()

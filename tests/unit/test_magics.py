@@ -16,7 +16,6 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 import distnb
-from distnb import notebook as sessions
 from distnb.cluster_resolver import (
     KubernetesClusterResolver,
     SimpleClusterResolver,
@@ -28,6 +27,7 @@ from distnb.magics import load_ipython_extension, unload_ipython_extension
 from distnb.magics.cell_request import read_request
 from distnb.magics.cell_text import check_no_nested_magic, padded
 from distnb.magics.commands import COMMANDS
+from distnb.notebook import compose as sessions
 from distnb.options import StrategySpec
 from distnb.widgets.front import Front
 from tests.browser.replay import ReplaySession, install
@@ -39,7 +39,7 @@ def shell() -> Iterator[InteractiveShell]:
     load_ipython_extension(made)
     yield made
     unload_ipython_extension(made)
-    sessions._current = None
+    sessions._session = None
     made.history_manager.end_session()
     made.history_manager.close()
     atexit.unregister(made.atexit_operations)  # it would clear itself again, slowly
@@ -119,7 +119,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         given.update(words)
         raise OptionError("nothing is started here")
 
-    monkeypatch.setattr("distnb.notebook.start", start)
+    monkeypatch.setattr("distnb.notebook.compose.start", start)
     return given
 
 
@@ -191,7 +191,7 @@ def test_the_word_and_the_class_name_the_same_object() -> None:
         ("mirrored --devices cuda:0,cuda:0", ["twice", "--oversubscribe"]),
         ("central_storage --oversubscribe", ["cannot honour --oversubscribe"]),
         ("central_storage --devices cpu:0,cpu:0", ["twice", "Name each once"]),
-        ("central_storage --devices cpu:0,cuda:1", ["cannot compute with", "MirroredStrategy"]),
+        ("central_storage --devices cpu:0,cuda:1", ["in the host's memory", "one kind"]),
         ("mirrored -n 3 --devices cuda:0,cuda:1", ["contradict"]),
         ("mirrored extra", ["extra"]),
         ("mirrored 'open", ["cannot be read"]),

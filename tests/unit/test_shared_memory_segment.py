@@ -39,7 +39,7 @@ class Pair:
         return Group()
 
 
-def arenas(nbytes: int) -> list[Any]:
+def segments(nbytes: int) -> list[Any]:
     """One for each replica; or what was raised there."""
     pair = Pair()
 
@@ -54,7 +54,7 @@ def arenas(nbytes: int) -> list[Any]:
 
 
 def test_what_is_written_to_the_own_view_stays_there_until_it_is_forgotten() -> None:
-    first, second = arenas(3 * PAGE + 1)
+    first, second = segments(3 * PAGE + 1)
     assert first.nbytes == 4 * PAGE
     common = first.common(0, 4 * PAGE)
     common.fill_(7)
@@ -78,7 +78,7 @@ def test_what_is_written_to_the_own_view_stays_there_until_it_is_forgotten() -> 
 
 
 def test_a_tensor_keeps_the_memory_alive() -> None:
-    first, second = arenas(PAGE)
+    first, second = segments(PAGE)
     view, other = first.own(0, PAGE), second.common(0, PAGE)
     del first, second
     other.fill_(3)
@@ -88,11 +88,11 @@ def test_a_tensor_keeps_the_memory_alive() -> None:
 def test_replicas_that_share_no_memory_are_told_so_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(segment, "host", lambda: threading.current_thread().name)
-        for error in arenas(PAGE):
+        for error in segments(PAGE):
             assert isinstance(error, CollectiveError)
             assert "different machines" in str(error)
             assert "MirroredStrategy" in str(error)
     monkeypatch.setattr(segment, "_available_nbytes", lambda: PAGE - 1)
-    for error in arenas(PAGE):
+    for error in segments(PAGE):
         assert isinstance(error, CollectiveError)
         assert "not to be had" in str(error)

@@ -140,7 +140,7 @@ def test_a_function_that_distnb_calls_is_shown_and_not_what_calls_it() -> None:
 
 def test_a_replicas_error_shows_where_the_cell_called_it() -> None:
     shell = InteractiveShell()
-    shell.user_ns["raising"] = functools.partial(raise_failure, _failed(), TEAM, called=True)
+    shell.user_ns["raising"] = functools.partial(raise_failure, _failed(), TEAM, callers_lines=lambda error: [])
     drawn: list[str] = []
 
     def show(_shell: object, _kind: object, error: BaseException, *_: object, **__: object) -> None:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from distnb.collectives.algorithms.base import CrossDeviceOps
-from distnb.collectives.algorithms.nccl import NcclAllReduce
-from distnb.collectives.algorithms.packs import Packs
-from distnb.collectives.algorithms.replicas import Replicas
-from distnb.collectives.algorithms.results import confirm_equal, unfit
+from distnb.collectives.algorithms.flat_packs import Packs
+from distnb.collectives.algorithms.replicas import Replicas, require_like
+from distnb.collectives.digests import digest
 from distnb.collectives.group.process_group import OWN
 from distnb.errors import OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 
 if TYPE_CHECKING:
-    from distnb.collectives.gradients.buckets import Started
+    from distnb.collectives.algorithms.base import CrossDeviceOps
     from distnb.collectives.group.interface import Group
 
-__all__ = ["Aggregation"]
-
+__all__ = ["Aggregation", "Started"]
 
 _FIRST_RESULTS = 3
 # Of an algorithm of the user's so many results are compared with the other replicas': one that forgets to communicate
@@ -33,6 +30,13 @@ _BACKENDS = {
     CommunicationImplementation.RING: "gloo",
     CommunicationImplementation.NCCL: "nccl",
 }
+
+
+class Started(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Return when it is done, or raise ProgramAborted."""
 
 
 class Aggregation:
@@ -46,7 +50,7 @@ class Aggregation:
 
     Attributes:
         group, packs: As given.
-        exact: Whether the group itself adds up, so that distnb's own marks may ride with the data.
+        is_groups_own: Whether the group itself adds up, and may do so while a backward pass goes on.
     """
 
     def __init__(
@@ -58,14 +62,14 @@ class Aggregation:
     ) -> None:
         self.group = group
         self.packs = packs or Packs()
-        self.exact = ops is None or type(ops).reduce_implementation is NcclAllReduce.reduce_implementation
-        self._ops = None if self.exact else ops
+        self.is_groups_own = ops is None or ops.is_groups_own
+        self._ops = None if self.is_groups_own else ops
         self._replicas = Replicas(group)
         self._options = options
         own = self._ops is not None and not type(self._ops).__module__.startswith("distnb.")
         self._unconfirmed = _FIRST_RESULTS if own else 0
 
-    def told(self, options: CommunicationOptions) -> Aggregation:
+    def with_options(self, options: CommunicationOptions) -> Aggregation:
         """The same replicas, communicating as one call says. Every replica must say the same.
 
         Raises:
@@ -84,36 +88,51 @@ class Aggregation:
             self.group.process_group.note((f"{OWN}options", None, repr(options), "cpu"))
         return made
 
-    def communicating(self) -> AbstractContextManager[None]:
-        """A context for collectives that go as the call was told."""
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """A context for collectives that communicate as the options say."""
         options = self._options
         if options is None:
-            return nullcontext()
-        ring = options.implementation is CommunicationImplementation.RING
-        return _preferring(self.group, options.timeout_seconds, not ring)
+            yield
+            return
+        process_group = self.group.process_group
+        in_memory = options.implementation is not CommunicationImplementation.RING
+        before = process_group.prefer(options.timeout_seconds, in_memory)
+        try:
+            yield
+        finally:
+            process_group.prefer(*before)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
         """Replace the tensor (contiguous, of real numbers) by the sum or mean over all replicas."""
-        with self.communicating():
-            self._all_reduce(tensor, op)
-
-    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        if self._ops is None or not tensor.numel():
+        if self._options is None and self._ops is None:
             self.group.all_reduce(tensor, op.value.lower())
             return
-        with torch.no_grad():
+        with self.communicating(), torch.no_grad():
+            if self._ops is None or not tensor.numel():
+                self.group.all_reduce(tensor, op.value.lower())
+                return
             given = tensor.detach()
             total = self._ops.reduce_implementation(op, given, self._replicas)
             if total is not given:
-                if (got := unfit(total, given.shape, given.dtype)) is not None:
-                    raise OptionError(
-                        f"{type(self._ops).__name__}.reduce_implementation was given {given.dtype}{list(given.shape)} "
-                        f"and returned {got}. It must return a tensor of the same shape and dtype, dense and with data."
-                    )
+                what = f"{type(self._ops).__name__}.reduce_implementation was given {given.dtype}{list(given.shape)}"
+                require_like(total, given, what, "a tensor of")
                 tensor.copy_(total)
             if self._unconfirmed:
                 self._unconfirmed -= 1
-                confirm_equal(self.group, self._ops, tensor)
+                self._confirm_equal(self._ops, tensor)
+
+    def _confirm_equal(self, ops: CrossDeviceOps, total: torch.Tensor) -> None:
+        """Compare a result bit by bit with the other replicas'."""
+        self.group.note(f"{type(ops).__name__}.reduce.finished", (total,))  # as replicas are told that are still in it
+        digests = self.group.all_gather(torch.tensor([digest(total)], device=total.device))
+        unlike = [rank for rank, each in enumerate(digests) if not torch.equal(each, digests[0])]
+        if unlike:
+            raise OptionError(
+                f"{type(ops).__name__}.reduce_implementation returned another result on replica "
+                f"{', '.join(map(str, unlike))} than on replica 0. It must return the same bits on all of them, as "
+                "`replicas.all_reduce(tensor, op)` does, or `replicas.broadcast(total)` at its end."
+            )
 
     def all_reduce_start(self, tensor: torch.Tensor) -> Started:
         """Begin to sum in place; an algorithm of the strategy's own has done so when this returns."""
@@ -121,15 +140,6 @@ class Aggregation:
             return self.group.all_reduce_start(tensor)
         self.all_reduce(tensor)
         return _DONE
-
-
-@contextmanager
-def _preferring(group: Group, patience_s: float | None, in_memory: bool) -> Iterator[None]:
-    before = group.process_group.prefer(patience_s, in_memory)
-    try:
-        yield
-    finally:
-        group.process_group.prefer(*before)
 
 
 class _Done:

@@ -52,6 +52,8 @@ class CrossDeviceOps(ABC):
     """
 
     num_packs: int = 1
+    is_groups_own: bool = False
+    """Whether the group of the replicas adds up by itself, as it would without this algorithm."""
     _token: str
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.aggregation import Aggregation
-from distnb.collectives.algorithms.base import CrossDeviceOps
-from distnb.collectives.algorithms.packs import Packs
+from distnb.collectives.algorithms.flat_packs import Packs
+from distnb.collectives.algorithms.sums import combine
 from distnb.collectives.group.groups import groups
 from distnb.collectives.group.interface import Group
 from distnb.errors import ContextError, DistributedValueError, OptionError
 from distnb.options import CommunicationOptions, ReduceOp
 from distnb.topology import Device, parse_device
 from distnb.values.distributed import DistributedValues
+
+if TYPE_CHECKING:
+    from distnb.collectives.algorithms.base import CrossDeviceOps
 
 __all__ = ["broadcast", "reduce"]
 
@@ -34,10 +37,8 @@ def reduce(ops: CrossDeviceOps, op: ReduceOp, value: Any, destinations: Any, opt
         return tensor
     aggregation = Aggregation(group, ops, Packs(count=ops.num_packs))
     if options is not None:
-        aggregation = aggregation.told(options)
-    message = tensor.detach().to(torch_device(group.device), copy=True).contiguous()
-    aggregation.all_reduce(torch.view_as_real(message) if message.is_complex() else message, op)
-    return message.to(tensor.device)
+        aggregation = aggregation.with_options(options)
+    return combine(aggregation, op, [tensor])[0]
 
 
 def broadcast(value: Any, destinations: Any) -> torch.Tensor:
@@ -46,7 +47,7 @@ def broadcast(value: Any, destinations: Any) -> torch.Tensor:
     if group is None:
         return tensor
     message = tensor.detach().to(torch_device(group.device), copy=True).contiguous()
-    group.broadcast(message.reshape(-1).view(torch.uint8), 0)
+    group.broadcast(message, 0)
     return message.to(tensor.device)
 
 

@@ -32,6 +32,11 @@ class NcclAllReduce(PackedOps):
         """See `CrossDeviceOps.reduce_implementation`."""
         return replicas.all_reduce(tensor, op)
 
+    @property
+    def is_groups_own(self) -> bool:  # type: ignore[override]
+        """True, unless a subclass adds up otherwise."""
+        return type(self).reduce_implementation is NcclAllReduce.reduce_implementation
+
     def check(self, devices: Sequence[str], nccl: bool) -> None:
         """Raise OptionError unless NCCL connects the replicas."""
         if not nccl:

@@ -63,16 +63,12 @@ class ReductionToOneDevice(CrossDeviceOps):
             for part in parts[1:]:
                 total.add_(part)
             return total
-        from distnb.collectives.algorithms.results import unfit
+        from distnb.collectives.algorithms.replicas import require_like
 
         like = parts[0]
-        shape, dtype = like.shape, like.dtype
+        what = f"accumulation_fn was given {len(parts)} tensors, {like.dtype}{list(like.shape)} each,"
         total = self.accumulation_fn(parts)
-        if (got := unfit(total, shape, dtype)) is not None:
-            raise OptionError(
-                f"accumulation_fn was given {len(parts)} tensors, {dtype}{list(shape)} each, and returned {got}. It "
-                "must return their elementwise sum, in the same shape and dtype, dense and with data."
-            )
+        require_like(total, like, what, "their elementwise sum, in")
         return total
 
     def _replica(self, devices: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What an algorithm has at hand to communicate with the other replicas."""
+"""What an algorithm has at hand to communicate with the other replicas, and what it must return."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from distnb.errors import OptionError
 from distnb.options import ReduceOp
 
 if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
 
-__all__ = ["Replicas"]
+__all__ = ["Replicas", "require_like"]
 
 
 class Replicas:
@@ -85,3 +86,27 @@ class Replicas:
 
 def _word(op: ReduceOp | str) -> str:
     return ReduceOp.parse(op).value.lower()
+
+
+def require_like(total: object, like: torch.Tensor, what: str, expected: str) -> None:
+    """Refuse what a function of the user's returned, unless it is a dense tensor of a shape and dtype.
+
+    Args:
+        total: What it returned.
+        like: Has the shape and dtype.
+        what: Which function it is and what it was given, for the error.
+        expected: What it must return, "in the same shape and dtype" apart, for the error.
+
+    Raises:
+        OptionError: It is something else.
+    """
+    got = repr(total)
+    if isinstance(total, torch.Tensor):
+        dense = total.layout == torch.strided
+        if dense and not total.is_meta and (total.shape, total.dtype) == (like.shape, like.dtype):
+            return
+        layout = "" if dense else f" {str(total.layout).removeprefix('torch.')}"
+        got = f"{total.dtype}{list(total.shape)}{layout}{' without data' if total.is_meta else ''}"
+    raise OptionError(
+        f"{what} and returned {got}. It must return {expected} the same shape and dtype, dense and with data."
+    )

@@ -20,16 +20,7 @@ import torch.autograd
 
 from distnb.collectives.group.eager import always_eager
 
-__all__ = [
-    "Listener",
-    "any_aggregates",
-    "calling_frame",
-    "describe_frame",
-    "listen",
-    "name_of",
-    "nesting_seen",
-    "stop_listening",
-]
+__all__ = ["BACKWARD_PASSES", "calling_frame", "describe_frame", "name_of"]
 
 _LIBRARIES = tuple(
     str(Path(file).parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent), os.__file__)
@@ -83,40 +74,54 @@ def name_of(filename: str) -> str:
     return Path(filename).name
 
 
-class _Watch:
+class BackwardPasses:
     """The replacement of autograd's entry, and the count of passes that are running.
 
     A pass nested in another one (reentrant checkpointing) may run on another thread than the outer one, so
     the count belongs to the process and not to a thread. The last pass to end ends them all.
+
+    Attributes:
+        nesting_seen: Whether a pass was ever run inside (or beside) another: then a parameter may get gradients twice
+            in one pass.
     """
 
     def __init__(self) -> None:
-        self.listeners: list[Listener] = []
-        self._lock = threading.Lock()
-        self.running = 0
         self.nesting_seen = False
+        self._listeners: list[Listener] = []
+        self._lock = threading.Lock()
+        self._running = 0
         self._original: Any = None
 
-    def install(self) -> None:
+    def listen(self, listener: Listener) -> None:
+        """Tell this listener of every backward pass from now on."""
+        if listener not in self._listeners:
+            self._listeners.append(listener)
         if self._original is None:
             self._original = getattr(torch.autograd, _ENTRY)
             setattr(torch.autograd, _ENTRY, self._run)
 
-    def remove(self) -> None:
+    def stop_listening(self, listener: Listener) -> None:
+        """Tell it no more. Autograd is left as it was found when nobody listens."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
         # Somebody may have wrapped ours meanwhile: then it stays, and passes everything on.
-        if self._original is not None and getattr(torch.autograd, _ENTRY) == self._run:
+        if not self._listeners and self._original is not None and getattr(torch.autograd, _ENTRY) == self._run:
             setattr(torch.autograd, _ENTRY, self._original)
             self._original = None
 
+    def any_aggregates(self) -> bool:
+        """Whether gradients are aggregated in this process now: somebody listens, and is one of several replicas."""
+        return any(listener.aggregates for listener in self._listeners)
+
     @always_eager
     def _run(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("accumulate_grad") or not any_aggregates():
+        if not kwargs.get("accumulate_grad") or not self.any_aggregates():
             return self._original(outputs, *args, **kwargs)
         with self._lock:
-            self.running += 1
-            outermost = self.running == 1
+            self._running += 1
+            outermost = self._running == 1
             self.nesting_seen |= not outermost
-        listeners = tuple(self.listeners)
+        listeners = tuple(self._listeners)
         try:
             try:
                 if outermost:
@@ -126,8 +131,8 @@ class _Watch:
                 result = self._original(outputs, *args, **kwargs)
             finally:
                 with self._lock:
-                    self.running -= 1
-                    last = self.running == 0
+                    self._running -= 1
+                    last = self._running == 0
             if last:
                 for listener in listeners:
                     listener.end()
@@ -139,29 +144,4 @@ class _Watch:
             raise
 
 
-_watch = _Watch()
-
-
-def listen(listener: Listener) -> None:
-    """Tell this listener of every backward pass from now on."""
-    if listener not in _watch.listeners:
-        _watch.listeners.append(listener)
-    _watch.install()
-
-
-def stop_listening(listener: Listener) -> None:
-    """Tell it no more. Autograd is left as it was found when nobody listens."""
-    if listener in _watch.listeners:
-        _watch.listeners.remove(listener)
-    if not _watch.listeners:
-        _watch.remove()
-
-
-def any_aggregates() -> bool:
-    """Whether gradients are aggregated in this process now: somebody listens, and is one of several replicas."""
-    return any(listener.aggregates for listener in _watch.listeners)
-
-
-def nesting_seen() -> bool:
-    """Whether a pass was ever run inside (or beside) another: then a parameter may get gradients twice in one pass."""
-    return _watch.nesting_seen
+BACKWARD_PASSES = BackwardPasses()

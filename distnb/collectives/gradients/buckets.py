@@ -1,31 +1,30 @@
 """How gradients are cut into buckets, and one bucket's way through a collective.
 
-A `BucketPlan` covers the gradients that are reduced together: all small families that one backward pass reaches,
-in one bucket per device and dtype; or one large family, in several buckets that start during the pass.
+A `BucketPlan` covers the gradients that are reduced together: all small parameter groups that one backward pass
+reaches, in one bucket per device and dtype; or one large group, in several buckets that start during the pass.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from distnb.collectives.algorithms.packs import Packs
-from distnb.collectives.gradients.flat_packing import Pack, PackPool, Slot
-from distnb.collectives.gradients.parameter_groups import ParameterGroup
-from distnb.collectives.gradients.weighting import Weighting
+from distnb.collectives.algorithms.aggregation import Aggregation, Started
+from distnb.collectives.algorithms.flat_packs import Pack, Packs, Slot
+from distnb.collectives.gradients.parameter_groups import AGGREGATED, ParameterGroup
 from distnb.errors import GradientError
 
-__all__ = ["Bucket", "BucketPlan", "ReducingGroup", "Started", "Sums", "bucket_nbytes", "is_large"]
+__all__ = ["Bucket", "BucketPlan", "large_packs"]
 
 
-# A family of at least this size is cut into buckets that start during the pass; smaller ones wait for its end.
+# A parameter group of at least this size is cut into buckets that start during the pass; smaller ones wait for its end.
 OVERLAP_NBYTES = {"cpu": 2**20, "cuda": 4 * 2**20}
-# A bucket holds at least so much, and at least an eighth of its family: each costs a round of messages.
+# A bucket holds at least so much, and at least an eighth of its group: each costs a round of messages.
 BUCKET_NBYTES = {"cpu": 2**19, "cuda": 4 * 2**20}
 
 _SALTS = 61
@@ -33,256 +32,237 @@ _SALTS = 61
 _UNDER_WAY = 16
 
 Member = tuple[ParameterGroup, int]
-"""A parameter: its family, and its place there."""
-
-
-class Started(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> None:
-        """Return when it is done, or raise ProgramAborted."""
-
-
-class Sums(Protocol):
-    """What adds up gradients over the replicas."""
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum in place."""
-
-    def all_reduce_start(self, tensor: torch.Tensor) -> Started:
-        """Begin to sum in place."""
-
-
-class ReducingGroup(Sums, Protocol):
-    """What gradient sync needs of a process group."""
-
-    @property
-    def size(self) -> int:
-        """Number of replicas."""
-
-    @property
-    def generation(self) -> int:
-        """Grows each time the group is formed anew."""
-
-    def all_gather_uneven(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every replica's tensor; the first dimension may differ."""
-
-    def all_gather_object(self, value: object) -> list[object]:
-        """Every replica's object."""
+"""A parameter: its group, and its place there."""
 
 
 class Bucket:
-    """Some of a plan's slots, all of one device and dtype, and their flat tensor while it travels."""
+    """Some gradients, all of one device and dtype, and the flat tensor in which they travel.
 
-    def __init__(self, indices: list[int], slots: Sequence[Slot], members: Sequence[Member], salt: int) -> None:
-        self.members = [members[index] for index in indices]
-        self._families = list(dict.fromkeys(family for family, _ in self.members))
-        self.pack: Pack | None = None
-        self._pool = PackPool([slots[index] for index in indices], salt)
+    The tensor's views become the parameters' `.grad`, so nothing is copied back. Users may keep gradients for longer
+    than a step, so it is used again only while nobody else holds one of its views or shares its memory.
+
+    Args:
+        members: Whose gradients.
+        slots: How these look.
+        salt: The flat tensor is longer by so much. Buckets of different salt cannot be taken for each other when
+            replicas start them in different order: their sizes differ.
+    """
+
+    def __init__(self, members: Sequence[Member], slots: Sequence[Slot], salt: int) -> None:
+        self.members = members
+        self._groups = list(dict.fromkeys(group for group, _ in members))
+        self._slots, self._salt = slots, salt
+        self._packs: list[tuple[Pack, tuple[int, int]]] = []
+        self._pack: Pack | None = None
         self._started: Started | None = None
         self._complete = True
 
     def fresh(self) -> list[torch.Tensor | None]:
         """During a pass: the gradients that it made so far."""
-        return [family.params[place].grad for family, place in self.members]
+        return [group.params[place].grad for group, place in self.members]
 
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """During a pass: whether there was no gradient before it."""
-        return not any(family.aside or family.local for family in self._families)
+        return not any(group.aside for group in self._groups)
 
-    def start(self, sums: Sums, gradients: list[torch.Tensor | None], scale: float, weight: float, alone: bool) -> None:
-        """Pack the gradients and begin to reduce them; `alone` reduces them at once, which costs a little less."""
-        pack = self._pool.take()
-        self._complete = pack.fill(gradients, scale, weight)
-        self.pack = pack
-        if alone:
-            sums.all_reduce(pack.wire)
+    def start(self, aggregation: Aggregation, scale: float) -> None:
+        """Pack the gradients, and what was gathered under no_sync, and begin to add them up."""
+        gradients = self.fresh()
+        if any(group.local for group in self._groups):
+            pairs = zip(self.members, gradients, strict=True)
+            gradients = [group.contribution(place, gradient, scale) for (group, place), gradient in pairs]
+            scale = 1.0
+        pack = self._pack = self._idle_pack()
+        self._complete = pack.fill(gradients, scale)
+        if self._complete:
+            pack.extra.fill_(1)
         else:
-            self._started = sums.all_reduce_start(pack.wire)
+            flags = [0.0 if gradient is None else 1.0 for gradient in gradients]
+            pack.extra[: len(flags)].copy_(torch.tensor(flags, dtype=torch.float32))
+        self._started = aggregation.all_reduce_start(pack.wire)
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         """Wait for the sums, if they are under way."""
         if self._started is not None:
             self._started.wait()
             self._started = None
 
-    def finish(self, divide_by_weight: bool) -> tuple[list[torch.Tensor], list[bool] | None]:
-        """Wait. Returns the aggregated gradients, and which of them any replica had (None: all)."""
-        pack = self.pack
+    def finish(self) -> tuple[list[torch.Tensor], list[bool] | None]:
+        """Wait. Returns the sums, and which of them any replica had a gradient for (None: all)."""
+        self.wait()
+        pack, self._pack = self._pack, None
         assert pack is not None
-        self.arrive()
-        if divide_by_weight:
-            pack.divide_by_weight()
-        used = None if self._complete else pack.used()
-        self.forget()
+        used = None if self._complete else (pack.extra[: len(self.members)] != 0).tolist()
         return pack.views, used
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Be ready for the next pass, whatever became of this one."""
-        self.pack = None
-        self._started = None
+        self._pack = self._started = None
+
+    def _idle_pack(self) -> Pack:
+        for pack, references in self._packs:
+            if _COUNTS_ARE_EXACT and _references(pack) == references:
+                return pack
+        pack = Pack(self._slots, len(self._slots) + self._salt)
+        for view in pack.views:
+            AGGREGATED.add(view)
+        del view  # no name may hold a view when the references are counted
+        # Two at most are kept: whoever keeps gradients of many steps shall own them alone.
+        self._packs = [(pack, _references(pack)), *self._packs[:1]]
+        return pack
+
+
+def _references(pack: Pack) -> tuple[int, int]:
+    # Python objects that name a view, autograd and optimizers included (the object of a tensor that C++ holds
+    # counts once more); and tensors or arrays that share the memory without being a view of ours.
+    names = sum(map(sys.getrefcount, pack.views))
+    return names, torch._C._storage_Use_Count(pack.flat.untyped_storage()._cdata)
+
+
+def _counts_are_exact() -> bool:
+    """Whether a tensor's Python reference count shows that a parameter holds it as `.grad`."""
+    if not hasattr(torch._C, "_storage_Use_Count"):
+        return False
+    gradient, parameter = torch.zeros(1), torch.nn.Parameter(torch.zeros(1))
+    before = sys.getrefcount(gradient)
+    parameter.grad = gradient
+    return sys.getrefcount(gradient) == before + 1
+
+
+# Where torch counts otherwise, every step takes a new pack: slower, never wrong.
+_COUNTS_ARE_EXACT = _counts_are_exact()
 
 
 class BucketPlan:
-    """The gradients of some families, laid out in buckets.
+    """The gradients of some parameter groups, laid out in buckets.
 
     Args:
-        families: Whose gradients these are.
+        groups: Whose gradients these are.
         packs: How those of each device and dtype are divided into buckets.
-        overlapped: Buckets start during the pass, in the order in which gradients become ready.
+        start: Given for one large group whose buckets start during the pass, in the order in which gradients become
+            ready. Called, maybe on autograd's thread, when all gradients of the next bucket are there; says whether
+            it has started the bucket.
 
     Attributes:
-        families: Whose gradients these are.
-        members: Per index of the plan: (family, place in it).
-        slots: Per index: how the gradient looks.
-        sparse: The indices whose gradients are sparse: those are gathered, not packed.
+        groups: As given.
+        sparse: The parameters whose gradients are sparse: those are gathered, not packed.
+        version: The layout version of the (first) group.
         launched: Number of buckets that have started in this pass, always the first ones.
     """
 
-    def __init__(self, families: Sequence[ParameterGroup], packs: Packs, *, overlapped: bool) -> None:
-        self.families = tuple(families)
-        self.members = [(family, place) for family in families for place in family.active]
-        self.slots = [slot for family in families for slot in family.slots]
-        self.sparse = [index for index, slot in enumerate(self.slots) if slot.sparse]
-        self.overlapped = overlapped
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        packs: Packs,
+        start: Callable[[BucketPlan, Bucket], bool] | None = None,
+    ) -> None:
+        self.groups = tuple(groups)
+        members = [(group, place) for group in groups for place in group.slots]
+        self.sparse = [(group, place) for group, place in members if group.slots[place].sparse]
+        self.version = groups[0].layout_version
         self.launched = 0
-        self.version = families[0].layout_version
-        self.buckets = self._cut(packs)
+        self._start = start
+        self.buckets = self._cut(packs, [member for member in members if member not in self.sparse])
         self._hooks: dict[Member, RemovableHandle] = {}
         self._last: dict[int, Member] | None = {}
+        if start is not None:
+            self._attach()
 
-    def _cut(self, packs: Packs) -> list[Bucket]:
+    def _cut(self, packs: Packs, members: list[Member]) -> list[Bucket]:
+        if self._start is not None:
+            members.reverse()  # roughly the order in which gradients become ready
+        slots = [group.slots[place] for group, place in members]
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        dense = [index for index, slot in enumerate(self.slots) if not slot.sparse]
-        # Gradients become ready roughly in the reverse of the order in which parameters were made.
-        ordered = list(reversed(dense)) if self.overlapped else dense
-        for index in ordered:
-            slot = self.slots[index]
+        for index, slot in enumerate(slots):
             kinds.setdefault((slot.device, slot.dtype), []).append(index)
         cut = [
             [indices[place] for place in places]
             for indices in kinds.values()
-            for places in packs.cut([self.slots[index].nbytes for index in indices])
+            for places in packs.cut([slots[index].nbytes for index in indices])
         ]
         # Buckets start in order: one whose last gradient comes early must not wait for those of another kind.
-        position = {index: place for place, index in enumerate(ordered)}
-        cut.sort(key=lambda indices: position[indices[-1]])
-        # Buckets that start during the pass start in the order in which the pass reaches their families.
-        salt = self.families[0].number % _SALTS if self.overlapped else 0
-        return [Bucket(indices, self.slots, self.members, salt) for indices in cut]
-
-    @property
-    def low_precision(self) -> bool:
-        """Whether some dtype cannot hold a sum of weights exactly."""
-        return any(slot.dtype.itemsize < 4 for slot in self.slots)
+        cut.sort(key=lambda indices: indices[-1])
+        salt = self.groups[0].number % _SALTS if self._start is not None else 0
+        return [Bucket([members[i] for i in indices], [slots[i] for i in indices], salt) for indices in cut]
 
     # Reducing --------------------------------------------------------------------------------------------
 
-    def start_bucket(self, bucket: Bucket, sums: Sums, weighting: Weighting, alone: bool) -> None:
-        """Start one bucket, with the local parts of earlier passes in it."""
-        gradients = bucket.fresh()
-        scale = weighting.scale
-        if any(family.local for family in self.families):
-            gradients = [
-                family.with_local_part(place, gradient, scale, weighting.local_scale)
-                for (family, place), gradient in zip(bucket.members, gradients, strict=True)
-            ]
-            scale = 1.0
+    def start_bucket(self, bucket: Bucket, aggregation: Aggregation, scale: float) -> None:
+        """Start the next bucket."""
         if self.launched >= _UNDER_WAY:
-            self.buckets[self.launched - _UNDER_WAY].arrive()
-        bucket.start(sums, gradients, scale, weighting.weight, alone)
+            self.buckets[self.launched - _UNDER_WAY].wait()
+        bucket.start(aggregation, scale)
         self.launched += 1
 
-    def take_away(self, bucket: Bucket) -> None:
-        """After a bucket started during the pass: what arrives later must not be taken for what it carries."""
-        for family, place in bucket.members:
-            if not family.is_gone(place):
-                family.params[place].grad = None
+    def start_rest(self, aggregation: Aggregation, scale: float) -> None:
+        """After the pass: start the buckets that have not started during it.
 
-    def refuse_leftovers(self) -> None:
-        """Raise where a bucket started during the pass, and further gradients came for it afterwards."""
+        Raises:
+            GradientError: A bucket started during the pass, and further gradients came for it afterwards.
+        """
         for bucket in self.buckets[: self.launched]:
-            for family, place in bucket.members:
-                if family.params[place].grad is not None:
+            for (group, place), gradient in zip(bucket.members, bucket.fresh(), strict=True):
+                if gradient is not None:
                     raise GradientError(
-                        f"Parameter {place} of {family.description} got gradients twice in one backward pass: it is "
+                        f"Parameter {place} of {group.description} got gradients twice in one backward pass: it is "
                         "used inside and outside of a reentrant checkpoint, or two threads run backward at once. Use "
                         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or run the step again: from now "
                         "on this process aggregates at the end of the pass, where this is allowed."
                     )
+        for bucket in self.buckets[self.launched :]:
+            self.start_bucket(bucket, aggregation, scale)
 
     def reset(self) -> None:
         """Be ready for the next pass."""
         if self._last and self.launched:
-            self._keep_last_hooks(self._last)
+            # The first pass has told which gradient of each bucket comes last: hooks on those are enough from now on.
+            # Should the order change, buckets start later than they could.
+            for member in [member for member in self._hooks if member not in self._last.values()]:
+                self._hooks.pop(member).remove()
+            self._last = None
         self.launched = 0
         for bucket in self.buckets:
-            bucket.forget()
+            bucket.reset()
 
     # Overlap with the pass -------------------------------------------------------------------------------
 
-    def attach(self, ready: ReadyBucket) -> None:
-        """Have `ready(plan, bucket)` called during a pass when all gradients of the next bucket are there.
-
-        The first pass has a hook on every parameter, and tells which gradient of each bucket comes last: hooks
-        on those are enough later. Should the order change, buckets start later than they could.
-        """
+    def _attach(self) -> None:
         plan = weakref.ref(self)
         for number, bucket in enumerate(self.buckets):
-            for family, place in bucket.members:
-                parameter = family.references[place]()
+            for group, place in bucket.members:
+                parameter = group.references[place]()
                 if parameter is not None:
-                    hook = functools.partial(_arrived, plan, number, (family, place), ready)
-                    self._hooks[family, place] = parameter.register_post_accumulate_grad_hook(hook)
+                    hook = functools.partial(_arrived, plan, number, (group, place))
+                    self._hooks[group, place] = parameter.register_post_accumulate_grad_hook(hook)
 
     def detach(self) -> None:
-        """Remove the hooks."""
+        """Start no bucket during a pass any more."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
 
-    def arrived(self, number: int, member: Member, ready: ReadyBucket) -> None:
-        """A gradient is there: start whatever has become complete, in order."""
+    def arrived(self, number: int, member: Member) -> None:
+        """A gradient of a bucket is there: start whatever has become complete, in order."""
         if self._last is not None:
             self._last[number] = member
         while self.launched < len(self.buckets):
             bucket = self.buckets[self.launched]
-            if any(gradient is None for gradient in bucket.fresh()) or not ready(self, bucket):
+            if self._start is None or any(g is None for g in bucket.fresh()) or not self._start(self, bucket):
                 return
-
-    def _keep_last_hooks(self, last: dict[int, Member]) -> None:
-        for member in [member for member in self._hooks if member not in last.values()]:
-            self._hooks.pop(member).remove()
-        self._last = None
+            # What arrives later must not be taken for what the bucket carries.
+            for group, place in bucket.members:
+                group.params[place].grad = None
 
 
-class ReadyBucket(Protocol):
-    """Told of a bucket whose gradients are all there. Returns whether it was started."""
-
-    def __call__(self, plan: BucketPlan, bucket: Bucket) -> bool: ...
-
-
-def _arrived(
-    plan: weakref.ref[BucketPlan], number: int, member: Member, ready: ReadyBucket, _parameter: torch.Tensor
-) -> None:
+def _arrived(plan: weakref.ref[BucketPlan], number: int, member: Member, _parameter: torch.Tensor) -> None:
     found = plan()
     if found is not None:
-        found.arrived(number, member, ready)
+        found.arrived(number, member)
 
 
-def _size(family: ParameterGroup) -> tuple[int, str]:
-    """(bytes, type of device) of the gradients that are packed."""
-    dense = [slot for slot in family.slots if not slot.sparse]
-    return sum(slot.nbytes for slot in dense), dense[0].device.type if dense else "cpu"
-
-
-def is_large(family: ParameterGroup) -> bool:
-    """Whether a family is worth several buckets."""
-    nbytes, kind = _size(family)
-    return nbytes >= OVERLAP_NBYTES.get(kind, OVERLAP_NBYTES["cuda"])
-
-
-def bucket_nbytes(family: ParameterGroup) -> int:
-    """The least size of a large family's buckets."""
-    nbytes, kind = _size(family)
-    return max(BUCKET_NBYTES.get(kind, BUCKET_NBYTES["cuda"]), nbytes // 8)
+def large_packs(group: ParameterGroup) -> Packs | None:
+    """How the gradients of a group are divided that is worth several buckets; None for a smaller one."""
+    dense = [slot for slot in group.slots.values() if not slot.sparse]
+    nbytes = sum(slot.nbytes for slot in dense)
+    kind = "cpu" if not dense or dense[0].device.type == "cpu" else "cuda"
+    return Packs(max(BUCKET_NBYTES[kind], nbytes // 8)) if nbytes >= OVERLAP_NBYTES[kind] else None

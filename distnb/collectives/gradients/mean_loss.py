@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -17,37 +16,11 @@ import torch
 from distnb.collectives.gradients.backward_passes import calling_frame, describe_frame
 from distnb.errors import MeanLossError
 
-__all__ = ["Finding", "MeanLossCheck"]
+__all__ = ["MeanLossCheck"]
 
 _MEAN, _SUM = 1, 2  # ATen's numbers for `reduction=`
 _MAX_NODES = 256
 _LISTS_OF_SCALARS = ("StackBackward0", "CatBackward0")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A mean that reaches a backward pass.
-
-    Attributes:
-        operation: What made it, for the message.
-        place: The user's line that began the pass.
-    """
-
-    operation: str
-    place: str
-
-    def error(self, replicas: int) -> MeanLossError:
-        """The error for it, once the pass is known to have reached mirrored parameters."""
-        return MeanLossError(
-            f"The loss at {self.place} is {self.operation}: a mean over this replica's slice of the batch. Gradients "
-            f"of mirrored parameters are summed over the {replicas} replicas, so every step would be about {replicas} "
-            "times too large. Either scale the loss by the global batch: take the loss per example (reduction='none') "
-            "and distnb.nn.compute_average_loss(per_example, global_batch_size=...), with "
-            "distnb.nn.scale_regularization_loss for terms that do not depend on the batch. Or keep the mean and have "
-            "gradients averaged: MirroredStrategy(gradient_reduction='mean'), "
-            "`%%distribute mirrored --gradients mean`. If the loss is meant as it is, divide it by the number of "
-            "replicas, or switch this check off: MirroredStrategy(check_mean_loss=False)."
-        )
 
 
 class MeanLossCheck:
@@ -59,8 +32,10 @@ class MeanLossCheck:
 
     def look(
         self, roots: Sequence[Any], replicas: int, slice_size: int | None, batch_size: int | None
-    ) -> Finding | None:
-        """The mean behind a pass that is about to start; None if there is none, or this kind was looked at before.
+    ) -> MeanLossError | None:
+        """The error for a pass that is about to start, to be raised if it reaches mirrored parameters.
+
+        None if there is no mean behind it, or this kind was looked at before.
 
         Args:
             roots: The tensors that `backward` was called on.
@@ -76,63 +51,60 @@ class MeanLossCheck:
             return None
         for root in roots:
             if isinstance(root, torch.Tensor) and root.numel() == 1 and root.grad_fn is not None:
-                operation = _Tail(replicas, slice_size, batch_size).find(root.grad_fn)
+                operation = _unscaled_mean(root.grad_fn, replicas, slice_size, batch_size)
                 if operation is not None:
-                    return Finding(operation, describe_frame(frame))
+                    return MeanLossError(
+                        f"The loss at {describe_frame(frame)} is {operation}: a mean over this replica's slice of the "
+                        f"batch. Gradients of mirrored parameters are summed over the {replicas} replicas, so every "
+                        f"step would be about {replicas} times too large. Either scale the loss by the global batch: "
+                        "take the loss per example (reduction='none') and "
+                        "distnb.nn.compute_average_loss(per_example, global_batch_size=...), with "
+                        "distnb.nn.scale_regularization_loss for terms that do not depend on the batch. Or keep the "
+                        "mean and have gradients averaged: MirroredStrategy(gradient_reduction='mean'), "
+                        "`%%distribute mirrored --gradients mean`. If the loss is meant as it is, divide it by the "
+                        "number of replicas, or switch this check off: MirroredStrategy(check_mean_loss=False)."
+                    )
         self._seen[key] = frame.f_code
         return None
 
 
-class _Tail:
-    """The scalar end of one graph."""
-
-    def __init__(self, replicas: int, slice_size: int | None, batch_size: int | None) -> None:
-        self._replicas = replicas
-        self._batch_size = batch_size
-        known = slice_size is not None and slice_size > 1 and slice_size != batch_size
-        self._slice_size = slice_size if known else None
-
-    def find(self, root: Any) -> str | None:
-        """Describe the first mean under this node that is not scaled for the replicas."""
-        waiting: list[tuple[Any, tuple[float, ...]]] = [(root, ())]
-        visited: set[tuple[Any, tuple[float, ...]]] = set()
-        while waiting and len(visited) < _MAX_NODES:
-            node, factors = waiting.pop()
-            if (node, factors) in visited or _extent(node) != 1:
-                continue
-            visited.add((node, factors))
-            if not self._scaled(factors):
-                operation = self._mean(node, factors)
-                if operation is not None:
-                    return operation
-            waiting.extend(_inputs(node, factors))
-        return None
-
-    def _scaled(self, factors: tuple[float, ...]) -> bool:
-        """Whether the user divided by the number of replicas, or by the global batch."""
-        wanted = [1 / self._replicas]
-        if self._batch_size:
-            wanted.append(1 / self._batch_size)
+def _unscaled_mean(root: Any, replicas: int, slice_size: int | None, batch_size: int | None) -> str | None:
+    """Describe the first mean in the scalar end of a graph that is not scaled for the replicas."""
+    scales = [1 / replicas, *([1 / batch_size] if batch_size else [])]
+    waiting: list[tuple[Any, tuple[float, ...]]] = [(root, ())]
+    visited: set[tuple[Any, tuple[float, ...]]] = set()
+    while waiting and len(visited) < _MAX_NODES:
+        node, factors = waiting.pop()
+        if (node, factors) in visited or _extent(node) != 1:
+            continue
+        visited.add((node, factors))
         candidates = (*factors, math.prod(factors))
-        return any(math.isclose(factor, value, rel_tol=1e-3) for factor in candidates for value in wanted)
+        if not any(math.isclose(factor, scale, rel_tol=1e-3) for factor in candidates for scale in scales):
+            operation = _mean(node, factors, slice_size, batch_size)
+            if operation is not None:
+                return operation
+        waiting.extend(_inputs(node, factors))
+    return None
 
-    def _mean(self, node: Any, factors: tuple[float, ...]) -> str | None:
-        name = node.name()
-        if name.startswith("MeanBackward"):
-            return "made by mean()" if _reduces_batch(node) else None
-        reduction = getattr(node, "_saved_reduction", None)
-        if reduction == _MEAN:
-            return f"made by {_function(name)} with reduction='mean'"
-        # A divisor can only be told from the global batch size where that one is known.
-        if self._batch_size and (reduction == _SUM or name.startswith("SumBackward")):
-            summed = math.prod(getattr(node, "_saved_self_sym_sizes", ()))
-            for count, what in (
-                (self._slice_size, "the size of this replica's slice"),
-                (summed, "the number of summands"),
-            ):
-                if count and count > 1 and any(math.isclose(factor, 1 / count, rel_tol=1e-6) for factor in factors):
-                    return f"a sum divided by {count}, {what}"
-        return None
+
+def _mean(node: Any, factors: tuple[float, ...], slice_size: int | None, batch_size: int | None) -> str | None:
+    """Describe a node if it is a mean over a batch, or a sum that is divided like one."""
+    name = node.name()
+    if name.startswith("MeanBackward"):
+        return "made by mean()" if _reduces_batch(node) else None
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction == _MEAN:
+        return f"made by {_function(name)} with reduction='mean'"
+    # A divisor can only be told from the global batch size where that one is known.
+    if batch_size and (reduction == _SUM or name.startswith("SumBackward")):
+        summands = math.prod(getattr(node, "_saved_self_sym_sizes", ()))
+        counts = [(summands, "the number of summands")]
+        if slice_size != batch_size:
+            counts.insert(0, (slice_size or 0, "the size of this replica's slice"))
+        for count, what in counts:
+            if count > 1 and any(math.isclose(factor, 1 / count, rel_tol=1e-6) for factor in factors):
+                return f"a sum divided by {count}, {what}"
+    return None
 
 
 def _extent(node: Any) -> int:

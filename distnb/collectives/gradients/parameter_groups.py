@@ -1,25 +1,122 @@
-"""The mirrored parameters of one model, and what their gradients held before a backward pass."""
+"""The mirrored parameters of one model, which of them there are in this process, and what their gradients hold."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from distnb.collectives.gradients.flat_packing import Slot
+from distnb.collectives.algorithms.flat_packs import Slot
+from distnb.collectives.digests import digest
 from distnb.errors import GradientError
 
-__all__ = ["ParameterGroup", "LocalPart"]
+if TYPE_CHECKING:
+    from distnb.collectives.gradients.gradient_sync import GradientSync
+
+__all__ = [
+    "AGGREGATED",
+    "Mirror",
+    "ParameterGroup",
+    "find_mirror",
+    "is_mirrored",
+    "mark_aggregated",
+    "refuse_wrapping",
+]
+
+
+class AggregatedTensors:
+    """The tensors that hold aggregated gradients, by identity; keeps none of them alive.
+
+    Attributes:
+        identities: May be read directly where a call per tensor would cost: an entry goes the moment its tensor dies,
+            before the identity can be given to another object.
+        serial: Counts the aggregations of this process.
+        stepped: The value of `serial` when an optimizer last stepped.
+    """
+
+    def __init__(self) -> None:
+        self.identities: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.serial = 0
+        self.stepped = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """This very tensor holds an aggregated gradient."""
+        identity = id(tensor)
+        if identity not in self.identities:
+            forget = self.identities.pop
+            self.identities[identity] = weakref.ref(tensor, lambda _: forget(identity, None))
+
+    def __contains__(self, tensor: object) -> bool:
+        return id(tensor) in self.identities
+
+
+AGGREGATED = AggregatedTensors()
+
+
+def mark_aggregated(tensor: torch.Tensor) -> None:
+    """Accept a tensor as the gradient of a mirrored parameter: it came out of a collective.
+
+    `ReplicaContext.all_reduce` marks what it returns, so that gradients made by `torch.autograd.grad` and
+    aggregated by hand pass the optimizer's check.
+
+    Args:
+        tensor: The aggregated gradient; the mark is this object's, copies do not have it.
+    """
+    AGGREGATED.add(tensor)
+
+
+@dataclass(frozen=True)
+class Mirror:
+    """A mirrored parameter's place."""
+
+    sync: weakref.ref[GradientSync]
+    group: ParameterGroup
+    place: int
+
+
+_mirrors: dict[int, Mirror] = {}
+
+
+def find_mirror(parameter: object) -> Mirror | None:
+    """The place of a parameter; None if it is not mirrored."""
+    return _mirrors.get(id(parameter))
+
+
+def is_mirrored(parameter: object) -> bool:
+    """Whether this very parameter was made in a scope. A copy of it (an EMA's, a deepcopy) is not."""
+    return id(parameter) in _mirrors
+
+
+@functools.cache
+def refuse_wrapping() -> None:
+    """From now on, wrapping mirrored parameters in DistributedDataParallel raises GradientError. Idempotent."""
+    original = DistributedDataParallel.__init__
+
+    @functools.wraps(original)
+    def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if isinstance(module, torch.nn.Module) and any(map(is_mirrored, module.parameters())):
+            raise GradientError(
+                f"DistributedDataParallel was given a {type(module).__name__} that was made in a strategy's scope. Its "
+                "gradients are aggregated already, and would be a second time. Use the model as it is; or, to use "
+                "DistributedDataParallel, make it outside `with strategy.scope():`."
+            )
+        original(self, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = checked  # type: ignore[method-assign]
 
 
 class _Gone:
     """Stands where a parameter was that no longer exists: it never has a gradient, whatever is set."""
 
     requires_grad = False
+    dtype = None
 
     @property
     def grad(self) -> None:
@@ -33,218 +130,162 @@ class _Gone:
 _GONE: Any = _Gone()
 
 
-@dataclass
-class LocalPart:
-    """A `.grad` that holds something which no other replica has yet (made under `no_sync`).
-
-    Attributes:
-        grad: The tensor, by weak reference: setting `.grad = None` drops it as ever.
-        base: The part of it that is already aggregated, where there is one.
-        version: The tensor's version when we last wrote it.
-    """
-
-    grad: weakref.ref[torch.Tensor]
-    base: torch.Tensor | None = None
-    version: int = 0
-
-
 class ParameterGroup:
     """Parameters that are reduced together: those of one model, in the order in which they were made.
 
     Nothing here keeps a parameter alive. A parameter that is gone keeps its place, so that a layout never
     depends on when a replica's garbage collector ran.
 
-    Attributes:
+    Args:
+        sync: Whose they are.
         identity: (generation, number): nearly always the same on every replica.
-        key: What this replica's adopter calls it; a module by a weak reference.
-        number: Replica 0's number for it: the same on every replica once they have agreed.
+        key: What the caller of `GradientSync.register` calls it; its attribute `label` is what errors do.
+        on_extinct: Called when every parameter is gone.
+
+    Attributes:
+        key: As given, by a weak reference.
+        number: That of the identity on replica 0, once the replicas have agreed.
+        description: The label and the number.
+        references: The parameters, by place.
         params: During a backward pass, the parameters; else empty.
-        aside: During a pass: the gradients that were there before it, by place.
-        local: Gradients with a part that is still this replica's own, by place.
-        serial: The number of the last aggregation that this family had part in.
-        unused: Places that had no gradient on any replica in that aggregation.
-        tainted: Places whose gradient also holds something that was never aggregated, put there by hand.
+        aside: During a pass: the gradients that there were before it, by place.
+        local: Places whose gradient is still this replica's own, made under `no_sync`.
+        serial: The number of the last aggregation that this group had part in.
         versions: How often each parameter was written to, as far as all replicas did so alike, by place.
-        layout_version: Grows when the places, dtypes or shapes that take part change.
+        slots: How the gradients look that take part, by place.
+        layout_version: Grows when the slots may have changed.
+        checked: Whether the replicas have compared the parameters' values.
     """
 
     def __init__(
-        self, identity: tuple[int, int], key: object, description: str, on_extinct: Callable[[ParameterGroup], None]
+        self,
+        sync: GradientSync,
+        identity: tuple[int, int],
+        key: Any,
+        on_extinct: Callable[[ParameterGroup], None],
     ) -> None:
         self.identity = identity
-        self.key = key
+        self.key = weakref.ref(key)
         self.number = identity[1]
-        self.description = description
+        self.description = f"{key.label} {identity[1]}"
         self.references: list[weakref.ref[torch.nn.Parameter]] = []
         self.params: list[torch.nn.Parameter] = []
         self.aside: dict[int, torch.Tensor] = {}
-        self.local: dict[int, LocalPart] = {}
+        self.local: set[int] = set()
         self.serial = 0
-        self.unused: frozenset[int] = frozenset()
-        self.tainted: set[int] = set()
         self.versions: dict[int, int] = {}
+        self.slots: dict[int, Slot] = {}
         self.layout_version = 0
-        self.active: list[int] = []
-        self.slots: list[Slot] = []
-        self.sparse: set[int] = set()
         self.checked = False
-        self._dtypes: list[torch.dtype] = []
-        self._trainable: list[bool] = []
-        self._unseen = False
-        self.some_gone = False
+        self._sync = weakref.ref(sync)
+        self._state: list[Any] = []
         self._alive = 0
         self._on_extinct = on_extinct
 
-    def append(self, parameter: torch.nn.Parameter) -> int:
-        """Take a parameter in; returns its place."""
-        self.references.append(weakref.ref(parameter, self._note_gone))
+    def append(self, parameter: torch.nn.Parameter) -> None:
+        """Take a parameter in, as a mirrored one from now on."""
+        identity = id(parameter)
+
+        def gone(_reference: object) -> None:
+            _mirrors.pop(identity, None)
+            self._alive -= 1
+            if not self._alive:
+                self._on_extinct(self)
+
+        reference = weakref.ref(parameter, gone)
+        _mirrors[identity] = Mirror(self._sync, self, len(self.references))
+        self.references.append(reference)
         self.layout_version += 1
         self._alive += 1
-        return len(self.references) - 1
 
-    def _note_gone(self, _reference: object) -> None:
-        self.some_gone = True
-        self._alive -= 1
-        if self._alive == 0:
-            self._on_extinct(self)
+    def forget(self) -> None:
+        """The parameters are mirrored no longer."""
+        for identity in [identity for identity, mirror in _mirrors.items() if mirror.group is self]:
+            del _mirrors[identity]
 
-    @property
-    def extinct(self) -> bool:
-        """Whether every parameter is gone."""
-        return self._alive == 0 and bool(self.references)
-
-    def is_gone(self, place: int) -> bool:
-        """During a pass: whether the parameter no longer exists."""
-        return self.params[place] is _GONE
+    def living(self) -> list[tuple[int, torch.nn.Parameter]]:
+        """The parameters that have values, with their places."""
+        found = [(place, reference()) for place, reference in enumerate(self.references)]
+        return [(place, parameter) for place, parameter in found if parameter is not None and not is_lazy(parameter)]
 
     # During a pass ---------------------------------------------------------------------------------------
 
-    def set_aside(self) -> None:
-        """Before a pass: hold the parameters, and move existing gradients out of its way."""
-        params = [reference() for reference in self.references]
-        if self.some_gone:
+    def begin_pass(self) -> None:
+        """Hold the parameters, move existing gradients out of the pass's way, and see what has changed since."""
+        params: list[Any] = [reference() for reference in self.references]
+        if self._alive != len(params):
             params = [_GONE if parameter is None else parameter for parameter in params]
-        self.params = params  # type: ignore[assignment]
-        gradients = [parameter.grad for parameter in self.params]
-        self.aside = {place: gradient for place, gradient in enumerate(gradients) if gradient is not None}
+        self.params = params
+        self.aside = {place: gradient for place, p in enumerate(params) if (gradient := p.grad) is not None}
         for place in self.aside:
-            self.params[place].grad = None
+            params[place].grad = None
         if self.local:
-            self._drop_replaced_local_parts()
+            # Not those that the user has set to None since, or to a gradient that is aggregated.
+            self.local = {place for place in self.local & self.aside.keys() if self.aside[place] not in AGGREGATED}
+        state = [(parameter.requires_grad, parameter.dtype, type(parameter)) for parameter in params]
+        if self._alive != len(params):
+            state = [(known if p is _GONE else new) for p, new, known in zip_longest(params, state, self._state)]
+        if state != self._state:  # frozen, thawed, cast, materialised
+            self._state = state
+            self.layout_version += 1
 
-    def about_to_change(self) -> bool:
-        """Before a pass: whether parameters were frozen, thawed or cast, as far as they themselves show it."""
-        params = self.params
-        if [parameter.requires_grad for parameter in params] != self._trainable:
-            return True
-        return [getattr(params[place], "dtype", None) for place in self.active] != self._dtypes
+    def values(self) -> dict[int, int]:
+        """During a pass: digests of the parameters that take part, by place."""
+        present = [(place, self.params[place]) for place in self.slots]
+        return {place: digest(parameter) for place, parameter in present if parameter is not _GONE}
 
     def fresh(self) -> list[torch.Tensor | None]:
         """After a pass: the gradients that it made, by place."""
         return [parameter.grad for parameter in self.params]
 
-    def with_local_part(
-        self, place: int, fresh: torch.Tensor | None, scale: float, local_scale: float
-    ) -> torch.Tensor | None:
-        """This replica's whole contribution: the pass's gradient and what was gathered under no_sync, scaled."""
-        part = self.local.get(place)
-        scaled = None if fresh is None else fresh * scale if scale else torch.zeros_like(fresh)
-        if part is None:
-            return scaled
-        before = self.aside[place]
-        own = (before if part.base is None else before - part.base) * local_scale
-        return own if scaled is None else own + scaled
+    def contribution(self, place: int, fresh: torch.Tensor | None, scale: float) -> torch.Tensor | None:
+        """What this replica gives: the pass's gradient, scaled, and what was gathered under no_sync.
 
-    def restore(self) -> None:
-        """Give every parameter the gradient that it had before the pass, whatever the pass made."""
-        for place, parameter in enumerate(self.params):
-            before = self.aside.get(place)
-            if parameter.grad is not before:
-                parameter.grad = before
-        self.release()
+        Args:
+            place: Whose gradient.
+            fresh: The gradient that the pass made.
+            scale: Multiplies that gradient; 0 gives zeros whatever it holds.
+        """
+        if fresh is not None and scale != 1.0:
+            fresh = fresh * scale if scale else torch.zeros_like(fresh)
+        if place not in self.local:
+            return fresh
+        return self.aside[place] if fresh is None else self.aside[place] + fresh
 
-    def release(self) -> None:
-        """After a pass: hold nothing any more."""
+    def end_pass(self, *, failed: bool = False) -> None:
+        """Give back the gradients to which nothing was added, all of them if the pass failed, and hold nothing more."""
+        for place, parameter in enumerate(self.params) if failed else ():
+            parameter.grad = self.aside.get(place)
+        for place, before in self.aside.items():
+            if self.params[place].grad is None:
+                self.params[place].grad = before
         self.params = []
         self.aside = {}
 
-    def _drop_replaced_local_parts(self) -> None:
-        for place, part in list(self.local.items()):
-            before = self.aside.get(place)
-            if before is None:
-                del self.local[place]  # set to None by the user: a new start
-            elif part.grad() is not before:
-                # Derived from the local one by the user (clipped, cast): as local as that was.
-                if part.base is not None:
-                    raise GradientError(_replaced(self, place))
-                part.grad = weakref.ref(before)
-            elif part.base is not None and before._version != part.version:
-                if before.any():
-                    raise GradientError(_replaced(self, place))
-                part.base = None  # zero_grad(set_to_none=False)
-
     # Layout ----------------------------------------------------------------------------------------------
 
-    def lay_out(self, fresh: list[torch.Tensor | None]) -> None:
-        """Decide which parameters take part and how each looks, from their present state."""
-        self.active = []
-        self.slots = []
+    def lay_out(self) -> None:
+        """After a pass: decide which parameters take part and how each looks, from their present state."""
+        slots = {}
         for place, parameter in enumerate(self.params):
-            gradient = fresh[place]
-            if gradient is not None and gradient.is_sparse:
-                self.sparse.add(place)
-            if parameter is _GONE or is_lazy(parameter) or not (parameter.requires_grad or gradient is not None):
+            gradient, known = parameter.grad, self.slots.get(place)
+            if parameter is _GONE:
+                if known is not None:
+                    slots[place] = known
                 continue
-            self.active.append(place)
-            self.slots.append(_slot(parameter, place in self.sparse))
-        self._dtypes = [slot.dtype for slot in self.slots]
-        self._trainable = [parameter.requires_grad for parameter in self.params]
-        self._unseen = any(gradient is None for gradient in fresh)
+            if is_lazy(parameter) or not (parameter.requires_grad or gradient is not None):
+                continue
+            sparse = (gradient is not None and gradient.is_sparse) or (known is not None and known.sparse)
+            slots[place] = Slot.like(parameter.detach(), sparse=sparse)
+        self.slots = slots
 
-    def layout_is_stale(self, fresh: list[torch.Tensor | None]) -> bool:
-        """Whether parameters were frozen, thawed or cast since `lay_out`. Cheap: it runs every step."""
-        if len(self.active) == len(fresh) and not self._unseen:
-            present = [gradient for gradient in fresh if gradient is not None]
-            if len(present) == len(fresh):
-                return [gradient.dtype for gradient in present] != self._dtypes
-        active = set(self.active)
+    def look(self) -> tuple[bool, bool]:
+        """After a pass: whether it made gradients, and whether there are slots for all of them."""
+        made, fits, slots = False, True, self.slots
         for place, parameter in enumerate(self.params):
-            gradient = fresh[place]
-            if place not in active:
-                if gradient is not None or (parameter.requires_grad and not is_lazy(parameter)):
-                    return True
-            elif gradient is None:
-                if parameter is not _GONE and not parameter.requires_grad:
-                    return True
-            elif gradient.is_sparse and place not in self.sparse:
-                return True
-        present = [gradient for gradient in (fresh[place] for place in self.active) if gradient is not None]
-        expected = [slot.dtype for place, slot in zip(self.active, self.slots, strict=True) if fresh[place] is not None]
-        return [gradient.dtype for gradient in present] != expected
-
-
-def _slot(parameter: torch.nn.Parameter, sparse: bool) -> Slot:
-    shape = tuple(parameter.shape)
-    template = parameter.detach()
-    stride = template.stride() if _is_dense(template) else torch.empty(shape, device="meta").stride()
-    return Slot(shape, stride, template.dtype, template.device, sparse)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, in whatever order of dimensions (channels_last)."""
-    expected = 1
-    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if extent != 1:
-            if stride != expected:
-                return False
-            expected *= extent
-    return True
-
-
-def _replaced(family: ParameterGroup, place: int) -> str:
-    return (
-        f"The gradient of parameter {place} of {family.description} held an aggregated part when a backward pass under "
-        "no_sync() added this replica's own part to it, and then it was changed by hand. Now the two parts cannot be "
-        "told apart, and the aggregated one would be counted once per replica. Clip, scale or replace gradients after "
-        "a backward pass outside no_sync(), or call optimizer.zero_grad() before the first pass under no_sync()."
-    )
+            gradient = parameter.grad
+            if gradient is not None:
+                made = True
+                slot = slots.get(place)
+                fits = fits and slot is not None and (slot.sparse or not gradient.is_sparse)
+        return made, fits

@@ -297,21 +297,16 @@ class Group:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every replica's value, in replica order, pickled. Small ones take one collective, larger ones two."""
         data = cloudpickle.dumps(value)
-        head = torch.zeros(_SMALL_NBYTES, dtype=torch.uint8, device="cpu")
-        head[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)
-        begin = data[: _SMALL_NBYTES - 8]
-        head[8 : 8 + len(begin)] = torch.frombuffer(bytearray(begin), dtype=torch.uint8)
-        heads = [each.numpy().tobytes() for each in self.all_gather(head)]
+        heads = self._gather_bytes(len(data).to_bytes(8, "little") + data, _SMALL_NBYTES)
         sizes = [int.from_bytes(each[:8], "little") for each in heads]
         rest = max(sizes) - (_SMALL_NBYTES - 8)
-        tails = [b""] * self.size
-        if rest > 0:
-            tail = torch.zeros(rest, dtype=torch.uint8, device="cpu")
-            mine = data[_SMALL_NBYTES - 8 :]
-            if mine:
-                tail[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-            tails = [each.numpy().tobytes() for each in self.all_gather(tail)]
-        return [pickle.loads((each[8:] + tail)[:size]) for each, tail, size in zip(heads, tails, sizes, strict=True)]
+        tails = self._gather_bytes(data[_SMALL_NBYTES - 8 :], rest) if rest > 0 else [b""] * self.size
+        return [pickle.loads((head[8:] + tail)[:size]) for head, tail, size in zip(heads, tails, sizes, strict=True)]
+
+    def _gather_bytes(self, content: bytes, nbytes: int) -> list[bytes]:
+        """Every replica's bytes, each cut or filled up to a length."""
+        mine = torch.frombuffer(bytearray(content[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
+        return [each.numpy().tobytes() for each in self.all_gather(mine)]
 
     def _check_replica(self, replica: int, what: str) -> None:
         if not 0 <= replica < self.size:

@@ -94,6 +94,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.communicator = Communicator(self)
         self.breaks = 0
         self.half_met = self._broke_in_program = self._destroyed = False
+        self._failed_before: BaseException | None = None
         self._replacing = threading.Lock()
         self._time_limit_s: float | None = None
         self._patience_s: float | None = None
@@ -261,6 +262,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """A program began on this replica."""
         self.program = program
         self._broke_in_program = False
+        self._failed_before = self.communicator.failure  # an earlier program's, which was told of it
         if self.parent is None:
             self.regions.begin_program()
         self.positions.forget()
@@ -271,7 +273,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         Raises:
             CollectiveMismatchError: It ended well, but so did others, with other counts.
-            BaseException: It ended well, but the group had failed before, and nobody saw it.
+            BaseException: It ended well, but the group failed meanwhile, and nobody saw it.
         """
         current = self.communicator
         verifier, broken = current.verifier or current.former, current.failure is not None
@@ -279,7 +281,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if verifier is not None:
             with current.posting:
                 verifier.end(failed or (broken and not caught), whole=not broken and current.former is None)
-            if broken and not failed and not caught:
+            if broken and not failed and not caught and current.failure is not self._failed_before:
                 current.raise_failure()
 
     @property
@@ -313,24 +315,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             rest: The other arguments.
             timeout: The caller's own time limit.
         """
-        while True:
-            current, backends = self._ready()
-            try:
-                return self._enter(current, backends, key, method, tensors, written, *rest, timeout=timeout)
-            except Superseded as found:
-                current.supersede(found)
-
-    def _enter(
-        self,
-        current: Communicator,
-        backends: Backends,
-        key: Key,
-        method: str,
-        tensors: tuple[Any, ...],
-        written: tuple[bool, ...],
-        *rest: Any,
-        timeout: timedelta | None,
-    ) -> Work:
+        current, backends = self._ready()
         device = key[3]
         record = signature.record(key)
         staging = None
@@ -338,32 +323,42 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             staging = Staging(_device_of(tensors))
             tensors = tuple(staging.host(each, written=flag) for each, flag in zip(tensors, written, strict=True))
             device = "cpu"
+        wait_s, limit_s = positive_seconds(timeout), self._patience_s
+        if not key[0].startswith(OWN):
+            # A caller that waits in Gloo is freed alone; one that waits in NCCL only by an abort.
+            limits = (limit_s, self._time_limit_s, wait_s if device != "cpu" else None)
+            limit_s = min((each for each in limits if each is not None), default=None)
+        while True:
+            call = self._backend_call(backends, device, method)
+            try:
+                with current.posting:
+                    number = current.post(record, limit_s)
+                    if device == "cpu":
+                        current.open[number] = Beginning()
+                    try:
+                        inner = call(*tensors, *rest)
+                    except BaseException as error:
+                        current.retract(number, error)
+                        raise
+                break
+            except Superseded as found:
+                current.supersede(found)
+                current, backends = self._ready()
+        current.limit(number, inner, limit_s)
+        if device != "cpu":
+            return cast(Work, inner and DeviceWork(current, inner))  # none while operations are coalesced
+        current.open[number] = inner
+        return CollectiveWork(current, inner, number, staging, wait_s)
+
+    @staticmethod
+    def _backend_call(backends: Backends, device: str, method: str) -> Callable[..., Any]:
         backend = backends.backends.get(device)
         if backend is None:
             raise RuntimeError(
                 f"No backend type associated with device type {device}: these replicas communicate tensors on "
                 f"{', '.join(backends.backends)}."
             )
-        call = getattr(backend, method, None) or getattr(backends.plain, method)
-        wait_s, limit_s = positive_seconds(timeout), self._patience_s
-        if not key[0].startswith(OWN):
-            # A caller that waits in Gloo is freed alone; one that waits in NCCL only by an abort.
-            limits = (limit_s, self._time_limit_s, wait_s if device != "cpu" else None)
-            limit_s = min((each for each in limits if each is not None), default=None)
-        with current.posting:
-            number = current.post(record, limit_s)
-            if device == "cpu":
-                current.open[number] = Beginning()
-            try:
-                inner = call(*tensors, *rest)
-            except BaseException as error:
-                current.retract(number, error)
-                raise
-        current.limit(number, inner, limit_s)
-        if device != "cpu":
-            return cast(Work, inner and DeviceWork(current, inner))  # none while operations are coalesced
-        current.open[number] = inner
-        return CollectiveWork(current, inner, number, staging, wait_s)
+        return getattr(backend, method, None) or getattr(backends.plain, method)  # type: ignore[no-any-return]
 
     def start_in_memory(
         self, key: Key, tensor: Tensor, op: str, sources: Sequence[int] | None = None, wanted: bool = True
@@ -542,7 +537,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             staging = Staging(device)
             tensors = staging.host(tensors, written=written)
         inner = getattr(backends.backends["cpu"], method)(tensors, *rest)
-        return MessageWork(current, inner, None, staging, self._time_limit_s)
+        return MessageWork(current, inner, staging, self._time_limit_s)
 
     # -- subgroups ---------------------------------------------------------------------------------------------------
 

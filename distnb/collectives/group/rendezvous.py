@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -65,17 +66,13 @@ class StoreClient:
         if not team.store_directory:
             return cls.at(team.store_host, team.store_port)
         # A file for each generation: a replica that is killed while it writes spoils none but that.
-        path = os.path.join(team.store_directory, f"store-{team.generation}")
-        if path not in _files:
-            _files[path] = cls(lambda: _open(path))
-        return _files[path]
+        return _at_file(os.path.join(team.store_directory, f"store-{team.generation}"))
 
-    @classmethod
-    def at(cls, address: str, port: int) -> StoreClient:
+    @staticmethod
+    @functools.cache
+    def at(address: str, port: int) -> StoreClient:
         """The client of the TCPStore that listens there; one for the whole process."""
-        if (address, port) not in _clients:
-            _clients[address, port] = cls(lambda: _connect(address, port))
-        return _clients[address, port]
+        return StoreClient(lambda: _connect(address, port))
 
     def store(self) -> Store:
         """The connection. Raises CollectiveError if nobody answers."""
@@ -88,8 +85,9 @@ class StoreClient:
         self._store = None
 
 
-_clients: dict[tuple[str, int], StoreClient] = {}
-_files: dict[str, StoreClient] = {}
+@functools.cache
+def _at_file(path: str) -> StoreClient:
+    return StoreClient(lambda: _open(path))
 
 
 def _open(path: str) -> Store:

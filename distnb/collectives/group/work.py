@@ -279,15 +279,8 @@ class MessageWork(_HostWork):
     caller waits for the thread: a caller who is freed by an abort leaves it behind.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        inner: Any,
-        number: int | None,
-        staging: Staging | None = None,
-        limit_s: float | None = None,
-    ) -> None:
-        super().__init__(communicator, inner, number, staging, limit_s)
+    def __init__(self, communicator: Communicator, inner: Any, staging: Staging | None, limit_s: float | None) -> None:
+        super().__init__(communicator, inner, None, staging, limit_s)
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._lock = threading.Lock()

@@ -16,28 +16,22 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from distnb.collectives.group.rendezvous import host
 from distnb.errors import CollectiveError
 
-__all__ = ["SharedMemory", "SegmentMeeting"]
+if TYPE_CHECKING:
+    from distnb.collectives.group.interface import Group
+
+__all__ = ["SharedMemory"]
 
 _PAGE = mmap.PAGESIZE
 _PAGEMAP = "/proc/self/pagemap"
 # The uppermost bits of a pagemap entry: in memory, swapped out, and of a file or shared (a page's own copy is neither).
 _FLAGS_AT, _PRESENT, _SWAPPED, _OF_FILE = 61, 4, 2, 1
-
-
-class SegmentMeeting(Protocol):
-    """What an arena needs of a process group."""
-
-    rank: int
-
-    def all_gather_object(self, value: object) -> list[object]:
-        """Every replica's object."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ class SharedMemory:
         CollectiveError: They cannot share memory, or there is not enough of it. All replicas raise alike.
     """
 
-    def __init__(self, group: SegmentMeeting, nbytes: int) -> None:
+    def __init__(self, group: Group, nbytes: int) -> None:
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
         descriptor, problem = -1, ""
         if group.rank == 0:
@@ -69,7 +63,7 @@ class SharedMemory:
         try:
             told = group.all_gather_object(_Card(host(), os.getpid(), descriptor, problem))
             if group.rank != 0:
-                descriptor, problem = _opened(cast("_Card", told[0]))
+                descriptor, problem = _opened(told[0])
             problems = [each for each in group.all_gather_object(problem) if each]
             if problems:
                 raise CollectiveError(

@@ -152,11 +152,9 @@ class SharedSum:
 
     def collect(self, own: int, tensor: torch.Tensor, op: str, work: SharedWork) -> list[torch.Tensor]:
         """Wait for the others. A reduction's result is put into the tensor; a gather's is returned."""
-        sources = range(self.size) if work.sources is None else work.sources
-        for rank in sources:
-            if self._words[rank][_POSTED] < own:
-                self._wait_for(sources, own, work)
-                break
+        sources = work.sources
+        if not self.posted(own, sources):
+            self._wait_for(sources, own, work)
         slot = _OFFSETS + own % _SLOTS
         views = [self._view(rank, self._words[rank][slot] * _LINE, tensor) for rank in sources]
         if op == GATHER:
@@ -187,9 +185,9 @@ class SharedSum:
         finally:
             communicator.finished(work)
 
-    def all_posted(self, own: int) -> bool:
-        """Whether every replica has come to that operation."""
-        return all(words[_POSTED] >= own for words in self._words)
+    def posted(self, own: int, ranks: Sequence[int]) -> bool:
+        """Whether these have come to that operation."""
+        return all(self._words[rank][_POSTED] >= own for rank in ranks)
 
     def done(self, own: int) -> None:
         """This replica reads nothing of that operation any more."""
@@ -273,7 +271,7 @@ class SharedWork:
         self._op = op
         self.communicator = communicator
         self.number = number
-        self.sources = sources
+        self.sources = range(shared.size) if sources is None else sources
 
     def wait(self) -> None:
         """Wait for the end; the tensor holds the result then. Raises what ended the communicator, if something did."""
@@ -297,8 +295,8 @@ class SharedWork:
         return False
 
     def is_completed(self) -> bool:
-        """Whether all replicas have come."""
-        return self._shared.all_posted(self._own)
+        """Whether all have come whose tensors this replica reads."""
+        return self._shared.posted(self._own, self.sources)
 
     def __del__(self) -> None:
         # Nobody waits for it: the others' data is not needed any more.

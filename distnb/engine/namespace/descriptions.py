@@ -18,7 +18,7 @@ from distnb.objects.plain import SCALARS, is_importable, is_plain
 from distnb.objects.tracking import Look
 from distnb.strategies.scope import is_apart, is_mirrored, is_read_together
 from distnb.values import DistributedValues, structure
-from distnb.wire.exchange import Described, Leaf, Summary
+from distnb.wire.exchange import Described, Leaf, ParameterText, Summary
 from distnb.wire.messages import ObjectId
 
 __all__ = ["Describer", "own_part", "summarise"]
@@ -283,14 +283,23 @@ def _short_text(value: Any) -> str:
     return text if len(text) <= _SHORT_CHARACTERS else text[: _SHORT_CHARACTERS - 1] + "…"
 
 
-def _signature(value: Any) -> str:
-    if not callable(value):
-        return ""
+def _signature(value: Any) -> tuple[ParameterText, ...] | None:
     try:
-        target = value.forward if hasattr(value, "forward") else value
-        return str(inspect.signature(target))
+        found = inspect.signature(value.forward if hasattr(value, "forward") else value) if callable(value) else None
     except (TypeError, ValueError):
-        return ""
+        return None
+    if found is None:
+        return None
+    none = inspect.Parameter.empty
+    return tuple(
+        (
+            name,
+            int(each.kind),
+            "" if each.default is none else repr(each.default),
+            "" if each.annotation is none else inspect.formatannotation(each.annotation),
+        )
+        for name, each in found.parameters.items()
+    )
 
 
 def is_array(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""An exception of a replica, made ready to travel and to be read."""
+"""An exception of a replica, made ready to be sent and to be read."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _pickle(error: BaseException, pack: Callable[[BaseException], Packed] | None
         data = cloudpickle.dumps(error)  # without its traceback: pickle leaves that out
         return data if type(pickle.loads(data)).__name__ == type(error).__name__ else None
     except Exception:  # noqa: BLE001
-        return None  # an exception may hold anything, and fail in any way; its text and traceback still travel
+        return None  # an exception may hold anything, and fail in any way; its text and traceback are still sent
 
 
 def _users_part(error: BaseException) -> list[TracebackType]:

@@ -8,18 +8,20 @@ model, as from `cross_entropy(model(x), y)`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distnb.errors import DistributedValueError
-from distnb.notebook.handles.operators import IN_PLACE, special_methods
-from distnb.notebook.handles.state import state_of_handle
+from distnb.notebook.handles.state import Operations, state_of_handle
 from distnb.values import DistributedValues, Mirrored, structure
 
-if TYPE_CHECKING:
-    from distnb.notebook.namespace.handle_operations import Operations
+__all__ = ["FORWARDED", "compute", "special_methods"]
 
-__all__ = ["FORWARDED", "compute"]
+_BITWISE = ("and_", "or_", "xor", "lshift", "rshift")
+_TWO_SIDED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", *_BITWISE)
+_IN_PLACE = frozenset(f"i{name.rstrip('_')}" for name in _TWO_SIDED)
+"""Names of the functions of `operator` that change their first argument, where it can be changed."""
 
 
 def compute(
@@ -92,8 +94,34 @@ def _changed_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     if kwargs.get("out") is not None:
         return kwargs["out"]
     name = getattr(function, "__name__", "")
-    changes = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    changes = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     return args[0] if args and changes and name not in ("and_", "or_") else None
+
+
+def special_methods(
+    call: Callable[[Any, Callable[..., Any], tuple[Any, ...]], Any],
+) -> dict[str, Callable[..., Any]]:
+    """The methods of all arithmetic, by name. Comparisons and containers are not among them.
+
+    Args:
+        call: Told the object that an operator was used on, calls a function with arguments; that object is among them.
+    """
+
+    def straight(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *others: call(self, function, (self, *others))
+
+    def reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, other: call(self, function, (other, self))
+
+    names = ["neg", "pos", "abs", "invert", *_TWO_SIDED, *sorted(_IN_PLACE)]
+    methods = {f"__{name.rstrip('_')}__": straight(getattr(operator, name)) for name in names}
+    methods |= {f"__r{name.rstrip('_')}__": reflected(getattr(operator, name)) for name in _TWO_SIDED}
+    return methods | {
+        "__round__": straight(round),
+        "__divmod__": straight(divmod),
+        "__rdivmod__": reflected(divmod),
+        "__bool__": straight(operator.truth),
+    }
 
 
 FORWARDED = special_methods(lambda handle, function, args: compute(state_of_handle(handle).operations, function, args))

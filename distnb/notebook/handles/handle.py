@@ -16,9 +16,8 @@ from typing import Any, NoReturn, cast
 
 from distnb.errors import DistributedValueError, StructureError
 from distnb.notebook.handles.computing import FORWARDED, compute
-from distnb.notebook.handles.signatures import parse_signature
 from distnb.notebook.handles.state import RemoteState, state_of_handle
-from distnb.notebook.handles.summaries import as_html, as_text
+from distnb.notebook.handles.summaries import as_html, as_signature, as_text
 from distnb.values import DistributedValues, Mirrored, PerReplica, structure
 from distnb.wire.exchange import Described, follow
 
@@ -88,9 +87,9 @@ class _Remote(DistributedValues):
     @property
     def __signature__(self) -> inspect.Signature:
         fact = next(iter(state_of_handle(self).facts.values()), None)
-        if fact is None or fact.summary is None or not fact.summary.signature:
+        if fact is None or fact.summary is None or fact.summary.signature is None:
             raise AttributeError("__signature__")
-        return parse_signature(fact.summary.signature)
+        return as_signature(fact.summary.signature)
 
     # -- forwarding ------------------------------------------------------------------------------------------------
 
@@ -346,8 +345,8 @@ class RemoteMethod:
         summary = described.summary
         self.__doc__ = summary.doc if summary is not None else ""
         self.__name__ = str(path[-1][1])
-        if summary is not None and summary.signature:
-            self.__signature__ = parse_signature(summary.signature)
+        if summary is not None and summary.signature is not None:
+            self.__signature__ = as_signature(summary.signature)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return state_of_handle(self._handle).operations.run(self._handle, "call", args, kwargs, self._path)

@@ -3,20 +3,57 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from distnb.errors import StaleHandleError, UnassignedError
 from distnb.values import DistributedValues
 from distnb.wire.exchange import Described
 from distnb.wire.messages import ObjectId
 
-if TYPE_CHECKING:
-    from distnb.notebook.namespace.handle_operations import Operations
-    from distnb.notebook.namespace.tracked_objects import TrackedObjects
+__all__ = ["Operations", "RemoteState", "state_of_handle"]
 
-__all__ = ["RemoteState", "state_of_handle"]
+
+class Operations(Protocol):
+    """What a handle asks for. Here, so that handles know nothing of the namespace, which makes them.
+
+    Attributes:
+        changes: How many programs there were that may have changed what handles stand for.
+    """
+
+    changes: int
+
+    def run(
+        self,
+        handle: DistributedValues,
+        operation: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        path: tuple[tuple[str, Any], ...] = (),
+    ) -> Any:
+        """Apply an operation on every replica that has the object, and take in what it did."""
+
+    def attribute(self, handle: DistributedValues, path: tuple[tuple[str, Any], ...]) -> Any:
+        """An attribute of the object: a plain value, a handle, or a method that is called by its path."""
+
+    def listed(self, handle: DistributedValues) -> list[Any]:
+        """The items of a mirrored container, each a plain value or a handle."""
+
+    def compare(self, handle: DistributedValues, comparison: str, other: Any) -> Any:
+        """Compare the object with another, or with a plain value, on every replica."""
+
+    def refresh(self, handle: DistributedValues) -> bool:
+        """Bring the summaries up to date. Whether they are; not while an engine is stuck."""
+
+    def read(self, handle: DistributedValues) -> Any:
+        """A copy of what a mirrored object is."""
+
+    def fetch_components(self, handle: DistributedValues, replicas: Iterable[int]) -> dict[int, Any]:
+        """Copies of the components of some replicas."""
+
+    def name_of(self, state: RemoteState) -> str:
+        """A name of the notebook that is bound to a handle of this state; "" if there is none."""
 
 
 @dataclass
@@ -34,7 +71,7 @@ class RemoteState:
         parent: The handle that it was asked of: what this one is given, that one holds, too.
     """
 
-    tracked: TrackedObjects
+    tracked: Any  # the namespace's `TrackedObjects`, whose file knows this one
     operations: Operations
     identity: ObjectId
     facts: dict[int, Described]

@@ -125,4 +125,5 @@ def _parts(obj: Any) -> list[Any]:
 
 
 def _digest(state: RemoteState, copy: Any) -> bytes:
-    return state.tracked.tracker.look({"": copy}).digests[""]
+    digest: bytes = state.tracked.tracker.look({"": copy}).digests[""]
+    return digest

@@ -123,7 +123,7 @@ class NotebookNamespace:
     def may_be_changed(self, team: Team) -> bool:
         """Whether a call under way may change an object of the notebook's in place."""
         tracked = self._teams.of(team.engines)
-        return not tracked.changing.isdisjoint(tracked.outstanding)
+        return any(serial in tracked.outstanding for serial in tracked.changing)
 
     def result(self, team: Team, replies: Mapping[int, Result]) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""

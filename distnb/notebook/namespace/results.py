@@ -346,8 +346,8 @@ class Results:
     def _fresh_handle(self, identity: ObjectId) -> Any:
         """A handle for an engine object that something which arrived refers to."""
         facts = {
-            replica: results.fresh.get(identity, Described("object", identity=identity))
-            for replica, results in self._results.items()
+            replica: one.fresh.get(identity, Described("object", identity=identity))
+            for replica, one in self._results.items()
         }
         return self._handle(identity, facts)
 

@@ -28,18 +28,19 @@ def check_places(spec: StrategySpec, devices: Sequence[str], workers: Sequence[i
             f"CentralStorageStrategy keeps its variables in the memory of one machine, and the {len(devices)} replicas "
             f"are on {len(set(workers))}. Use MirroredStrategy or MultiWorkerMirroredStrategy."
         )
-    if len(devices) > 1 and any(not device.startswith("cpu") for device in devices):
+    apart = [device for device in devices if not device.startswith("cpu")]
+    if apart and len(apart) < len(devices):
         raise OptionError(
-            f"CentralStorageStrategy has replicas on {', '.join(devices)}, and an accelerator cannot compute with "
-            "variables in memory that it shares with other replicas. Use CPU devices, one accelerator alone, or "
-            "MirroredStrategy."
+            f"CentralStorageStrategy has replicas on {', '.join(devices)}. Some of these compute right in the host's "
+            "memory and others with copies in their own; use devices of one kind."
         )
     wanted = spec.option("parameter_device")
     if wanted is None or not devices:
         return
-    # All CPU devices of a machine have one memory.
-    if wanted != devices[0] and not (wanted.startswith("cpu") and devices[0].startswith("cpu")):
+    # All CPU devices of a machine have one memory. A single accelerator has all in its own.
+    place = devices[0] if apart and len(devices) == 1 else "cpu:0"
+    if wanted != place and not (place == "cpu:0" and wanted.startswith("cpu")):
         raise OptionError(
             f"parameter_device={wanted!r} cannot be honoured: with replicas on {', '.join(devices)} the variables are "
-            f"on {devices[0]}. Leave it out, or name that device."
+            f"on {place}. Leave it out, or name that device."
         )

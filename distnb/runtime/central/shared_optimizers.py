@@ -18,10 +18,11 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from distnb.collectives.gradients.mirrored_parameters import find_mirror
-from distnb.collectives.gradients.optimizer_guard import guard_optimizers
+from distnb.collectives.gradients.optimizer_steps import guard_optimizers
+from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.collectives.group.eager import always_eager
 from distnb.errors import GradientError
+from distnb.runtime.central.host_tensors import OnHost
 from distnb.runtime.central.shared_variables import SharedVariables
 
 if TYPE_CHECKING:
@@ -50,9 +51,11 @@ class _Step:
         mine: Those that this replica updates for all.
         others: Those that other replicas update, with their gradients: optimizers pass over parameters without one.
         close: Ends the writing to common memory.
+        on_host: The optimizer's parameters on an accelerator are replaced meanwhile.
     """
 
     optimizer: Optimizer
+    on_host: OnHost
     alike: list[torch.Tensor]
     mine: list[torch.Tensor]
     others: list[tuple[torch.Tensor, torch.Tensor]]
@@ -88,6 +91,7 @@ class SharedOptimizers:
         """Warn if a program was ended here within a step. The replicas are equal nevertheless: variables live once."""
         for step in self._under_way.values():
             step.end()
+            step.on_host.end()
             warnings.warn(
                 f"A program ended within {type(step.optimizer).__name__}.step(): that update may have been applied to "
                 "some variables and not to others. Load a saved state if that matters.",
@@ -99,21 +103,29 @@ class SharedOptimizers:
     @always_eager
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group = self._group()
-        parameters = [parameter for each in optimizer.param_groups for parameter in each["params"]]
+        if (interrupted := self._under_way.pop(id(optimizer), None)) is not None:
+            interrupted.end()
+            interrupted.on_host.end()
+        parameters = _parameters(optimizer)
         if group.size == 1 or not any(map(self._owns, parameters)):
             return None
         divisible = type(optimizer) in _DIVISIBLE
         if divisible:
             args, kwargs = _with_closure_called(args, kwargs)
-        if (interrupted := self._under_way.pop(id(optimizer), None)) is not None:
-            interrupted.end()
+        elif any(parameter.device.type != "cpu" for parameter in parameters):
+            raise GradientError(
+                f"{type(optimizer).__name__}.step(): under central storage on accelerators a variable is updated in "
+                "the host's memory, once, which works for torch.optim's own optimizers that treat each parameter by "
+                "itself. Use torch.optim.Adam, SGD or the like, CPU replicas, or MirroredStrategy."
+            )
         group.note(f"{type(optimizer).__name__}.step", ())
         self._variables.settle()
         if group.generation != self._generation:  # a replica may be new, and know of no earlier step
             self._generation = group.generation
             self._stepped.clear()
+        on_host = OnHost(optimizer, self._variables.hosts)
         alike, mine, others = [], [], []
-        for parameter in parameters if divisible else ():
+        for parameter in _parameters(optimizer) if divisible else ():
             owner = self._variables.owner_of(parameter)
             if parameter.grad is None:
                 continue
@@ -126,7 +138,7 @@ class SharedOptimizers:
                 parameter.grad = None
         kept = [value for parameter in mine for value in _kept(optimizer, parameter).values()]
         close = self._variables.open([*mine, *kept])
-        self._under_way[id(optimizer)] = _Step(optimizer, alike, mine, others, close)
+        self._under_way[id(optimizer)] = _Step(optimizer, on_host, alike, mine, others, close)
         return args, kwargs
 
     @always_eager
@@ -135,9 +147,19 @@ class SharedOptimizers:
         if step is None:
             return
         step.end()
-        group, name = self._group(), type(optimizer).__name__
         for parameter, _ in step.others:
             increment_version(parameter)  # a graph that was kept from before is as outdated as where it was written to
+        try:
+            self._take_in(step)
+        finally:
+            step.on_host.end()
+        if step.alike:
+            self._variables.settle()
+
+    def _take_in(self, step: _Step) -> None:
+        """Wait for the other replicas' updates; what the optimizer keeps since its first step is to be shared."""
+        optimizer, group, name = step.optimizer, self._group(), type(step.optimizer).__name__
+        step.on_host.bring_state()
         grown = not all(self._keeps_all_in_common(optimizer, parameter) for parameter in step.mine)
         if bool(torch.stack(group.all_gather(torch.tensor([grown], device="cpu"))).any()):
             raise GradientError(
@@ -149,8 +171,6 @@ class SharedOptimizers:
             stepped.add(id(parameter))
             for key, value in _kept(optimizer, parameter).items():
                 self._variables.expect_once(f"{key} of {name}", value)
-        if step.alike:
-            self._variables.settle()
 
     def _owns(self, parameter: torch.Tensor) -> bool:
         mirror = find_mirror(parameter)
@@ -162,6 +182,10 @@ class SharedOptimizers:
         return id(parameter) in self._stepped.get(optimizer, ()) and all(
             self._variables.owner_of(value) is not None for value in kept
         )
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _kept(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, torch.Tensor]:

@@ -1,9 +1,10 @@
-"""Variables that live once: tensors of all CPU replicas of a machine that lie in memory which they have in common.
+"""Variables that live once: tensors of all replicas of a machine that lie in memory which they have in common.
 
 Programs hold the same tensors as under any strategy, each replica its own objects; only the memory behind them is the
 same. What a program changes in place is this replica's at first (see `collectives/shared_memory/segment.py`), exactly
 as if it had a copy. When the replicas next *settle*, which all do together, what each of them has changed to the same
-values becomes the common value. What they changed to different values is an error.
+values becomes the common value. What they changed to different values is an error. Of parameters on an accelerator, the
+tensors of the host live once (`host_tensors.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from distnb.collectives.shared_memory.segment import SharedMemory
 from distnb.errors import OutOfSyncError
+from distnb.runtime.central.host_tensors import HostTensors
 
 if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
@@ -85,9 +87,13 @@ class SharedVariables:
 
     Args:
         group: Gives the process group of the present generation.
+
+    Attributes:
+        hosts: What lives once of parameters on an accelerator.
     """
 
     def __init__(self, group: Callable[[], Group]) -> None:
+        self.hosts = HostTensors()
         self._group = group
         self._generation: int | None = None
         self._places: dict[int, _Place] = {}
@@ -147,6 +153,7 @@ class SharedVariables:
         if group.generation != self._generation:
             self._start_anew(group)
         self._let_go_of_replaced()
+        self.hosts.take_over()
         changed = {memory: pages for memory in self._memories if (pages := memory.changed())}
         waits = any(
             (tensor := reference()) is not None and not is_lazy(tensor) for _, reference in self._awaited.values()
@@ -174,6 +181,9 @@ class SharedVariables:
                 del self._places[identity]
                 if self._known.pop(identity, None) is not None:
                     self.expect(place.label, tensor)
+        for tensor in self.hosts.let_go_of_replaced():
+            label, _ = self._known.pop(id(tensor))
+            self.expect(label, tensor)
 
     # What was changed -----------------------------------------------------------------------------------------------
 
@@ -220,7 +230,7 @@ class SharedVariables:
             if tensor is None or not (is_lazy(tensor) or _can_be_shared(tensor)):
                 del self._awaited[number]
             elif not is_lazy(tensor):
-                tensors[number] = tensor
+                tensors[number] = self.hosts.of(tensor)
         offers = self._offers(tensors)
         told: list[dict[int, _Offer]] = group.all_gather_object(offers)
         # Garbage collectors run when they like: what is gone on one replica is of no use to the others.
@@ -291,7 +301,7 @@ class SharedVariables:
 
 
 def _can_be_shared(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.numel() > 0
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

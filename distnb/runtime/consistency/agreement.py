@@ -8,17 +8,18 @@ since the same value on all replicas is to be that value.
 from __future__ import annotations
 
 import functools
-import hashlib
 import types
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distnb.accelerators import torch_device
+from distnb.collectives.digests import digest_of_text
 from distnb.errors import CollectiveError, CollectiveMismatchError
 from distnb.objects.plain import SCALARS
+from distnb.runtime import loader_batches
 from distnb.values.distributed import DistributedValues, PerReplica
 from distnb.values.structure import Spec, flatten, is_immutable, unflatten, unlike_structures
 from distnb.variables.variable import Variable
@@ -30,37 +31,40 @@ __all__ = ["Agreement", "distributed"]
 
 
 class Agreement:
-    """The structures that the functions of one program have been seen to return, on every replica.
-
-    Attributes:
-        is_left_to_caller: See `left_to_caller`.
-    """
+    """The structures that the functions of one program have been seen to return, on every replica."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, set[Any]] = {}
-        self.is_left_to_caller = False
+        self._told_of_batch = False
+        self._is_left_to_caller = False
 
-    def left_to_caller(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def left_to_caller(self) -> Iterator[None]:
         """Compare nothing meanwhile: whoever calls gets every replica's result, and compares them itself."""
-        return _LeftToCaller(self)
+        before, self._is_left_to_caller = self._is_left_to_caller, True
+        try:
+            yield
+        finally:
+            self._is_left_to_caller = before
 
     def forget(self) -> None:
         """A new program begins. What an earlier one agreed on may have been interrupted half-way."""
         self._seen.clear()
 
-    def regroup(self, group: Group, fn: Callable[..., Any], result: Any) -> Any:
+    def regroup(self, group: Group, fn: Callable[..., Any], result: Any, args: Any = ()) -> Any:
         """One replica's result as a structure of PerReplica and plain values.
 
         Args:
             group: The replicas.
             fn: The function.
             result: What it returned here.
+            args: What `run` was given for it.
 
         Raises:
             StructureError: Replicas returned different structures.
             DistributedValueError: The function returned a distributed value.
         """
-        if self.is_left_to_caller and type(result) in SCALARS:
+        if self._is_left_to_caller and type(result) in SCALARS:
             return result
         # What is in here all replicas had in common: whether they communicate must not depend on one of them alone.
         seen = self._seen.setdefault(_code_of(fn), set())
@@ -71,14 +75,15 @@ class Agreement:
         leaves, shape = flatten(result)
         kinds = tuple([_kind(leaf) for leaf in leaves])
         spec: Spec = shape.spec
-        if self.is_left_to_caller:
+        if self._is_left_to_caller:
             return self._wrap(group, shape, leaves, [kind != "tensor" for kind in kinds])
         signature: Any = (spec, kinds)
         plain = [place for place, kind in enumerate(kinds) if kind == "plain"]
         if signature in seen and not plain:
             return self._wrap(group, shape, leaves, [kind != "tensor" for kind in kinds])
         try:
-            equal, unlike, alike = _compare(group, spec, kinds, leaves)
+            batch = 0 if self._told_of_batch else loader_batches.digest_of_batch(args)
+            equal, unlike, alike, same_batch = _compare(group, spec, kinds, leaves, batch)
         except CollectiveMismatchError as error:
             error.add_note(
                 f"strategy.run compared what {getattr(fn, '__name__', 'the function')} returned, since this replica's "
@@ -91,6 +96,9 @@ class Agreement:
                 raise
             # Another replica's function raised: there is nothing to compare with.
             return self._wrap(group, shape, leaves, [kind not in ("tensor", "plain") for kind in kinds])
+        if same_batch:
+            self._told_of_batch = True
+            loader_batches.tell(group.size)
         if alike:
             seen.add(signature)
             if spec.kind == "leaf":
@@ -110,21 +118,6 @@ class Agreement:
         return unflatten(
             shape, [leaf if same else PerReplica.own(rank, leaf, size, None, kinds) for leaf, same, kinds in three]
         )
-
-
-class _LeftToCaller(AbstractContextManager[None]):
-    # A class, since it is around every call from the notebook: a generator would cost three times as much.
-
-    __slots__ = ("_agreement", "_before")
-
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
-
-    def __enter__(self) -> None:
-        self._before, self._agreement.is_left_to_caller = self._agreement.is_left_to_caller, True
-
-    def __exit__(self, *error: object) -> None:
-        self._agreement.is_left_to_caller = self._before
 
 
 def _code_of(fn: Any) -> Any:
@@ -151,31 +144,28 @@ def _describe(kind: str, leaf: Any) -> str:
     return f"{type(leaf).__module__}.{type(leaf).__qualname__} {leaf!r}" if kind == "plain" else kind
 
 
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-
-
 def _compare(
-    group: Group, spec: Spec, kinds: Sequence[str], leaves: Sequence[Any]
-) -> tuple[list[bool], list[tuple[str, ...] | None] | None, bool]:
+    group: Group, spec: Spec, kinds: Sequence[str], leaves: Sequence[Any], batch: int
+) -> tuple[list[bool], list[tuple[str, ...] | None] | None, bool, bool]:
     """What the replicas' results have in common. All replicas call it together.
 
     Returns:
         Whether each leaf is the same plain value on all replicas; what the replicas hold in its place, if these are
-        unlike things; and whether all results are of the same kinds.
+        unlike things; whether all results are of the same kinds; and whether `batch`, a digest, is equal and not 0.
     """
     descriptions = [_describe(kind, leaf) for kind, leaf in zip(kinds, leaves, strict=True)]
-    mine = [_digest(repr(spec)), _digest("\n".join(descriptions))]
-    message = torch.tensor(mine, dtype=torch.int64, device=torch_device(group.device))
+    mine = [digest_of_text(repr(spec)), digest_of_text("\n".join(descriptions))]
+    message = torch.tensor([*mine, batch], dtype=torch.int64, device=torch_device(group.device))
     others = [other.tolist() for other in group.all_gather(message)]
-    if all(other == mine for other in others):
-        return [kind != "tensor" for kind in kinds], None, True
+    same_batch = batch != 0 and all(other[2] == batch for other in others)
+    if all(other[:2] == mine for other in others):
+        return [kind != "tensor" for kind in kinds], None, True, same_batch
     told = group.all_gather_object((spec, tuple(kinds), descriptions, [held(leaf) for leaf in leaves]))
     _require_same_structure([each[0] for each in told])
     columns = zip(*(each[2] for each in told), strict=True)
     equal = [kind != "tensor" and len(set(column)) == 1 for kind, column in zip(kinds, columns, strict=True)]
     alike = all(each[1] == told[0][1] for each in told)
-    return equal, unlike_kinds([each[3] for each in told]), alike
+    return equal, unlike_kinds([each[3] for each in told]), alike, same_batch
 
 
 def _require_same_structure(specs: Sequence[Spec]) -> None:

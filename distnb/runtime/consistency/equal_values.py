@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from distnb.accelerators import torch_device
+from distnb.collectives.algorithms.flat_packs import Pack, Packs, Slot
+from distnb.collectives.digests import digest_of_text
 from distnb.errors import StructureError
 
 if TYPE_CHECKING:
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["make_equal"]
 
-_MESSAGE_NBYTES = 256 * 2**20
+_PACKS = Packs(256 * 2**20)
 
 
 def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]], strategy: str = "") -> None:
-    """Give every replica the values that replica 0 holds, in one flat message (several, for very large models).
+    """Give every replica the values that replica 0 holds, in one flat message per dtype (more for very large models).
 
     Args:
         group: The replicas.
@@ -32,41 +33,26 @@ def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]], strategy
     """
     if not named:
         return
+    device = torch_device(group.device)
     descriptions = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
-    head = torch.tensor(
-        [len(named), zlib.crc32(repr((strategy, descriptions)).encode())],
-        dtype=torch.int64,
-        device=torch_device(group.device),
-    )
+    head = torch.tensor([digest_of_text(repr((strategy, descriptions)))], device=device)
     if any(not torch.equal(other, head) for other in group.all_gather(head)):
         _refuse_other_strategies(group.all_gather_object(strategy))
         _refuse_unlike(group.all_gather_object(descriptions))
-    pack: list[torch.Tensor] = []
-    nbytes = 0
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for _, tensor in named:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
     with torch.no_grad():
-        for _, tensor in named:
-            if pack and nbytes + tensor.nbytes > _MESSAGE_NBYTES:
-                _broadcast_pack(group, pack)
-                pack, nbytes = [], 0
-            pack.append(tensor)
-            nbytes += tensor.nbytes
-        _broadcast_pack(group, pack)
-
-
-def _broadcast_pack(group: Group, pack: Sequence[torch.Tensor]) -> None:
-    device = torch_device(group.device)
-    flat = torch.cat([tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for tensor in pack])
-    if not flat.numel():
-        return
-    group.broadcast(flat, 0)
-    if group.rank == 0:
-        return
-    begin = 0
-    for tensor in pack:
-        piece = flat[begin : begin + tensor.nbytes]
-        begin += tensor.nbytes
-        # Cloned, since a view as another dtype needs an aligned beginning.
-        tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+        for tensors in by_dtype.values():
+            for places in _PACKS.cut([tensor.nbytes for tensor in tensors]):
+                chosen = [tensors[place] for place in places]
+                pack = Pack([Slot(tuple(tensor.shape), tensor.dtype, device) for tensor in chosen])
+                if group.rank == 0:
+                    pack.fill(chosen)
+                if pack.flat.numel():
+                    group.broadcast(pack.flat, 0)
+                if group.rank != 0:
+                    torch._foreach_copy_(chosen, pack.views)
 
 
 def _refuse_other_strategies(strategies: Sequence[str]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distnb.collectives.digests import digest
 from distnb.errors import OutOfSyncError
 from distnb.runtime.scopes.registration import is_scope_buffer
 from distnb.values.structure import flatten, paths
@@ -15,7 +15,7 @@ from distnb.variables.sync_on_read import SyncOnReadVariable
 if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
 
-__all__ = ["assert_in_sync", "drift_report"]
+__all__ = ["assert_in_sync", "contents", "drift_report"]
 
 _SHOWN = 5
 _CURE = (
@@ -59,18 +59,25 @@ def drift_report(group: Group, value: Any) -> str:
     return f"OUT OF SYNC. {len(unlike)} of {total} values differ:\n" + "\n".join([*_shown(unlike), _CURE])
 
 
+def contents(value: Any) -> dict[str, str]:
+    """What modules, optimizers, tensors and plain values hold, by name: texts that are equal for equal bits."""
+    return {name: _described(leaf) for name, leaf in _named_leaves(value).items()}
+
+
 def _compare(group: Group, value: Any) -> tuple[int, dict[str, str]]:
     """How many values there are, and in what those differ that do, by name."""
     mine = _named_leaves(value)
-    digests = {name: _digest(leaf) for name, leaf in mine.items()}
-    told: list[dict[str, str]] = group.all_gather_object(digests)
+    told: list[dict[str, str]] = group.all_gather_object(contents(value))
     names = list(dict.fromkeys(name for one in told for name in one))
     unlike = [name for name in names if any(one.get(name) != told[0].get(name) for one in told)]
     found = dict.fromkeys(unlike, "")
     for name in unlike[:_SHOWN]:
         # Those that differ from replica 0 show what they hold; a large tensor is not sent by all.
-        differing = told[group.rank].get(name) != told[0].get(name) or group.rank == 0
-        leaves = group.all_gather_object((_portable(mine.get(name)),) if differing else None)
+        leaf = None
+        if told[group.rank].get(name) != told[0].get(name) or group.rank == 0:
+            tensor = _as_tensor(mine.get(name))
+            leaf = (repr(mine.get(name)) if tensor is None else tensor.detach().cpu(),)
+        leaves = group.all_gather_object(leaf)
         found[name] = _difference({replica: leaf[0] for replica, leaf in enumerate(leaves) if leaf is not None})
     return len(names), found
 
@@ -81,36 +88,35 @@ def _shown(unlike: dict[str, str]) -> list[str]:
 
 
 def _named_leaves(value: Any) -> dict[str, Any]:
-    leaves = dict(zip(paths(value), flatten(value)[0], strict=True))
     named: dict[str, Any] = {}
-    for path, leaf in leaves.items():
+    for path, leaf in _by_path(value).items():
         if isinstance(leaf, torch.nn.Module):
-            state: Any = leaf.state_dict(keep_vars=True)  # with what is here, not with what it would be as a whole
+            inner = _by_path(leaf.state_dict(keep_vars=True))  # with what is here, not with what it would be as a whole
         elif isinstance(leaf, torch.optim.Optimizer):
-            state = leaf.state_dict()
+            inner = _by_path(leaf.state_dict())
         else:
             named[path] = leaf
             continue
-        inner = dict(zip(paths(state), flatten(state)[0], strict=True))
         named.update({f"{path} {type(leaf).__name__}{key}".strip(): part for key, part in inner.items()})
-    return {name: leaf for name, leaf in named.items() if not _is_part(leaf) and not _is_opaque(leaf)}
+    return {name: leaf for name, leaf in named.items() if not _is_left_out(leaf)}
 
 
-def _is_part(leaf: Any) -> bool:
-    return isinstance(leaf, SyncOnReadVariable) or (isinstance(leaf, torch.Tensor) and is_scope_buffer(leaf))
+def _by_path(tree: Any) -> dict[str, Any]:
+    return dict(zip(paths(tree), flatten(tree)[0], strict=True))
 
 
-def _is_opaque(leaf: Any) -> bool:
-    """Whether all that an object tells of itself is where it lies, which is another place on every replica."""
+def _is_left_out(leaf: Any) -> bool:
+    """Whether replicas hold parts of it, or all that it tells of itself is where it lies in this process."""
+    if isinstance(leaf, SyncOnReadVariable) or (isinstance(leaf, torch.Tensor) and is_scope_buffer(leaf)):
+        return True
     return _as_tensor(leaf) is None and f" at {id(leaf):#x}" in repr(leaf)
 
 
-def _digest(leaf: Any) -> str:
+def _described(leaf: Any) -> str:
     tensor = _as_tensor(leaf)
     if tensor is None:
         return f"{type(leaf).__qualname__} {leaf!r}"
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.blake2b(data.data, digest_size=16).hexdigest()}"
+    return f"{tensor.dtype} {tuple(tensor.shape)} {digest(tensor)}"
 
 
 def _as_tensor(leaf: Any) -> torch.Tensor | None:
@@ -122,11 +128,6 @@ def _as_tensor(leaf: Any) -> torch.Tensor | None:
         except (TypeError, ValueError):
             return None
     return None
-
-
-def _portable(leaf: Any) -> Any:
-    tensor = _as_tensor(leaf)
-    return repr(leaf) if tensor is None else tensor.detach().cpu()
 
 
 def _difference(leaves: dict[int, Any]) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 
-from distnb.collectives.gradients.mirrored_parameters import find_mirror
+from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.errors import ContextError
 from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts
@@ -192,7 +192,7 @@ class Registration:
                 "Mixing different Strategy objects: a parameter that another strategy made was registered in the "
                 f"scope of {self.strategy!r}. Make the model in the scope of the strategy that trains it."
             )
-        self._sync.adopt(parameter, key)
+        self._sync.register(parameter, key)
         # What is small, and never trained, is not worth sharing.
         worth_it = parameter.requires_grad or is_lazy(parameter) or parameter.nbytes >= _LARGE_NBYTES
         if self.shared is not None and worth_it:

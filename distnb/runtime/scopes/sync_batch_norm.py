@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distnb.collectives.algorithms.aggregation import Aggregation
+from distnb.collectives.algorithms.sums import all_reduce
 from distnb.options import ReduceOp
-from distnb.runtime.reduction import differentiable
 from distnb.runtime.this_process import this_process
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _forward(layer: Any, input: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _sum(group: Group, values: torch.Tensor) -> torch.Tensor:
-    return values if group.size == 1 else differentiable.all_reduce(Aggregation(group), ReduceOp.SUM, [values])[0]
+    return values if group.size == 1 else all_reduce(Aggregation(group), ReduceOp.SUM, [values])[0]
 
 
 def _track(layer: Any, mean: torch.Tensor, variance: torch.Tensor, total: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from distnb.collectives.gradients.mirrored_parameters import find_mirror
+from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.errors import ContextError
 from distnb.runtime import choice, contexts
 from distnb.variables.variable import Variable

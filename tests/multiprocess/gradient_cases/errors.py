@@ -1,4 +1,4 @@
-"""Mean losses, steps on gradients that were never aggregated, wrapping; healing and lifetime."""
+"""Mean losses, steps on gradients that were never aggregated, wrapping; resynchronisation and lifetime."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distnb.collectives.gradients.gradient_sync import mark_aggregated
+from distnb.collectives.gradients.parameter_groups import mark_aggregated
 from distnb.errors import GradientError, MeanLossError, UnsyncedGradientError
+from distnb.runtime.consistency.resynchronisation import resynchronise
 from tests.multiprocess.gradient_cases.replica import Replica, case, loss_of, mlp, same
 
 
@@ -41,7 +42,7 @@ def mean_losses_are_errors(r: Replica) -> None:
     r.sync.weight(7, 7 * r.size)
     with pytest.raises(MeanLossError, match="a sum divided by 7"):
         (F.cross_entropy(model(x), target, reduction="sum") / 7).backward()
-    r.sync.weight(None)
+    r.sync.weight(None, None)
 
 
 @case
@@ -97,7 +98,8 @@ def unsynced_steps_are_errors(r: Replica) -> None:
     by_hand()
     with pytest.raises(UnsyncedGradientError):
         optimizer.step()
-    loss_of(model, r.batch(5)[1], 5).backward()  # on top of what was never aggregated
+    with pytest.raises(UnsyncedGradientError, match="made by hand"):
+        loss_of(model, r.batch(5)[1], 5).backward()  # on top of what was never aggregated
     with pytest.raises(UnsyncedGradientError):
         optimizer.step()
     optimizer.zero_grad()
@@ -139,7 +141,7 @@ def a_new_generation_agrees_anew(r: Replica) -> None:
 
 
 @case
-def a_half_done_step_is_healed(r: Replica) -> None:
+def a_half_done_step_is_made_equal(r: Replica) -> None:
     model, plain = r.make(mlp)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     reference = torch.optim.Adam(plain.parameters(), lr=0.1)
@@ -152,8 +154,8 @@ def a_half_done_step_is_healed(r: Replica) -> None:
             o.zero_grad()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        r.sync.heal()
-        r.sync.heal()
+        resynchronise(r.group, r.sync.groups)
+        resynchronise(r.group, r.sync.groups)
     assert len(caught) == 1
     assert "Sequential 1's parameters and gradients (to None), Adam's state" in str(caught[0].message)
     for m, o, x in ((model, optimizer, r.batch(5)[1]), (plain, reference, r.batch(5)[0])):
@@ -164,17 +166,29 @@ def a_half_done_step_is_healed(r: Replica) -> None:
 
 
 @case
+def replicas_that_counted_their_models_differently(r: Replica) -> None:
+    extra = [r.make(mlp) for _ in range(r.rank)]
+    del extra  # as on a replica that has seen more, or less, than the others
+    pairs = [r.make(mlp, seed) for seed in range(3)]
+    resynchronise(r.group, r.sync.groups)
+    for model, plain in (pairs[1], pairs[0], pairs[2]):
+        loss_of(model, r.batch(5)[1], 5).backward()
+        loss_of(plain, r.batch(5)[0], 5).backward()
+        same(model, plain)
+
+
+@case
 def nothing_is_kept_alive(r: Replica) -> None:
     model, _ = r.make(mlp)
     loss_of(model, r.batch(5)[1], 5).backward()
-    flat = weakref.ref(r.sync._entries[tuple(r.sync._families)].plans[0])
+    flat = weakref.ref(r.sync._entries[tuple(r.sync.groups)].plans[0])
     watched = [weakref.ref(p) for p in model.parameters()]
-    families = len(r.sync._families)
+    groups = len(r.sync.groups)
     gc.disable()
     try:
         del model
         assert all(ref() is None for ref in watched)
-        assert len(r.sync._families) == families - 1
+        assert len(r.sync.groups) == groups - 1
     finally:
         gc.enable()
     gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ class NotedGroup:
 
     def __init__(self) -> None:
         self.inner = groups.join_from_env()
+        self.device, self.devices, self.process_group = self.inner.device, self.inner.devices, self.inner.process_group
         self.rank, self.size, self.generation = self.inner.rank, self.inner.size, self.inner.generation
         self.calls: list[tuple[str, int]] = []
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         self.calls.append(("all_reduce", tensor.numel()))
-        self.inner.all_reduce(tensor)
+        self.inner.all_reduce(tensor, op)
 
     def all_reduce_start(self, tensor: torch.Tensor) -> Any:
         self.calls.append(("all_reduce_start", tensor.numel()))
@@ -36,3 +38,10 @@ class NotedGroup:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         self.calls.append(("broadcast", tensor.numel()))
         self.inner.broadcast(tensor, source)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.calls.append(("all_gather", tensor.numel()))
+        return self.inner.all_gather(tensor)
+
+    def note_pack(self, tensors: Sequence[torch.Tensor], layout: object) -> None:
+        self.inner.note_pack(tensors, layout)

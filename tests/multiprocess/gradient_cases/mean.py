@@ -10,31 +10,22 @@ from torch import nn
 from tests.multiprocess.gradient_cases.replica import Replica, case, mlp, same
 
 
-def _mean_case(r: Replica, known: bool) -> None:
+@case
+def mean_weighted_by_slices(r: Replica) -> None:
     sync = r.use(reduction="mean")
     model, plain = r.make(mlp)
     for count in (r.size * 2, r.size + 1, 1):
         whole, part = r.batch(count)
-        sync.weight(len(part), count if known else None)
+        sync.weight(len(part), count)
         model.zero_grad(), plain.zero_grad()
         model(part).square().mean().backward()
         plain(whole).square().mean().backward()
         same(model, plain)
-    sync.weight(None)
+    sync.weight(None, None)
     model.zero_grad(), plain.zero_grad()
     model(r.batch(r.size)[1]).square().mean().backward()
     plain(r.batch(r.size)[0]).square().mean().backward()
     same(model, plain)
-
-
-@case
-def mean_with_known_total(r: Replica) -> None:
-    _mean_case(r, known=True)
-
-
-@case
-def mean_with_unknown_total(r: Replica) -> None:
-    _mean_case(r, known=False)
 
 
 @case
@@ -57,7 +48,7 @@ def mean_in_low_precision(r: Replica) -> None:
     sync = r.use(reduction="mean")
     model, plain = r.make(lambda: nn.Linear(4, 2, dtype=torch.bfloat16))
     whole, part = r.batch(r.size * 700 + 1)
-    sync.weight(len(part))
+    sync.weight(len(part), len(whole))
     model(part.bfloat16()).square().mean().backward()
     plain.double()(whole.bfloat16().double()).square().mean().backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):

@@ -57,13 +57,13 @@ def frozen_from_the_start(r: Replica) -> None:
     model = mlp()
     model[0].requires_grad_(False)
     plain = copy.deepcopy(model)
-    r.adopt(model)
+    r.register(model)
     for _ in range(3):
         before = len(r.group.calls)
         loss_of(model, r.batch(5)[1], 5).backward()
         loss_of(plain, r.batch(5)[0], 5).backward()
         same(model, plain)
-    assert r.group.calls[before:] == [("all_reduce", 8 * 3 + 4 + 2 + 1)]  # padded, flags, weight
+    assert r.group.calls[before:] == [("all_reduce_start", 8 * 3 + 4 + 2)]  # padded, flags
 
 
 @case
@@ -85,7 +85,7 @@ def several_models(r: Replica) -> None:
     torch.manual_seed(0)
     generator, discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
     pg, pd = copy.deepcopy(generator), copy.deepcopy(discriminator)
-    r.adopt(generator), r.adopt(discriminator)
+    r.register(generator), r.register(discriminator)
     for step in range(3):
         whole, part = r.batch(6, seed=step)
         for m in (generator, discriminator, pg, pd):
@@ -95,7 +95,7 @@ def several_models(r: Replica) -> None:
         calls = r.group.calls[before:]
         (pd(pg(whole).detach()).square().sum() / 6).backward()
         same(discriminator, pd), same(generator, pg)
-        assert step == 0 or calls == [("all_reduce", 4 + 2 + 2 + 1)], calls  # only the discriminator's
+        assert step == 0 or calls == [("all_reduce_start", 4 + 2 + 2)], calls  # only the discriminator's
         (discriminator(generator(part)).square().sum() / 6).backward()
         (pd(pg(whole)).square().sum() / 6).backward()
         same(discriminator, pd), same(generator, pg)
@@ -106,7 +106,7 @@ def models_reached_on_some_replicas(r: Replica) -> None:
     torch.manual_seed(0)
     a, b = nn.Linear(4, 1), nn.Linear(4, 1)
     pa, pb = copy.deepcopy(a), copy.deepcopy(b)
-    r.adopt(a), r.adopt(b)
+    r.register(a), r.register(b)
     x = r.batch(r.size)[0]
     for step in range(5):
         for m in (a, b, pa, pb):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from distnb.collectives.gradients import buckets
-from distnb.collectives.gradients.gradient_sync import is_mirrored
+from distnb.collectives.gradients.parameter_groups import is_mirrored
 from distnb.errors import GradientError
 from tests.multiprocess.gradient_cases.replica import Branches, Replica, case, loss_of, mlp, same
 
@@ -163,7 +163,7 @@ def a_failing_pass_changes_nothing(r: Replica) -> None:
 @case
 def lazy_modules(r: Replica) -> None:
     torch.manual_seed(0)
-    model = r.adopt(nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(3)))
+    model = r.register(nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(3)))
     torch.manual_seed(0)
     model(torch.zeros(1, 4))
     plain = copy.deepcopy(model)
@@ -171,7 +171,7 @@ def lazy_modules(r: Replica) -> None:
         loss_of(model, r.batch(5)[1], 5).backward()
         loss_of(plain, r.batch(5)[0], 5).backward()
         same(model, plain)
-    other = r.adopt(nn.Sequential(nn.LazyLinear(8)))
+    other = r.register(nn.Sequential(nn.LazyLinear(8)))
     torch.manual_seed(r.rank)
     with pytest.raises(GradientError, match="other values on replica"):
         loss_of(other, r.batch(5)[1], 5).backward()
@@ -180,7 +180,7 @@ def lazy_modules(r: Replica) -> None:
 @case
 def models_that_differ(r: Replica) -> None:
     torch.manual_seed(0)
-    model = r.adopt(nn.Linear(4, 2 + (r.rank == 1)))
+    model = r.register(nn.Linear(4, 2 + (r.rank == 1)))
     with pytest.raises(GradientError, match=r"do not look alike.*replica 1 has parameter 0 as float64\[3, 4\]"):
         loss_of(model, r.batch(6)[1], 6).backward()
 

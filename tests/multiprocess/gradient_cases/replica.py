@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.gradients.gradient_sync import GradientSync
 
 CASES: dict[str, Callable[[Replica], None]] = {}
@@ -19,16 +20,18 @@ class Replica:
 
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
-        self.sync = GradientSync(lambda: group)
+        self.sync = self.use()
 
     def use(self, **options: Any) -> GradientSync:
-        self.sync.detach()
-        self.sync = GradientSync(lambda: self.group, **options)
+        if hasattr(self, "sync"):
+            self.sync.detach()
+        self.sync = GradientSync(lambda: Aggregation(self.group), **options)
         return self.sync
 
-    def adopt(self, model: nn.Module) -> nn.Module:
+    def register(self, model: nn.Module) -> nn.Module:
+        model.label = type(model).__name__
         for parameter in model.parameters():
-            self.sync.adopt(parameter, model)
+            self.sync.register(parameter, model)
         return model
 
     def make(self, factory: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, nn.Module]:
@@ -36,7 +39,7 @@ class Replica:
         torch.manual_seed(seed)
         model = factory()
         plain = copy.deepcopy(model)
-        return self.adopt(model), plain
+        return self.register(model), plain
 
     def batch(self, count: int, width: int = 4, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """(whole batch, this replica's slice): contiguous, sizes differing by one at most."""

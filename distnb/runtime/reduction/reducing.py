@@ -1,4 +1,4 @@
-"""The rules of `reduce`: which values, which axes, what becomes of integers. Without replicas, and with them."""
+"""`reduce` and `all_reduce`: which values and axes they take, what becomes of integers; with and without replicas."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distnb.accelerators import torch_device
+from distnb.collectives.algorithms.sums import all_reduce, combine, is_sparse
+from distnb.collectives.gradients.parameter_groups import mark_aggregated
 from distnb.errors import CollectiveMismatchError, DistributedValueError, OptionError
 from distnb.options import ReduceOp
-from distnb.runtime.reduction.gathering import require_dense
-from distnb.runtime.reduction.packed_sums import combine_over_replicas
-from distnb.runtime.reduction.sparse_sums import beside_sparse, is_entries
+from distnb.values.structure import flatten, unflatten
 
 if TYPE_CHECKING:
     from distnb.collectives.algorithms.aggregation import Aggregation
 
-__all__ = ["axes_of", "plain_value_error", "python_number", "reduce_alone", "reduce_leaves", "tensor_of"]
+__all__ = ["all_reduce_tree", "checked_axis", "plain_value_error", "reduce_alone", "reduce_leaves", "tensor_of"]
+
+
+# A bool is an int, too, so it stands first.
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def tensor_of(value: Any, method: str, device: torch.device | None = None, *, sparse: bool = False) -> torch.Tensor:
@@ -31,16 +36,17 @@ def tensor_of(value: Any, method: str, device: torch.device | None = None, *, sp
 
     Raises:
         DistributedValueError: It is something else.
+        NotImplementedError: It is a sparse tensor.
     """
     if isinstance(value, torch.Tensor):
-        if not (sparse and is_entries(value)):
-            require_dense(value, method)
+        if value.layout is not torch.strided and not (sparse and is_sparse(value)):
+            raise NotImplementedError(
+                f"{method} takes dense tensors and got a {value.layout} one. Use value.to_dense()."
+            )
         return value
-    if isinstance(value, (bool, int, float, complex)):
-        dtype = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}[
-            _plain_type(value)
-        ]
-        return torch.tensor(value, dtype=dtype, device=device or "cpu")
+    for kind, dtype in _DTYPES.items():
+        if isinstance(value, kind):
+            return torch.tensor(value, dtype=dtype, device=device or "cpu")
     if hasattr(value, "__array__"):
         try:
             return torch.as_tensor(value)
@@ -51,10 +57,6 @@ def tensor_of(value: Any, method: str, device: torch.device | None = None, *, sp
         f"{type(value).__name__}: {_shown(value)}. "
         "strategy.local_results(value) gives components of any type."
     )
-
-
-def _plain_type(value: Any) -> type:
-    return next(cls for cls in (bool, int, float, complex) if isinstance(value, cls))
 
 
 def _shown(value: Any) -> str:
@@ -72,7 +74,7 @@ def plain_value_error(op: ReduceOp, value: Any, num_replicas: int) -> Distribute
     )
 
 
-def python_number(tensor: torch.Tensor, value: Any) -> Any:
+def _python_number(tensor: torch.Tensor, value: Any) -> Any:
     """The result in the form in which the value came: a Python number for a number, else the tensor."""
     return tensor.item() if isinstance(value, numbers.Number) and tensor.ndim == 0 else tensor
 
@@ -85,26 +87,33 @@ def _refuse_bool(tensor: torch.Tensor, op: ReduceOp, method: str) -> None:
         )
 
 
-def axes_of(axis: Any, tensor: torch.Tensor) -> tuple[int, ...]:
-    """The axes of `reduce`, each from 0, without doubles.
+def checked_axis(axis: object, tensor: torch.Tensor, method: str) -> int:
+    """The axis as a number from 0.
 
     Raises:
-        OptionError: No whole number, tuple or list of them; out of range; or the value is a scalar.
+        OptionError: It is no whole number or out of range, or the tensor has no axis.
     """
-    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
-    for one in axes:
-        if isinstance(one, bool) or not isinstance(one, int):
-            raise OptionError(f"reduce needs axis=None, a whole number, or a tuple of them, and got {axis!r}.")
-        if not -tensor.ndim <= one < tensor.ndim:
-            what = (
-                "is a scalar on each replica and has no axis"
-                if tensor.ndim == 0
-                else f"has shape {tuple(tensor.shape)}"
-            )
-            raise OptionError(
-                f"reduce with axis={axis!r}: the value {what}. Use axis=None to combine the replicas only."
-            )
-    return tuple(sorted({one % tensor.ndim for one in axes}))
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        wanted = "axis=None, a whole number, or a tuple of them," if method == "reduce" else "one whole number as axis"
+        raise OptionError(f"{method} needs {wanted} and got {axis!r}.")
+    if tensor.ndim == 0:
+        other = "use axis=None to combine the replicas only" if method == "reduce" else "use reduce"
+        raise OptionError(
+            f"{method} along axis {axis}: the value is a scalar on each replica and has no axis. Give it one first "
+            f"(value.reshape(1)), or {other}."
+        )
+    if not -tensor.ndim <= axis < tensor.ndim:
+        raise OptionError(
+            f"{method} along axis {axis}: the value has shape {tuple(tensor.shape)}, so axis is in [{-tensor.ndim}, "
+            f"{tensor.ndim})."
+        )
+    return axis % tensor.ndim
+
+
+def _axes_of(axis: Any, tensor: torch.Tensor) -> tuple[int, ...]:
+    """The axes of `reduce`, each from 0, without doubles."""
+    axes = axis if isinstance(axis, (tuple, list)) else (axis,)
+    return tuple(sorted({checked_axis(one, tensor, "reduce") for one in axes}))
 
 
 def _for_mean(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,7 +128,7 @@ def reduce_alone(op: ReduceOp, value: Any, axis: Any) -> Any:
         return value
     tensor = tensor_of(value, "reduce")
     _refuse_bool(tensor, op, "reduce")
-    axes = axes_of(axis, tensor)
+    axes = _axes_of(axis, tensor)
     if not axes:
         return tensor
     return tensor.sum(axes, dtype=tensor.dtype) if op is ReduceOp.SUM else _for_mean(tensor).mean(axes)
@@ -144,15 +153,15 @@ def reduce_leaves(
     if mean:
         tensors = [_for_mean(tensor) for tensor in tensors]
     if axis is None:
-        results = beside_sparse(aggregation, op, tensors, lambda dense: _reduce_elements(aggregation, op, dense))
+        results = _reduce_elements(aggregation, op, tensors)
     else:
         results = _reduce_along(aggregation, mean, tensors, axis)
-    return [python_number(result, value) for result, value in zip(results, values, strict=True)]
+    return [_python_number(result, value) for result, value in zip(results, values, strict=True)]
 
 
 def _reduce_elements(aggregation: Aggregation, op: ReduceOp, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     try:
-        return combine_over_replicas(aggregation, op, tensors)
+        return combine(aggregation, op, tensors)
     except CollectiveMismatchError as error:
         shapes = [tuple(tensor.shape) for tensor in tensors if tensor.ndim]
         if shapes:
@@ -169,7 +178,7 @@ def _reduce_along(
 ) -> list[torch.Tensor]:
     sums, counts = [], []
     for tensor in tensors:
-        axes = axes_of(axis, tensor)
+        axes = _axes_of(axis, tensor)
         single = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
         sums.append(tensor.detach().sum(axes, dtype=single) if axes else tensor.detach())
         count = 1.0
@@ -177,13 +186,32 @@ def _reduce_along(
             count *= tensor.shape[one]
         counts.append(count)
     if not mean:
-        totals = combine_over_replicas(aggregation, ReduceOp.SUM, sums)
+        totals = combine(aggregation, ReduceOp.SUM, sums)
         return [total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
     # The counts travel with the sums: replicas may hold different numbers of examples.
     weights = [
         torch.tensor(count, dtype=torch.float64, device=tensor.device)
         for count, tensor in zip(counts, tensors, strict=True)
     ]
-    totals = combine_over_replicas(aggregation, ReduceOp.SUM, [*sums, *weights])
+    totals = combine(aggregation, ReduceOp.SUM, [*sums, *weights])
     pairs = zip(totals[: len(sums)], totals[len(sums) :], tensors, strict=True)
     return [(total / weight).to(tensor.dtype) for total, weight, tensor in pairs]
+
+
+def all_reduce_tree(aggregation: Aggregation, op: ReduceOp, tree: Any) -> Any:
+    """Reduce every leaf over the replicas, all in one go. None stays None: gradients of unused parameters are."""
+    every, shape = flatten(tree)
+    places = [place for place, leaf in enumerate(every) if leaf is not None]
+    if not places:
+        return tree
+    tensors = []
+    for place in places:
+        tensor = tensor_of(every[place], "all_reduce", torch_device(aggregation.group.device), sparse=True)
+        _refuse_bool(tensor, op, "all_reduce")
+        tensors.append(_for_mean(tensor) if op is ReduceOp.MEAN else tensor)
+    # Which leaves are None must be the same everywhere, or others would be added up in their place.
+    layout = None if len(places) == len(every) else places
+    for place, result in zip(places, all_reduce(aggregation, op, tensors, layout), strict=True):
+        mark_aggregated(result)
+        every[place] = _python_number(result, every[place])
+    return unflatten(shape, every)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from distnb.collectives.gradients import backward_passes
+from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 
 
 class Listener:
@@ -38,9 +39,9 @@ class Listener:
 @pytest.fixture
 def listener() -> Iterator[Listener]:
     made = Listener()
-    backward_passes.listen(made)
+    BACKWARD_PASSES.listen(made)
     yield made
-    backward_passes.stop_listening(made)
+    BACKWARD_PASSES.stop_listening(made)
 
 
 def weight() -> torch.Tensor:
@@ -50,9 +51,9 @@ def weight() -> torch.Tensor:
 def test_autograd_is_left_as_it_was_found() -> None:
     before = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     listener = Listener()
-    backward_passes.listen(listener)
+    BACKWARD_PASSES.listen(listener)
     assert torch.autograd._engine_run_backward is not before  # type: ignore[attr-defined]
-    backward_passes.stop_listening(listener)
+    BACKWARD_PASSES.stop_listening(listener)
     assert torch.autograd._engine_run_backward is before  # type: ignore[attr-defined]
     weight().sum().backward()
     assert listener.heard == []
@@ -76,7 +77,7 @@ def test_a_nested_pass_belongs_to_the_outer_one(listener: Listener) -> None:
     w = weight()
     checkpoint(lambda t: t * w, w * 2, use_reentrant=True).sum().backward()
     assert listener.heard == ["begin", "end"]
-    assert backward_passes.nesting_seen()
+    assert BACKWARD_PASSES.nesting_seen
 
 
 def test_a_failing_pass(listener: Listener) -> None:
@@ -120,5 +121,5 @@ def test_the_users_line_is_found() -> None:
     frame = backward_passes.calling_frame()
     assert frame is not None
     assert frame.f_code.co_name == "test_the_users_line_is_found"
-    assert backward_passes.describe_frame(frame).startswith("test_gradients_backward.py, line ")
+    assert backward_passes.describe_frame(frame).startswith("test_backward_passes.py, line ")
     assert backward_passes.describe_frame(None) == "a library's code"

@@ -1,0 +1,104 @@
+"""Contenders that are processes under torchrun's environment, which measure whenever they are told to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+__all__ = ["REPLICAS", "Ranks", "serve", "two_machines"]
+
+REPLICAS = 2
+_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_CABLE = "cable"
+_PORT = 29611
+
+
+class Ranks:
+    """The processes of one contender.
+
+    Args:
+        module: What they run, with `--rank CONTENDER`: it calls `serve`.
+        contender: Which of its contenders they are.
+        replicas: How many processes.
+        machines: Network namespaces, one for each process; none: all on this machine.
+    """
+
+    def __init__(self, module: str, contender: str, replicas: int = REPLICAS, machines: tuple[str, ...] = ()) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(replicas)}
+        if machines:
+            self._store = None
+            port = str(_PORT + sum(map(ord, contender)) % 100)
+            environment |= {"MASTER_ADDR": _ADDRESSES[0], "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": _CABLE}
+        else:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        local = 1 if machines else replicas
+        self._processes = []
+        for rank in range(replicas):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local)}
+            command = [sys.executable, "-m", module, "--rank", contender]
+            if machines:  # with a host name of its own: nothing is shared but the network
+                named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', machines[rank]]
+                command = ["ip", "netns", "exec", machines[rank], *named, *command]
+            pipe = subprocess.PIPE
+            self._processes.append(
+                subprocess.Popen(command, env={**environment, **own}, stdin=pipe, stdout=pipe, text=True)
+            )
+
+    def step(self, what: str, count: int) -> float:
+        """Seconds for one of what the processes know, done so often, of the slowest process."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{what} {count}\n")
+            process.stdin.flush()
+        answers = []
+        for process in self._processes:
+            assert process.stdout is not None
+            answers.append(float(process.stdout.readline() or "nan"))
+        return max(answers)
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def serve(measure: Callable[[str, int], float]) -> int:
+    """What a rank does: read lines `WHAT COUNT`, and answer each with what is measured of one. Returns 0 at the end."""
+    for line in sys.stdin:
+        what, _, count = line.rpartition(" ")
+        print(measure(what, int(count)), flush=True)
+    return 0
+
+
+@contextlib.contextmanager
+def two_machines() -> Iterator[tuple[str, ...]]:
+    """The names of two network namespaces with a cable between them. It takes root."""
+    first, second = names = (f"bench{os.getpid()}a", f"bench{os.getpid()}b")
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, timeout=30)
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "del", name)
+        ip("-n", first, "link", "add", _CABLE, "type", "veth", "peer", "name", _CABLE, "netns", second)
+        for name, address in zip(names, _ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", _CABLE)
+            for link in ("lo", _CABLE):
+                ip("-n", name, "link", "set", link, "up")
+        yield names

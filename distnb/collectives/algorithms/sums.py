@@ -1,0 +1,148 @@
+"""Sums and means of tensors over the replicas: packed into few messages, sparse rows apart, open to autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distnb.accelerators import torch_device
+from distnb.collectives.algorithms.flat_packs import Pack, Slot
+from distnb.options import ReduceOp
+
+if TYPE_CHECKING:
+    from distnb.collectives.algorithms.aggregation import Aggregation
+    from distnb.collectives.group.interface import Group
+
+__all__ = ["all_reduce", "combine", "is_sparse", "sum_sparse"]
+
+# Below this many elements a message's latency counts and its bytes do not: everything travels as float64.
+_SMALL = 65536
+
+
+def all_reduce(
+    aggregation: Aggregation, op: ReduceOp, tensors: Sequence[torch.Tensor], layout: object = None
+) -> list[torch.Tensor]:
+    """`combine`, of which gradients are the same sums or means of the upstream gradients; none for sparse tensors."""
+    results = dict(enumerate(tensors))
+    dense = [place for place, tensor in enumerate(tensors) if not is_sparse(tensor)]
+    totals = _apply_all_reduce(aggregation, op, layout, *[tensors[place] for place in dense]) if dense else ()
+    results.update(zip(dense, totals, strict=True))
+    for place in results.keys() - set(dense):
+        (results[place],) = combine(aggregation, op, [tensors[place]])
+    return list(results.values())
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, aggregation: Aggregation, op: ReduceOp, layout: object, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.aggregation, ctx.op = aggregation, op
+        return tuple(combine(aggregation, op, tensors, layout))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        # Through the Function again, so that second derivatives are right too.
+        return None, None, None, *_apply_all_reduce(ctx.aggregation, ctx.op, None, *upstream)
+
+
+_apply_all_reduce: Any = _AllReduce.apply
+
+
+def combine(
+    aggregation: Aggregation, op: ReduceOp, tensors: Sequence[torch.Tensor], layout: object = None
+) -> list[torch.Tensor]:
+    """The elementwise sum or mean of each tensor over all replicas.
+
+    Several tensors travel in one message per kind of number, or in as many packs as the strategy was told. Half
+    precision is added up in single precision. Of sparse tensors only the entries travel.
+
+    Args:
+        aggregation: The replicas, and how they add up.
+        op: SUM, or MEAN of floating-point tensors.
+        tensors: The same number on each, with equal shapes, dtypes and layouts.
+        layout: Must have an equal repr on all replicas, too.
+
+    Returns:
+        New tensors, in the dtypes and on the devices of those given.
+
+    Raises:
+        CollectiveMismatchError: The replicas' tensors differ in shape.
+    """
+    with torch.no_grad():
+        results: dict[int, torch.Tensor] = {}
+        by_kind: dict[torch.dtype, list[int]] = {}
+        small = len(tensors) > 1 and sum(tensor.numel() for tensor in tensors) <= _SMALL
+        for place, tensor in enumerate(tensors):
+            if is_sparse(tensor):
+                with aggregation.communicating():
+                    total = sum_sparse(aggregation.group, tensor)
+                results[place] = total / aggregation.group.size if op is ReduceOp.MEAN else total
+            else:
+                by_kind.setdefault(_wire_dtype(tensor.dtype, small), []).append(place)
+        for dtype, places in by_kind.items():
+            for pack in aggregation.packs.cut([tensors[place].numel() * dtype.itemsize for place in places]):
+                chosen = [places[index] for index in pack]
+                alone = len(tensors) == 1 and layout is None
+                combined = _combine_pack(aggregation, op, [tensors[each] for each in chosen], dtype, layout, alone)
+                results.update(zip(chosen, combined, strict=True))
+        return [results[place] for place in range(len(tensors))]
+
+
+def _wire_dtype(dtype: torch.dtype, small: bool) -> torch.dtype:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.int64
+    if small or dtype in (torch.float64, torch.complex128):
+        return torch.float64
+    return torch.float32
+
+
+def _combine_pack(
+    aggregation: Aggregation,
+    op: ReduceOp,
+    tensors: Sequence[torch.Tensor],
+    wire: torch.dtype,
+    layout: object,
+    alone: bool,
+) -> list[torch.Tensor]:
+    device = torch_device(aggregation.group.device)
+    real = [torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach() for tensor in tensors]
+    if alone:
+        # Always a copy: the sum must not be written into the user's tensor.
+        totals = [real[0].to(device, wire, copy=True).contiguous()]
+        aggregation.all_reduce(totals[0], op)
+    else:
+        aggregation.group.note_pack(tensors, layout)
+        pack = Pack([Slot(tuple(tensor.shape), wire, device) for tensor in real])
+        pack.fill(real)
+        aggregation.all_reduce(pack.flat, op)
+        totals = [view.clone() for view in pack.views]
+    return [
+        (torch.view_as_complex(total) if tensor.is_complex() else total).to(tensor.device, tensor.dtype)
+        for total, tensor in zip(totals, tensors, strict=True)
+    ]
+
+
+# -- sparse rows -------------------------------------------------------------------------------------------------------
+
+
+def is_sparse(value: object) -> bool:
+    """Whether it is a sparse (COO) tensor."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo
+
+
+def sum_sparse(group: Group, tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a sparse (COO) tensor over the replicas, of equal shape and dtype on each: coalesced, without a graph.
+
+    Raises:
+        CollectiveMismatchError: The replicas' tensors differ in shape or dtype.
+    """
+    with torch.no_grad():
+        local = tensor.detach().coalesce()
+        group.note_pack([local], f"sparse {local.sparse_dim()}")
+        indices = torch.cat(group.all_gather_uneven(local.indices().t().contiguous()))
+        values = torch.cat(group.all_gather_uneven(local.values()))
+        total = torch.sparse_coo_tensor(indices.t(), values, local.shape, check_invariants=False)
+        return total.coalesce()

@@ -1,0 +1,20 @@
+"""Whether the replicas hold the same: numbers that are equal for equal contents, to be compared over the replicas."""
+
+from __future__ import annotations
+
+import torch
+import xxhash
+
+__all__ = ["digest", "digest_of_text"]
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """63 bits of a tensor's elements, the same on every device and for every layout in memory."""
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    data = dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_64_intdigest(data.data) >> 1
+
+
+def digest_of_text(text: str) -> int:
+    """63 bits of a text."""
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1

@@ -1,0 +1,183 @@
+"""What optimizers do to mirrored parameters: their steps need aggregated gradients, and write the same everywhere.
+
+Tensors count the writes to them. What an optimizer's step writes is known to be equal, since its gradients are; so a
+parameter with other writes is all that has to be compared, and a cell that trains as usual costs nothing at its end.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from distnb.collectives.digests import digest
+from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
+from distnb.collectives.gradients.parameter_groups import AGGREGATED, Mirror, ParameterGroup, find_mirror
+from distnb.collectives.group.eager import always_eager
+from distnb.errors import UnsyncedGradientError
+
+__all__ = ["changed_by_hand", "guard_optimizers", "note_versions"]
+
+
+class _Steps:
+    """What is known of one optimizer.
+
+    Attributes:
+        used: The number of the last aggregation that one of its steps has used.
+        mirrored: Its parameters whose writes are counted: the counts, the place there, the parameter.
+        versions: What these parameters' versions were when the present step began.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.used = 0
+        self.versions: list[int] = []
+        self._count = -1
+        self.see(optimizer)
+
+    def see(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step begins."""
+        count = sum([len(group["params"]) for group in optimizer.param_groups])
+        if count != self._count:
+            self._count = count
+            mirrors = [(find_mirror(p), p) for p in _parameters(optimizer)]
+            self.mirrored: list[tuple[dict[int, int], int, Any]] = [
+                (mirror.group.versions, mirror.place, parameter)
+                for mirror, parameter in mirrors
+                if mirror is not None and mirror.place in mirror.group.versions
+            ]
+        self.versions = [parameter._version for _, _, parameter in self.mirrored]
+
+
+_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def guard_optimizers() -> None:
+    """Check every step of every optimizer from now on. Idempotent; steps on one replica cost nothing."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+@always_eager
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    if not BACKWARD_PASSES.any_aggregates():
+        return None
+    known = _known.get(optimizer)
+    if known is None:
+        known = _known[optimizer] = _Steps(optimizer)
+    identities = AGGREGATED.identities
+    unknown = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if (gradient := parameter.grad) is not None and id(gradient) not in identities
+    ]
+    if unknown:
+        mirrors = [mirror for parameter in unknown if (mirror := find_mirror(parameter)) is not None]
+        suspects = [mirror for mirror in mirrors if (sync := mirror.sync()) is not None and sync.aggregates]
+        if suspects:
+            _judge(optimizer, suspects, known.used)
+    known.used = AGGREGATED.stepped = AGGREGATED.serial
+    known.see(optimizer)
+    if len(args) > 1 or kwargs:
+        return _with_global_loss(optimizer, args, kwargs)
+    return None
+
+
+def _with_global_loss(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Have an optimizer that computes with its closure's loss (a line search) get that of the whole batch.
+
+    Those of torch but LBFGS only hand it on.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    mirrors = map(find_mirror, _parameters(optimizer))
+    sync = next((sync for mirror in mirrors if mirror is not None and (sync := mirror.sync()) is not None), None)
+    if not callable(closure) or sync is None or not sync.aggregates:
+        return None
+
+    def whole() -> Any:
+        return sync.global_loss(closure())
+
+    return ((args[0], whole, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": whole})
+
+
+@always_eager
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    known = _known.get(optimizer)
+    if known is not None and BACKWARD_PASSES.any_aggregates():
+        for (counts, place, parameter), version in zip(known.mirrored, known.versions, strict=True):
+            counts[place] += parameter._version - version
+
+
+def _judge(optimizer: torch.optim.Optimizer, unknown: Sequence[Mirror], used: int) -> None:
+    """Accept gradients that were made from aggregated ones (`p.grad = p.grad / norm`); refuse the others."""
+    wrong = [
+        mirror
+        for mirror in unknown
+        if _in_pass(mirror) or mirror.place in mirror.group.local or mirror.group.serial <= used
+    ]
+    if not wrong:
+        return
+    first = wrong[0]
+    parameter = first.group.references[first.place]()
+    shape = list(parameter.shape) if parameter is not None else "?"
+    if _in_pass(first):
+        cause = "they are the sums over all replicas at the end of the backward pass, and it is still under way"
+        cure = "Take the step after loss.backward(), and not in a hook (register_post_accumulate_grad_hook)."
+    elif first.place in first.group.local:
+        cause = "so far they come from backward passes under no_sync() only"
+        cure = "Run the last backward pass before each optimizer step outside no_sync()."
+    else:
+        cause = "they were not made by a backward pass (torch.autograd.grad, or assigned by hand)"
+        cure = (
+            "Aggregate them first: `p.grad = distnb.get_replica_context().all_reduce('sum', gradient)`, or let "
+            "`loss.backward()` make them."
+        )
+    raise UnsyncedGradientError(
+        f"{type(optimizer).__name__}.step() on gradients of {len(wrong)} mirrored parameters that were never "
+        f"aggregated over the replicas: {cause}. The first is parameter {first.place} of {first.group.description}, "
+        f"shape {shape}. Each replica would make another step, and the replicas would drift apart. {cure}"
+    )
+
+
+def _in_pass(mirror: Mirror) -> bool:
+    sync = mirror.sync()
+    return sync is not None and sync.in_pass
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+# -- changes by hand ---------------------------------------------------------------------------------------------------
+
+
+def note_versions(groups: Iterable[ParameterGroup]) -> None:
+    """The parameters that were registered since are equal on all replicas now."""
+    for group in groups:
+        for place, parameter in _counting(group):
+            group.versions.setdefault(place, parameter._version)
+
+
+def changed_by_hand(groups: Iterable[ParameterGroup]) -> dict[str, int]:
+    """The parameters that something else than steps has changed since the last look: by name, with their digests."""
+    changed = {}
+    for group in groups:
+        for place, parameter in _counting(group):
+            version = parameter._version
+            if group.versions.get(place, version) != version:
+                name = f"parameter {place} of {group.description} {list(parameter.shape)}"
+                changed[name] = digest(parameter)
+            group.versions[place] = version
+    return changed
+
+
+def _counting(group: ParameterGroup) -> list[tuple[int, torch.nn.Parameter]]:
+    return [(place, parameter) for place, parameter in group.living() if not parameter.is_inference()]

@@ -1,0 +1,187 @@
+"""Whether backward passes of all replicas are alike: what they reach, and, outside `run`, what they compute.
+
+A pass is known by the set of parameter groups that it reached. The first pass of each kind compares that set and the
+groups' layouts across the replicas; afterwards no word about it is needed. A group that only some replicas
+reached joins the pass of all, where it counts as zero on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+from distnb.collectives.gradients.parameter_groups import ParameterGroup
+from distnb.errors import GradientError, UnsyncedGradientError
+
+__all__ = ["agree", "check_equal"]
+
+Identity = tuple[int, int]
+# (place, shape, stride, dtype, type of device)
+Layout = tuple[tuple[int, tuple[int, ...], tuple[int, ...] | None, str, str], ...]
+
+_TOLERANCE = 1e-5  # of a gradient's norm: the same sums on other processors differ in their last bits
+
+
+class _Replicas(Protocol):
+    rank: int
+
+    def all_gather_object(self, value: object) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """What one replica tells the others.
+
+    Attributes:
+        place: The line of the backward pass.
+        touched: The groups that the pass reached here.
+        layouts: How every group's gradients look here.
+        sparse: Places whose gradients are sparse here.
+        values: Digests of the parameters of groups that were never compared.
+    """
+
+    place: str
+    touched: tuple[Identity, ...]
+    layouts: dict[Identity, Layout]
+    sparse: dict[Identity, set[int]]
+    values: dict[Identity, dict[int, int]]
+
+
+def agree(
+    replicas: _Replicas, groups: Sequence[ParameterGroup], touched: Sequence[ParameterGroup], place: str
+) -> tuple[list[ParameterGroup], bool]:
+    """Find the groups that this kind of pass reduces, the same on every replica.
+
+    Args:
+        replicas: All of them.
+        groups: All parameter groups of this replica, laid out.
+        touched: Those that the pass reached here.
+        place: The user's line, for errors.
+
+    Returns:
+        The groups, in one order on all replicas; and whether the pass reached all of them on every replica.
+
+    Raises:
+        GradientError: The replicas' models differ.
+    """
+    mine = _Proposal(
+        place,
+        tuple(group.identity for group in touched),
+        {group.identity: _layout(group) for group in groups},
+        {group.identity: {place for place, slot in group.slots.items() if slot.sparse} for group in groups},
+        {group.identity: group.values() for group in touched if not group.checked},
+    )
+    proposals = cast("list[_Proposal]", replicas.all_gather_object(mine))
+    reached = sorted({identity for proposal in proposals for identity in proposal.touched})
+    names = [(identity,) * len(proposals) for identity in reached]
+    if any(not proposal.layouts.keys() >= set(reached) for proposal in proposals) and _same_in_order(proposals):
+        # The numbering differs (a replica was replaced, or failed while it made a model), the models do not.
+        names = list(zip(*(proposal.touched for proposal in proposals), strict=True))
+    own = {group.identity: group for group in groups}
+    found = [_agreed(own.get(theirs[replicas.rank]), proposals, theirs) for theirs in names]
+    alike = all(len(proposal.touched) == len(found) for proposal in proposals)
+    return found, alike
+
+
+def _same_in_order(proposals: Sequence[_Proposal]) -> bool:
+    layouts = [[proposal.layouts[identity] for identity in proposal.touched] for proposal in proposals]
+    return all(layout == layouts[0] for layout in layouts)
+
+
+def _agreed(group: ParameterGroup | None, proposals: Sequence[_Proposal], names: Sequence[Identity]) -> ParameterGroup:
+    """One group, called by such names on the replicas, after its layouts and values on all have been compared."""
+    where = _where(proposals)
+    layouts = [proposal.layouts.get(name) for proposal, name in zip(proposals, names, strict=True)]
+    missing = [rank for rank, layout in enumerate(layouts) if layout is None]
+    if missing or group is None:
+        raise GradientError(
+            f"A backward pass reached {group.description if group else 'a model'} on some replicas only, and "
+            f"replica {', '.join(map(str, missing))} never made it. {where} Make every model on all replicas, in a "
+            "scope that all of them enter."
+        )
+    first = cast("Layout", layouts[0])
+    for rank, layout in enumerate(layouts):
+        if layout != first:
+            raise GradientError(
+                f"The gradients of {group.description} do not look alike on all replicas: "
+                f"{_difference(first, cast('Layout', layout), rank)}. {where} Give the model the same shapes and "
+                "dtypes, and freeze the same parameters, on every replica."
+            )
+    pairs = enumerate(zip(proposals, names, strict=True))
+    told = {rank: proposal.values[name] for rank, (proposal, name) in pairs if name in proposal.values}
+    reference = min(told, default=0)
+    for rank, values in told.items():
+        unlike = [place for place, value in values.items() if value != told[reference].get(place, value)]
+        if unlike:
+            raise GradientError(
+                f"Parameter {unlike[0]} of {group.description} has other values on replica {rank} than on replica "
+                f"{reference}, so training would drift apart. {where} It was changed on some replicas only. Load the "
+                "same state on every replica (model.load_state_dict in a distributed cell), or make the model anew in "
+                "the scope."
+            )
+    sparse = set().union(*(proposal.sparse[name] for proposal, name in zip(proposals, names, strict=True)))
+    group.slots = {place: replace(slot, sparse=place in sparse) for place, slot in group.slots.items()}
+    group.number = names[0][1]
+    group.checked = True
+    return group
+
+
+def _layout(group: ParameterGroup) -> Layout:
+    return tuple(
+        (place, slot.shape, slot.stride, str(slot.dtype), slot.device.type) for place, slot in group.slots.items()
+    )
+
+
+def _difference(first: Layout, other: Layout, rank: int) -> str:
+    def described(entry: tuple[int, tuple[int, ...], tuple[int, ...] | None, str, str]) -> str:
+        place, shape, stride, dtype, device = entry
+        strides = f" with strides {list(stride)}" if stride is not None else ""
+        return f"has parameter {place} as {dtype.removeprefix('torch.')}{list(shape)}{strides} on {device}"
+
+    for ours, theirs in zip(first, other, strict=False):
+        if ours != theirs:
+            return f"replica 0 {described(ours)}, replica {rank} {described(theirs)}"
+    return f"replica 0 has {len(first)} trainable parameters, replica {rank} has {len(other)}"
+
+
+def _where(proposals: Sequence[_Proposal]) -> str:
+    places = [proposal.place for proposal in proposals]
+    if len(set(places)) == 1:
+        return f"The pass began at {places[0]}."
+    return "The pass began at " + "; ".join(f"{place} on replica {rank}" for rank, place in enumerate(places)) + "."
+
+
+# -- outside strategy.run ----------------------------------------------------------------------------------------------
+
+
+def check_equal(replicas: _Replicas, groups: Sequence[ParameterGroup], place: str) -> None:
+    """Raise if the replicas, which compute the same outside `strategy.run`, have new gradients that differ."""
+    mine = [[_measured(gradient) for gradient in group.fresh()] for group in groups]
+    told = replicas.all_gather_object(mine)
+    unlike = [rank for rank, other in enumerate(told) if not _close(told[0], other)]
+    if unlike:
+        raise UnsyncedGradientError(
+            f"A backward pass outside strategy.run ({place}) gave replica {unlike[0]} other gradients of mirrored "
+            "parameters than replica 0. There all replicas compute the same, and gradients are not added up. Put the "
+            "step into a function and call strategy.run(step, args=(batch,)), which gives each replica its slice of "
+            "the batch and adds up the gradients."
+        )
+
+
+def _measured(gradient: Any) -> tuple[float, float] | None:
+    if gradient is None:
+        return None
+    values = gradient.detach().to_dense().double()
+    return float(values.sum()), float(values.norm())
+
+
+def _close(first: Any, other: Any) -> bool:
+    if isinstance(first, list):
+        alike = isinstance(other, list) and len(first) == len(other)
+        return alike and all(_close(*pair) for pair in zip(first, other, strict=True))
+    if first is None or other is None:
+        return first is other
+    allowed = _TOLERANCE * (abs(first[1]) + abs(other[1]))
+    # What is no number on all replicas is equal, too.
+    return repr(first) == repr(other) or all(abs(a - b) <= allowed for a, b in zip(first, other, strict=True))

@@ -1,0 +1,115 @@
+"""Variables of replicas on accelerators: tensors of the host, of which each replica has a copy on its device.
+
+An accelerator computes with its own memory only. So a parameter on one is a copy; the variable itself is a tensor of
+the host, which lives once as those of CPU replicas do. What a program changes in place is the copy: it is taken over
+when the replicas settle. An optimizer steps the tensors of the host, and then the copies are renewed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from distnb.errors import GradientError
+
+__all__ = ["HostTensors", "OnHost"]
+
+_ON_DEVICE_ONLY = ("capturable", "differentiable")
+
+
+class HostTensors:
+    """The tensors of the host for this replica's parameters on an accelerator."""
+
+    def __init__(self) -> None:
+        self._hosts = WeakTensorKeyDictionary()
+
+    def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The host's tensor for a parameter; None if it has none."""
+        found: torch.Tensor | None = self._hosts.get(tensor)
+        return found
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What lives once: a tensor of the host itself; for one on an accelerator, the host's tensor for it."""
+        if tensor.device.type == "cpu":
+            return tensor
+        if tensor not in self._hosts:
+            self._hosts[tensor] = tensor.detach().cpu()
+        return self._hosts[tensor]  # type: ignore[no-any-return]
+
+    def let_go_of_replaced(self) -> Iterator[torch.Tensor]:
+        """The parameters that were given another device, dtype or shape; they have no tensor of the host any more."""
+        for parameter, host in list(self._hosts.items()):
+            if parameter.device.type == "cpu" or parameter.dtype is not host.dtype or parameter.shape != host.shape:
+                del self._hosts[parameter]
+                yield parameter
+
+    def take_over(self) -> None:
+        """Write to the tensors of the host what programs changed on the device since they were renewed."""
+        # No counter tells of every write: `p.data.mul_(2)` leaves the version of p as it is.
+        for parameter, host in list(self._hosts.items()):
+            copied = parameter.detach().cpu()
+            if not torch.equal(_bytes(copied), _bytes(host)):  # to the last bit, NaNs included
+                host.detach().copy_(copied)
+
+
+class OnHost:
+    """While it lasts, an optimizer holds tensors of the host in place of its parameters on an accelerator.
+
+    Args:
+        optimizer: What it keeps for them is on the host from then on.
+        hosts: Has them.
+
+    Raises:
+        GradientError: The optimizer was told to keep its parameters on the device.
+    """
+
+    def __init__(self, optimizer: Optimizer, hosts: HostTensors) -> None:
+        self._optimizer, self._before = optimizer, [dict(group) for group in optimizer.param_groups]
+        found = [(each, hosts.find(each)) for group in optimizer.param_groups for each in group["params"]]
+        self._pairs = [(parameter, host) for parameter, host in found if host is not None]
+        if self._pairs:
+            given = [name for name in _ON_DEVICE_ONLY if any(group.get(name) for group in optimizer.param_groups)]
+            if given:
+                raise GradientError(
+                    f"{type(optimizer).__name__} was made with {given[0]}=True, which needs its parameters on the "
+                    "device: under central storage they are updated in the host's memory. Leave it out, or use "
+                    "MirroredStrategy."
+                )
+        in_place = {id(parameter): host for parameter, host in self._pairs}
+        for parameter, host in self._pairs:
+            host.grad = None if parameter.grad is None else parameter.grad.detach().cpu()
+            if parameter in optimizer.state:
+                optimizer.state[host] = optimizer.state.pop(parameter)
+        self.bring_state()
+        for group in optimizer.param_groups if self._pairs else ():
+            group["params"] = [in_place.get(id(parameter), parameter) for parameter in group["params"]]
+            group.update({name: value.cpu() for name, value in group.items() if isinstance(value, torch.Tensor)})
+
+    def bring_state(self) -> None:
+        """Bring to the host what the optimizer keeps for these parameters."""
+        for _, host in self._pairs:
+            kept = self._optimizer.state.get(host, {})
+            kept.update({key: value.cpu() for key, value in kept.items() if isinstance(value, torch.Tensor)})
+
+    def end(self) -> None:
+        """The optimizer holds its parameters again, and these are renewed."""
+        for group, before in zip(self._optimizer.param_groups, self._before, strict=True):
+            group.update({name: value for name, value in before.items() if _is_replaced(name, value)})
+        with torch.no_grad():
+            for parameter, host in self._pairs:
+                host.grad = None
+                parameter.copy_(host)
+                if host in self._optimizer.state:
+                    self._optimizer.state[parameter] = self._optimizer.state.pop(host)
+
+
+def _is_replaced(name: str, value: Any) -> bool:
+    return name == "params" or isinstance(value, torch.Tensor)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,70 @@
+"""Batches of DataLoaders that nobody distributed, given to `run` of several replicas: each computes all of them.
+
+Batches are noted as torch's loaders give them, the latest few by weak references. When `run` is given one of them
+plainly, the replicas see in a message that they exchange anyway, at a function's first call, whether it is the same one
+on all. Loaders that read by rank give others, and are left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+import zlib
+from collections import deque
+from typing import Any
+
+import torch
+from torch.utils.data import dataloader
+
+from distnb.collectives.gradients.backward_passes import calling_frame
+from distnb.values.structure import flatten, has_distributed
+
+__all__ = ["digest_of_batch", "install", "tell"]
+
+_LATEST = 64
+_SAMPLE = 4096  # elements that are compared
+_latest: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_LATEST)
+
+
+def install() -> None:
+    """From now on the batches of torch's loaders are noted. Idempotent."""
+    plain = dataloader._BaseDataLoaderIter.__next__
+    if getattr(plain, "_distnb", False):
+        return
+
+    @functools.wraps(plain)
+    def following(iterator: Any) -> Any:
+        batch = plain(iterator)
+        for leaf in flatten(batch)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.ndim:
+                _latest.append(weakref.ref(leaf))
+        return batch
+
+    following._distnb = True  # type: ignore[attr-defined]
+    dataloader._BaseDataLoaderIter.__next__ = following  # type: ignore[method-assign,assignment]
+
+
+def digest_of_batch(args: Any) -> int:
+    """A number for the loader's batch among the arguments of `run`, equal for equal ones; 0 where there is none."""
+    if not _latest or has_distributed(args):
+        return 0
+    known = [reference() for reference in _latest]
+    for leaf in flatten(args)[0]:
+        if isinstance(leaf, torch.Tensor) and any(leaf is each for each in known):
+            sample = leaf.detach().reshape(-1)[:_SAMPLE].cpu().contiguous().view(torch.uint8)
+            return 1 + zlib.crc32(sample.numpy().tobytes(), zlib.crc32(repr(tuple(leaf.shape)).encode()))
+    return 0
+
+
+def tell(num_replicas: int) -> None:
+    """Say that all replicas compute the same batch."""
+    frame = calling_frame()
+    warnings.warn_explicit(
+        f"strategy.run was given a batch of a DataLoader, the same one on all {num_replicas} replicas: every replica "
+        "computes the whole batch, and their gradients are summed. To have it cut into a slice for each replica, "
+        "iterate over strategy.distribute_dataset(loader).",
+        UserWarning,
+        frame.f_code.co_filename if frame is not None else __file__,
+        frame.f_lineno if frame is not None else 0,
+    )
