@@ -13,8 +13,6 @@ from distnb.errors import DistnbError, OptionError
 
 __all__ = ["Server", "main"]
 
-_USAGE_ERROR = 2
-
 _TEXT = """\
 TF_CONFIG says which cluster there is, and which task of it this machine is. The server listens on that task's address
 and waits for a notebook that calls distnb.start(cluster_resolver=…); it keeps the engines that the notebook asks for,

@@ -84,7 +84,7 @@ def test_sigkill_of_the_notebook_while_engines_start() -> None:
         env={**os.environ, "DISTNB_TEST_BEHAVIOUR": "stall"},
     )
     try:
-        processes.wait_until(lambda: len(psutil.Process(notebook.pid).children()) >= 2, 30, "no engines were launched")
+        processes.wait_until(lambda: len(psutil.Process(notebook.pid).children()) >= 3, 30, "no engines were launched")
         directories = [*processes.run_directories() - before]
     finally:
         notebook.kill()

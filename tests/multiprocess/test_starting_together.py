@@ -108,8 +108,9 @@ def test_sigkill_of_the_notebook_while_its_engines_load() -> None:
     program = f"from tests.multiprocess.clusters import make_cluster; make_cluster(2, agent={_AGENT!r}).start()"
     notebook = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "DISTNB_TEST_IMPORT": "stall"})
     try:
-        processes.wait_until(lambda: bool(psutil.Process(notebook.pid).children()), 30, "nothing was launched")
-        (loading,) = psutil.Process(notebook.pid).children()
+        # The guardian, and the process from which engines will be forked.
+        processes.wait_until(lambda: len(psutil.Process(notebook.pid).children()) == 2, 30, "nothing was launched")
+        loading = max(psutil.Process(notebook.pid).children(), key=lambda process: process.create_time())
         processes.wait_until(lambda: any("torch" in each.path for each in loading.memory_maps()), 30, "nothing loads")
     finally:
         notebook.kill()

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 __all__ = [
+    "adopt_orphans",
     "adopting_orphans",
     "die_with",
     "end_group",
@@ -70,13 +71,18 @@ def signalled_at_end_of_parent(number: int) -> None:
     _prctl(_SIGNAL_AT_END_OF_PARENT, ctypes.c_ulong(number))
 
 
+def adopt_orphans() -> None:
+    """Processes below this one whose parent ends become children of this one, from now on."""
+    _prctl(_SET_ADOPTS, ctypes.c_ulong(1))
+
+
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Processes below this one whose parent ends meanwhile become children of this one."""
+    """The same, for a while."""
     with _adopting:
         before = ctypes.c_int()
         _prctl(_GET_ADOPTS, ctypes.byref(before))
-        _prctl(_SET_ADOPTS, ctypes.c_ulong(1))
+        adopt_orphans()
         try:
             yield
         finally:

@@ -12,7 +12,6 @@ group, which the kernel tells of that end, and to which it gives every orphan be
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
@@ -26,6 +25,7 @@ from typing import Final
 
 import psutil
 
+from distnb.cluster.local.orphans import adopt_orphans, signalled_at_end_of_parent
 from distnb.cluster.remote.heartbeat import LOST, LOST_AFTER_S
 
 __all__ = ["BEAT", "STATUS", "Wrapper", "beat_for_ever", "main"]
@@ -38,9 +38,6 @@ _FIRST_WORD_S = 80.0  # until then the machine may be loading Python from a slow
 _ENDING_S = 2.0
 _LEAVING_S = 5.0
 _CHUNK = 1 << 16
-
-_PR_SET_PDEATHSIG: Final = 1
-_PR_SET_CHILD_SUBREAPER: Final = 36
 
 
 def beat_for_ever() -> None:
@@ -151,15 +148,10 @@ def _stand_beside(group: int) -> None:
         group: The pid of that process.
     """
     os.setsid()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    adopt_orphans()
+    signalled_at_end_of_parent(signal.SIGTERM)
     if os.getppid() != group:  # it ended before the kernel was told to tell
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
 def _end_all_below() -> None:
