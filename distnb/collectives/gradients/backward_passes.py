@@ -28,7 +28,7 @@ _LIBRARIES = tuple(
 _ENTRY = "_engine_run_backward"
 
 
-class Listener(Protocol):
+class PassListener(Protocol):
     """Told of every outermost backward pass that accumulates into `.grad`."""
 
     @property
@@ -87,12 +87,12 @@ class BackwardPasses:
 
     def __init__(self) -> None:
         self.nesting_seen = False
-        self._listeners: list[Listener] = []
+        self._listeners: list[PassListener] = []
         self._lock = threading.Lock()
         self._running = 0
         self._original: Any = None
 
-    def listen(self, listener: Listener) -> None:
+    def listen(self, listener: PassListener) -> None:
         """Tell this listener of every backward pass from now on."""
         if listener not in self._listeners:
             self._listeners.append(listener)
@@ -100,7 +100,7 @@ class BackwardPasses:
             self._original = getattr(torch.autograd, _ENTRY)
             setattr(torch.autograd, _ENTRY, self._run)
 
-    def stop_listening(self, listener: Listener) -> None:
+    def stop_listening(self, listener: PassListener) -> None:
         """Tell it no more. Autograd is left as it was found when nobody listens."""
         if listener in self._listeners:
             self._listeners.remove(listener)

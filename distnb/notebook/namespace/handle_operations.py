@@ -20,7 +20,7 @@ from distnb.wire.messages import ObjectId
 if TYPE_CHECKING:
     from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 
-__all__ = ["Operations", "Perform"]
+__all__ = ["HandleOperations", "Perform"]
 
 Path = tuple[tuple[str, Any], ...]
 
@@ -36,7 +36,7 @@ class Perform(Protocol):
     ) -> dict[int, Any]: ...
 
 
-class Operations:
+class HandleOperations:
     """What handles can ask for.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from distnb.notebook.handles.handle import HANDLES, RemoteState, state_of_handle
-from distnb.notebook.namespace.handle_operations import Operations
+from distnb.notebook.namespace.handle_operations import HandleOperations
 from distnb.notebook.namespace.tracked_objects import MISSING
 from distnb.notebook.namespace.user_names import user_names
 from distnb.objects.code import content_of, names_of_code
@@ -29,7 +29,7 @@ class LocalCopies:
         announce: Told what happened.
     """
 
-    def __init__(self, user_ns: dict[str, Any], operations: Operations, announce: Callable[[str], None]) -> None:
+    def __init__(self, user_ns: dict[str, Any], operations: HandleOperations, announce: Callable[[str], None]) -> None:
         self._user_ns = user_ns
         self._operations = operations
         self._announce = announce

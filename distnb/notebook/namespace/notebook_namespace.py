@@ -11,7 +11,7 @@ from typing import Any
 
 from distnb.errors import NamespaceError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
-from distnb.notebook.namespace.handle_operations import Operations, Perform
+from distnb.notebook.namespace.handle_operations import HandleOperations, Perform
 from distnb.notebook.namespace.local_copies import LocalCopies
 from distnb.notebook.namespace.module_watch import ModuleWatch
 from distnb.notebook.namespace.needs import Needs
@@ -51,7 +51,7 @@ class NotebookNamespace:
     def __init__(self, user_ns: dict[str, Any], perform: Perform, announce: Callable[[str], None] = print) -> None:
         self.user_ns = user_ns
         self.batch: Any = None
-        self.operations = Operations(self, perform)
+        self.operations = HandleOperations(self, perform)
         self._announce = announce
         self._classes = Classes()
         self._teams = TrackedTeams(self.operations, lambda key: TrackedObjects(key, user_ns, self._classes))

@@ -20,7 +20,7 @@ from distnb.wire.exchange import Described, Leaf, Result, former
 from distnb.wire.messages import ObjectId
 
 if TYPE_CHECKING:
-    from distnb.notebook.namespace.handle_operations import Operations
+    from distnb.notebook.namespace.handle_operations import HandleOperations
 
 __all__ = ["Results"]
 
@@ -40,7 +40,7 @@ class Results:
         self,
         tracked: TrackedObjects,
         user_ns: dict[str, Any],
-        operations: Operations,
+        operations: HandleOperations,
         results: Mapping[int, Result],
         announce: Callable[[str], None],
     ) -> None:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from distnb.notebook.handles.handle import state_of_handle
-from distnb.notebook.namespace.handle_operations import Operations
+from distnb.notebook.namespace.handle_operations import HandleOperations
 from distnb.notebook.namespace.tracked_objects import TrackedObjects
 from distnb.values import Mirrored
 from distnb.wire.exchange import TeamKey
@@ -22,7 +22,7 @@ class TrackedTeams:
         make: Makes those of a new team.
     """
 
-    def __init__(self, operations: Operations, make: Callable[[TeamKey], TrackedObjects]) -> None:
+    def __init__(self, operations: HandleOperations, make: Callable[[TeamKey], TrackedObjects]) -> None:
         self._operations = operations
         self._make = make
         self._teams: dict[tuple[int, ...], TrackedObjects] = {}
