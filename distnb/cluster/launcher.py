@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distnb.cluster import tpu_chips
 from distnb.cluster.local.processes import Processes
-from distnb.cluster.process_environment import engine_environment, engines_environment
 from distnb.topology import Device
 
-__all__ = ["EngineEnded", "EngineOrder", "Launcher", "Launched", "ThisMachine"]
+__all__ = ["EngineEnded", "EngineOrder", "Launcher", "Launched"]
 
 Launched = Callable[[int, int], None]
 """Called with (engine, pid) when an engine has a process, and again when that is another one."""
@@ -83,35 +81,3 @@ class Launcher(ABC):
     def lost_with(self, engine: int, status: int | None) -> tuple[int, ...]:
         """Other engines that are gone for the same reason: their machine cannot be reached any more."""
         return ()
-
-
-class ThisMachine(Launcher):
-    """Engines beside the notebook, through ipyparallel's local launcher.
-
-    Args:
-        devices: One per engine.
-    """
-
-    has_controller = True
-    patience_s = 2.0
-
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self._devices = tuple(devices)
-        self._for_chips: dict[str, str] | None = None
-
-    def launch(
-        self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
-    ) -> None:
-        """Start engines, forked from one process."""
-        # Imported late: `distnb run` and those who only ask for devices need no ipyparallel.
-        from distnb.cluster.local.forking import fork_engines
-
-        if self._for_chips is None:
-            self._for_chips = tpu_chips.launch_environment(self._devices)
-        shared = engines_environment(len(self._devices), orders[0].directory, agent=orders[0].agent)
-        own = [
-            engine_environment(order.engine, order.device, replaces=order.replaces)
-            | tpu_chips.chip_environment(order.device, self._devices, self._for_chips)
-            for order in orders
-        ]
-        fork_engines(orders, shared, own, processes, launched, ended)

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from distnb.cluster.connection import Connection, connection_path
-from distnb.cluster.launcher import EngineOrder, Launcher, ThisMachine
+from distnb.cluster.launcher import EngineOrder, Launcher
+from distnb.cluster.local.forking import ThisMachine
 from distnb.cluster.local.orphans import end_group
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.local.watcher import Watcher

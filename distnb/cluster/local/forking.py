@@ -15,18 +15,48 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from distnb.cluster.launcher import EngineEnded, EngineOrder, Launched
+from distnb.cluster import tpu_chips
+from distnb.cluster.launcher import EngineEnded, EngineOrder, Launched, Launcher
 from distnb.cluster.local.orphans import adopting_orphans, end_process
 from distnb.cluster.local.processes import Processes
-from distnb.cluster.process_environment import PYTHON_MODULE
+from distnb.cluster.process_environment import PYTHON_MODULE, engine_environment, engines_environment
+from distnb.topology import Device
 
-__all__ = ["fork_engines"]
+__all__ = ["ThisMachine"]
 
 _LEAVE_S = 5.0
 _REPORT_NBYTES = 64
 
 
-def fork_engines(
+class ThisMachine(Launcher):
+    """Engines beside the notebook, forked from one process.
+
+    Args:
+        devices: One per engine.
+    """
+
+    has_controller = True
+    patience_s = 2.0
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = tuple(devices)
+        self._for_chips: dict[str, str] | None = None
+
+    def launch(
+        self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
+    ) -> None:
+        if self._for_chips is None:
+            self._for_chips = tpu_chips.launch_environment(self._devices)
+        shared = engines_environment(len(self._devices), orders[0].directory, agent=orders[0].agent)
+        own = [
+            engine_environment(order.engine, order.device, replaces=order.replaces)
+            | tpu_chips.chip_environment(order.device, self._devices, self._for_chips)
+            for order in orders
+        ]
+        _fork_engines(orders, shared, own, processes, launched, ended)
+
+
+def _fork_engines(
     orders: Sequence[EngineOrder],
     shared: Mapping[str, str],
     own: Sequence[Mapping[str, str]],

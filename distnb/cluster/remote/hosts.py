@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
-from distnb.cluster.launcher import Launcher, ThisMachine
+from distnb.cluster.launcher import Launcher
 from distnb.cluster.local.capacity import check_capacity, crowding, this_machine
+from distnb.cluster.local.forking import ThisMachine
 from distnb.cluster.remote.network import listening_address
 from distnb.cluster.remote.resolved import Machines, machines_of, machines_with_servers
 from distnb.cluster.remote.secret import secret_path
