@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from benchmarks.slow_cable import slow_cable
+
 __all__ = ["REPLICAS", "Ranks", "serve", "two_machines"]
 
 REPLICAS = 2
@@ -85,8 +87,12 @@ def serve(measure: Callable[[str, int], float]) -> int:
 
 
 @contextlib.contextmanager
-def two_machines() -> Iterator[tuple[str, ...]]:
-    """The names of two network namespaces with a cable between them. It takes root."""
+def two_machines(delay_ms: float = 0.0) -> Iterator[tuple[str, ...]]:
+    """The names of two network namespaces with a cable between them. It takes root.
+
+    Args:
+        delay_ms: How long a packet is under way.
+    """
     first, second = names = (f"bench{os.getpid()}a", f"bench{os.getpid()}b")
 
     def ip(*words: str) -> None:
@@ -96,7 +102,10 @@ def two_machines() -> Iterator[tuple[str, ...]]:
         for name in names:
             ip("netns", "add", name)
             stack.callback(ip, "netns", "del", name)
-        ip("-n", first, "link", "add", _CABLE, "type", "veth", "peer", "name", _CABLE, "netns", second)
+        if delay_ms:
+            stack.enter_context(slow_cable(names, _CABLE, delay_ms))
+        else:
+            ip("-n", first, "link", "add", _CABLE, "type", "veth", "peer", "name", _CABLE, "netns", second)
         for name, address in zip(names, _ADDRESSES, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", _CABLE)
             for link in ("lo", _CABLE):

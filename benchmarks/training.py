@@ -1,6 +1,7 @@
 """Training steps per second: distnb against torchrun + DistributedDataParallel, 2 replicas on the CPU over Gloo.
 
-    python -m benchmarks.training [--sets 3] [--rounds 5] [--steps 40] [--models mlp,deep] [--no-cell] [--two-machines]
+    python -m benchmarks.training [--sets 3] [--rounds 5] [--steps 40] [--models mlp,deep] [--no-cell]
+        [--two-machines] [--delay-ms 10]
 
 Four contenders take turns, each with two processes of its own: DistributedDataParallel with the environment that
 torchrun sets; a script with `MirroredStrategy`, likewise; a `%%distribute mirrored` cell; and the floor, two processes
@@ -8,7 +9,8 @@ that train alone and do not communicate at all. All run one thread per process, 
 target of the project: at least 1.0× DistributedDataParallel's steps per second, in each model.
 
 With --two-machines (as root) the first two have a process on each of two network namespaces with a cable between them,
-and an all_reduce through `torch.distributed` is measured, too: at most 1.1× DistributedDataParallel's time.
+and an all_reduce through `torch.distributed` is measured, too: at most 1.1× DistributedDataParallel's time. With
+--delay-ms a packet takes that long.
 """
 
 from __future__ import annotations
@@ -95,10 +97,10 @@ def _all_reduces(count: int) -> float:
 
 
 @contextlib.contextmanager
-def contenders(with_cell: bool, across: bool) -> Iterator[dict[str, Callable[[str, int], float]]]:
+def contenders(with_cell: bool, across: bool, delay_ms: float) -> Iterator[dict[str, Callable[[str, int], float]]]:
     """All contenders, running: name to a function of (model, steps) to seconds per step."""
     with contextlib.ExitStack() as stack:
-        machines = stack.enter_context(two_machines()) if across else ()
+        machines = stack.enter_context(two_machines(delay_ms)) if across else ()
         names = {"DDP": "ddp", "distnb script": "distnb", **({} if across else {FLOOR: "alone"})}
         made: dict[str, Ranks | Cell] = {
             name: Ranks("benchmarks.training", contender, machines=machines) for name, contender in names.items()
@@ -113,7 +115,15 @@ def contenders(with_cell: bool, across: bool) -> Iterator[dict[str, Callable[[st
 def main() -> int:
     """Run it. Returns 1 when a target is missed."""
     given = options(
-        __doc__, sets=3, rounds=5, steps=40, models=",".join(MODELS), no_cell=False, two_machines=False, rank=""
+        __doc__,
+        sets=3,
+        rounds=5,
+        steps=40,
+        models=",".join(MODELS),
+        no_cell=False,
+        two_machines=False,
+        delay_ms=0.0,
+        rank="",
     )
     if given.rank:
         return be_rank(given.rank)
@@ -121,7 +131,7 @@ def main() -> int:
     values: dict[str, dict[str, tuple[float, ...]]] = {model: {} for model in models}
     # A process keeps its luck with memory for as long as it lives, up to a tenth of a step: hence several sets.
     for _ in range(given.sets):
-        with contenders(not given.no_cell, given.two_machines) as running:
+        with contenders(not given.no_cell, given.two_machines, given.delay_ms) as running:
             for model in models:
                 measures = {name: functools.partial(step, model, given.steps) for name, step in running.items()}
                 for name, kept in compare(measures, rounds=given.rounds, warmup=2).values.items():

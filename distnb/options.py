@@ -127,8 +127,8 @@ class InputOptions:
     Attributes:
         fetch_to_device: Bring batches to the replica's device; with False they stay in host memory.
         replication_mode: See `InputReplicationMode`; a name will do.
-        prefetch: Batches read ahead per replica; None means as many as there are replicas where the data is read by
-            workers or from end to end, 0 none.
+        prefetch: Batches read ahead per replica; None means as many as there are replicas where the data is read
+            from end to end, or its copies to a GPU are started early; 0 none.
         collate: What a DataLoader's own `collate_fn` sees on each replica: "slice", the examples of the replica's
             slice; "global", those of the whole global batch, from which the slice is then cut; "auto" tries out on a
             few examples whether that makes a difference.

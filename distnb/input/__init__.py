@@ -1,1 +1,1 @@
-"""Dataset distribution: sources, splitting, reading ahead."""
+"""Datasets of global batches, of which each replica gets its slices."""

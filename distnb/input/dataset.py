@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from distnb.errors import ProgramError, StructureError
@@ -14,15 +14,14 @@ from distnb.input.draws import Drawing, ReplicaDraws, on_host, set_state, state_
 from distnb.input.optional import AskedIterator
 from distnb.input.pipelines import Agree, Together
 from distnb.input.progress import Progress, as_state, checked_state
-from distnb.input.reading import CallerReader, Maker, Reader, ThreadReader, join_all
-from distnb.input.sources.base import FROM_THE_START, Load, Place, Position, Source
+from distnb.input.reading import Reader
+from distnb.input.sources.base import FROM_THE_START, Place, Source, StartingPoint
 from distnb.input.sources.element_spec import spec_of
 from distnb.options import InputOptions
 
 __all__ = ["Agree", "DistributedDataset", "DistributedIterator", "program_began", "program_failed"]
 
 UNKNOWN_CARDINALITY = -2
-_EXIT_GRACE_S = 3.0
 
 
 class DistributedDataset(Iterable[Any]):
@@ -31,11 +30,10 @@ class DistributedDataset(Iterable[Any]):
     Iterating yields each batch's structure with `PerReplica` leaves that hold the replica's own component (with one
     replica: the batches themselves, on the device). Iterating again starts again.
 
-    Reading ahead: by default as many batches as there are replicas. Loaders with workers are read on a thread;
-    iterables and functions (generators) on the caller's thread, since they may draw from the global generators, as are
-    tensors in memory whose copies to a GPU are started early. Data that is asked for single examples by this process
-    (`num_workers=0`) is read when it is asked for, and so is data that remembers its own position; with
-    `InputOptions(prefetch=k)` k batches ahead on the caller's thread. `InputOptions(prefetch=0)` never reads ahead.
+    Reading ahead, on the caller's thread: by default as many batches as there are replicas, of iterables and functions
+    (generators), and of what workers load or is in memory, whose copies to a GPU are started early. Other data that is
+    asked for single examples by this process (`num_workers=0`) is read when it is asked for; with
+    `InputOptions(prefetch=k)` k batches ahead. `InputOptions(prefetch=0)` never reads ahead.
 
     Random numbers: samplers draw from the stream that all replicas share, as in a run on one process. What examples
     draw when they are loaded (augmentation) comes from a stream of the replica's own. Where workers read
@@ -71,16 +69,14 @@ class DistributedDataset(Iterable[Any]):
         self._progress, self._resume = progress, None
         placement = placement_for(self._place.target)
         depth = self._depth()
-        reader = self._reader(Maker(loads, self._place, placement), depth)
+        reader = Reader(loads, self._place, placement, depth)
         if resume is not None and resume["position"]:
-            if isinstance(reader, CallerReader):
-                reader.fill()  # what was read ahead had been drawn when the state was taken
+            reader.fill()  # what was read ahead had been drawn when the state was taken
             self._drawing.restore(resume["random"])
-        progress.direct = depth == 0
         # What others do meanwhile must not matter: no random numbers are drawn, and none of the user's code runs here.
-        ahead = self._options.prefetch != 0 and (self._source.in_memory or self._source.threadable)
+        ahead = self._options.prefetch != 0 and self._source.quiet
         if self._source.exclusive:
-            self._end_previous = reader.ending()
+            self._end_previous = loads.close
         if not self._place.several_pipelines or self._agree is None:
             return DistributedIterator(reader, placement, self._agree, None, progress, ahead, self._source.data)
         together = Together(self._place, placement, self._agree)
@@ -90,7 +86,7 @@ class DistributedDataset(Iterable[Any]):
         last = self._progress
         return 0 if last is None else last.epoch + (last.ended or last.steps > 0)
 
-    def _start(self, progress: Progress, resume: dict[str, Any] | None) -> Iterator[Load]:
+    def _start(self, progress: Progress, resume: dict[str, Any] | None) -> Any:
         """Begin to read; where an earlier iteration is gone on with, as that one began."""
         generators = self._source.generators()
         skip = resume["position"] if resume else 0
@@ -101,7 +97,7 @@ class DistributedDataset(Iterable[Any]):
         progress.began = self._drawing.capture()
         progress.generators = tuple(map(state_of, generators))
         progress.kept = self._source.kept() if resume is None else resume["kept"]
-        beginning = FROM_THE_START if resume is None else Position(skip, resume["loader"], resume["kept"])
+        beginning = FROM_THE_START if resume is None else StartingPoint(skip, resume["kept"])
         progress.steps = skip // self._place.elements_per_step
         self._drawing.begin()
         with self._drawing(), on_host(self._place.device):
@@ -168,9 +164,8 @@ class DistributedDataset(Iterable[Any]):
 
         The dataset must be made of the same data; the number of replicas may be another one. The global random
         generators are set when that iteration begins, so that the epochs after it are shuffled alike, too. Map-style
-        data is not loaded for what is left out; of iterable data the batches are read and dropped, unless the loader
-        has a `state_dict` of its own (torchdata's StatefulDataLoader). What examples draw when they are loaded on
-        several replicas (augmentation) begins anew.
+        data is not loaded for what is left out; of iterable data the batches are read and dropped. What examples draw
+        when they are loaded on several replicas (augmentation) begins anew.
 
         Raises:
             OptionError: It is no such state, or one of other input pipelines.
@@ -193,13 +188,8 @@ class DistributedDataset(Iterable[Any]):
         source, depth = self._source, self._options.prefetch
         if depth is not None:
             return depth
-        gains = source.threadable or source.iterable or (source.in_memory and self._place.target.type == "cuda")
+        gains = source.iterable or (source.quiet and self._place.target.type == "cuda")
         return self._place.num_replicas if gains else 0
-
-    def _reader(self, maker: Maker, depth: int) -> Reader:
-        if depth and self._source.threadable:
-            return ThreadReader(maker, depth, persistent=self._source.exclusive)
-        return CallerReader(maker, depth)
 
 
 def _stays(*parts: Any) -> Any:
@@ -360,4 +350,3 @@ def _before_exit() -> None:
     for iteration in list(_under_way):
         with contextlib.suppress(Exception):
             iteration.close()
-    join_all(_EXIT_GRACE_S)

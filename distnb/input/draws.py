@@ -69,8 +69,8 @@ def draws_at_start_only(batch_sampler: Any) -> bool:
     return known and getattr(sampler, "generator", None) is None
 
 
-class _Dear:
-    """A global generator that is dear to switch (20 to 200 µs): left alone once a few batches did not draw from it."""
+class _CostlyGenerator:
+    """A global generator that is costly to switch (20–200 µs): left alone once a few batches did not draw from it."""
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], own: Any) -> None:
         self._read = read
@@ -108,24 +108,26 @@ class ReplicaDraws:
         # The whole state, with the cached normal that swapping bit generators would leave behind.
         read_numpy = partial(np.random.get_state, legacy=False)
         bits: Any = type(_numpy.get_bit_generator())
-        self._dear = [
-            _Dear(random.getstate, random.setstate, random.Random(seed).getstate()),
-            _Dear(read_numpy, np.random.set_state, np.random.RandomState(bits(seed)).get_state(legacy=False)),
+        self._costly = [
+            _CostlyGenerator(random.getstate, random.setstate, random.Random(seed).getstate()),
+            _CostlyGenerator(
+                read_numpy, np.random.set_state, np.random.RandomState(bits(seed)).get_state(legacy=False)
+            ),
         ]
 
     def __enter__(self) -> None:
         self._shared = torch.default_generator.get_state()
         torch.default_generator.set_state(self._own)
-        for generator in self._dear:
+        for generator in self._costly:
             generator.enter()
 
     def __exit__(self, *_exc: object) -> None:
         self._own = torch.default_generator.get_state()
         torch.default_generator.set_state(self._shared)
-        for generator in self._dear:
+        for generator in self._costly:
             generator.leave()
-        if not self._all_of_them and not all(generator.used for generator in self._dear):
-            self._dear = [generator for generator in self._dear if generator.used]
+        if not self._all_of_them and not all(generator.used for generator in self._costly):
+            self._costly = [generator for generator in self._costly if generator.used]
 
 
 class WorkerSeeds:

@@ -18,7 +18,7 @@ from distnb.errors import ProgramError, StructureError
 from distnb.input.batch_placement import BatchPlacement
 from distnb.input.cutting import count_examples, map_parts, slice_bounds
 from distnb.input.reading import Batch, may_be_empty, nothing_of
-from distnb.input.sources.base import FROM_THE_START, Load, Place, Position, Source, Turns
+from distnb.input.sources.base import FROM_THE_START, Load, Place, Source, StartingPoint, Turns
 from distnb.values.distributed import PerReplica
 
 __all__ = ["Agree", "Together", "TurnsSource"]
@@ -39,12 +39,11 @@ class TurnsSource(Source):
         self._batches = batches
         self._turns = turns
         self.data = batches.data
-        self.threadable = batches.threadable
-        self.in_memory = batches.in_memory
+        self.quiet = batches.quiet
         self.iterable = batches.iterable
         self.exclusive = batches.exclusive
 
-    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: StartingPoint = FROM_THE_START) -> Iterator[Load]:
         if self._turns.pieces == 1:
             return _Taking(self._batches.start(beginning), self._turns, 0)
         return _Taking(self._batches.start(beginning._replace(skip=0)), self._turns, beginning.skip)
@@ -54,9 +53,6 @@ class TurnsSource(Source):
 
     def peek(self) -> Any:
         return self._batches.peek()
-
-    def state(self) -> Any:
-        return self._batches.state()
 
     def kept(self) -> bool:
         return self._batches.kept()
@@ -80,9 +76,8 @@ class _Taking(Iterator[Load]):
         self._turns = turns
         self._ready: deque[_Element] = deque()
         self._group: list[_Element] = []
-        if hasattr(loads, "free"):
-            self.free = loads.free
-            self.persistent = getattr(loads, "persistent", False)
+        if hasattr(loads, "give_up"):
+            self.give_up = loads.give_up
         try:
             for _ in range(skip):
                 self._next_element()
@@ -132,7 +127,7 @@ class _Taking(Iterator[Load]):
             close()
 
 
-class _Told(NamedTuple):
+class _NextBatch(NamedTuple):
     """What a replica tells of its next batch.
 
     Attributes:
@@ -180,19 +175,19 @@ class Together:
             ProgramError: Another replica could not read.
             StructureError: Replicas of one pipeline read different data.
         """
-        tree, told, error = None, _Told(self._pipeline, "end", knows=self._knows), None
+        tree, told, error = None, _NextBatch(self._pipeline, "end", knows=self._knows), None
         if not self._ended:
             try:
                 batch = read()
                 tree = self._placement.hand_over(batch.made)
                 self._learn(tree)
-                told = _Told(self._pipeline, "batch", batch.size, batch.digest)
+                told = _NextBatch(self._pipeline, "batch", batch.size, batch.digest)
             except StopIteration:
                 self._ended = True
             except Exception as failure:  # noqa: BLE001 - raised once the others know
                 error = failure
-                told = _Told(self._pipeline, "error", text=f"{type(failure).__name__}: {failure}")
-        seen = [_Told(*one) for one in self._agree(tuple(told))]
+                told = _NextBatch(self._pipeline, "error", text=f"{type(failure).__name__}: {failure}")
+        seen = [_NextBatch(*one) for one in self._agree(tuple(told))]
         if error is not None:
             raise error
         self._check(seen)
@@ -204,14 +199,14 @@ class Together:
         known = [size for size in sizes.values() if size is not None]
         return self._marked(self._empty if tree is None else tree, sum(known) if len(known) == len(sizes) else None)
 
-    def _check(self, seen: Sequence[_Told]) -> None:
+    def _check(self, seen: Sequence[_NextBatch]) -> None:
         failed = [f"replica {replica}: {one.text}" for replica, one in enumerate(seen) if one.moment == "error"]
         if failed:
             raise ProgramError(
                 f"Another replica could not read its next batch ({'; '.join(failed)}), so there is no global batch. "
                 "The error is that replica's own."
             )
-        first: dict[int, tuple[int, _Told]] = {}
+        first: dict[int, tuple[int, _NextBatch]] = {}
         for replica, one in enumerate(seen):
             other, same = first.setdefault(one.pipeline, (replica, one))
             if one[1:4] != same[1:4]:
@@ -277,6 +272,6 @@ class Together:
         return PerReplica.own(self._place.replica_id, component, self._place.num_replicas, size)
 
 
-def _shown(one: _Told) -> str:
+def _shown(one: _NextBatch) -> str:
     drawn = f" (examples {one.digest:08x})" if one.digest else ""
     return "no more batches" if one.moment == "end" else f"{one.size} examples for this step{drawn}"

@@ -26,7 +26,6 @@ class Progress:
         steps: Batches that it gave.
         ended: It has given all.
         kept: What its source said of its workers before it began.
-        direct: Nothing is read ahead of what was given.
     """
 
     epoch: int
@@ -35,7 +34,6 @@ class Progress:
     steps: int = 0
     ended: bool = False
     kept: bool = False
-    direct: bool = True
 
 
 def as_state(progress: Progress, place: Place, random: dict[str, Any], source: Source) -> dict[str, Any]:
@@ -47,7 +45,6 @@ def as_state(progress: Progress, place: Place, random: dict[str, Any], source: S
         random: States of the shared stream now.
         source: What is read.
     """
-    tells = progress.direct and not place.several_pipelines  # where it stands itself
     under_way = progress.steps > 0 and not progress.ended
     return {
         "version": _VERSION,
@@ -56,7 +53,6 @@ def as_state(progress: Progress, place: Place, random: dict[str, Any], source: S
         "began": progress.began if under_way else None,
         "generators": list(progress.generators) if under_way else [state_of(each) for each in source.generators()],
         "random": random,
-        "loader": source.state() if under_way and tells else None,
         "kept": progress.kept if under_way else source.kept(),
         "pipelines": _pipelines(place),
     }
@@ -76,7 +72,7 @@ def checked_state(state: Any, place: Place) -> dict[str, Any]:
     Raises:
         OptionError: It is none, or that of another pipeline of several.
     """
-    wanted = {"version", "epoch", "position", "began", "generators", "random", "loader", "kept", "pipelines"}
+    wanted = {"version", "epoch", "position", "began", "generators", "random", "kept", "pipelines"}
     if not isinstance(state, Mapping) or not wanted <= set(state) or state["version"] != _VERSION:
         raise OptionError(
             f"load_state_dict takes what state_dict() of a distributed dataset gave, and got a {type(state).__name__}"

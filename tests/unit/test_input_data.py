@@ -1,4 +1,4 @@
-"""Tensors, arrays, lists, generators; reading ahead: threads, errors at their place, nothing left behind."""
+"""Tensors, arrays, lists, generators; reading ahead: errors at their place, nothing left behind."""
 
 from __future__ import annotations
 
@@ -40,10 +40,6 @@ def over(replica_id: int, data: Any, replicas: int = 2, **more: Any) -> Distribu
 
 def components(dataset: Any, replica_id: int) -> list[Any]:
     return [batch.component(replica_id) for batch in dataset]
-
-
-def reading_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "distnb-input"]
 
 
 def eventually(true: Callable[[], bool], within_s: float = 60.0) -> bool:
@@ -209,26 +205,20 @@ class Slow(Dataset[Any]):
         return torch.tensor(index)
 
 
-def threaded(data: Any, **more: Any) -> DistributedDataset:
+def loaded_by_a_worker(data: Any, **more: Any) -> DistributedDataset:
     return over(0, DataLoader(data, batch_size=4, num_workers=1, **more))
 
 
-def test_a_thread_reads_loaders_with_workers() -> None:
-    iterator = iter(threaded(Slow()))
-    next(iterator)
-    assert len(reading_threads()) == 1
-    assert len(list(iterator)) == 9
-    assert eventually(lambda: not reading_threads())
-
-
 @pytest.mark.parametrize("arguments", [{}, {"persistent_workers": True}], ids=str)
-def test_breaking_off_ends_the_thread(arguments: dict[str, Any]) -> None:
-    dataset = threaded(Slow(), **arguments)
+def test_breaking_off_and_beginning_again(arguments: dict[str, Any]) -> None:
+    dataset = loaded_by_a_worker(Slow(), **arguments)
     for _ in range(3):
         for batch in dataset:
             assert batch.component(0).tolist() == [0, 1]
             break
-    assert eventually(lambda: not reading_threads())
+    del dataset, batch
+    gc.collect()
+    assert eventually(lambda: not multiprocessing.active_children())
 
 
 def folders_of_workers() -> list[str]:
@@ -237,44 +227,37 @@ def folders_of_workers() -> list[str]:
 
 def test_workers_hand_tensors_over_without_a_folder_that_could_stay() -> None:
     before = folders_of_workers()
-    iterator = iter(threaded(Slow()))
+    iterator = iter(loaded_by_a_worker(Slow()))
     assert next(iterator).component(0).tolist() == [0, 1]
     assert multiprocessing.active_children()
     assert folders_of_workers() == before
     iterator.close()
 
 
-def test_an_interrupted_program_leaves_nothing_running() -> None:
-    class Interrupt(BaseException):
-        pass
-
-    frames = None
-    try:
-        for _ in threaded(Slow()):
-            raise Interrupt
-    except Interrupt as error:
-        frames = error.__traceback__  # the loop's frame lives on, and its iterator with it
-    assert reading_threads()
+def test_a_failed_program_leaves_nothing_running_though_a_name_holds_the_iteration() -> None:
+    datasets.program_began()
+    iterator = iter(loaded_by_a_worker(Slow()))
+    next(iterator)
+    assert multiprocessing.active_children()
     datasets.program_failed()
-    assert eventually(lambda: not reading_threads())
-    del frames
+    assert eventually(lambda: not multiprocessing.active_children())
 
 
 def test_a_failed_program_ends_what_it_read_and_nothing_else() -> None:
     datasets.program_began()
-    earlier, read_again = iter(threaded(Slow())), iter(threaded(Slow()))
+    earlier, read_again = iter(loaded_by_a_worker(Slow())), iter(loaded_by_a_worker(Slow()))
     next(earlier)
     datasets.program_began()
-    made = iter(threaded(Slow()))
+    made = iter(loaded_by_a_worker(Slow()))
     next(read_again)
     datasets.program_failed()
-    assert eventually(lambda: len(reading_threads()) == 1)
+    assert eventually(lambda: len(multiprocessing.active_children()) == 1)
     for iterator in (made, read_again):
         with pytest.raises(ProgramError, match="iterate over the dataset again"):
             next(iterator)
     assert next(earlier).component(0).tolist() == [4, 5]
     earlier.close()
-    assert eventually(lambda: not reading_threads())
+    assert eventually(lambda: not multiprocessing.active_children())
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -296,7 +279,7 @@ def test_a_failed_program_leaves_no_persistent_workers_and_the_dataset_is_good(r
 
 
 def test_an_interrupt_while_waiting_ends_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
-    iterator = iter(threaded(Slow()))
+    iterator = iter(loaded_by_a_worker(Slow()))
     next(iterator)
 
     def interrupted() -> None:
@@ -305,7 +288,7 @@ def test_an_interrupt_while_waiting_ends_the_iteration(monkeypatch: pytest.Monke
     monkeypatch.setattr(iterator._reader, "read", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
-    assert eventually(lambda: not reading_threads())
+    assert eventually(lambda: not multiprocessing.active_children())
     with pytest.raises(ProgramError, match="ended with the program"):
         next(iterator)
 
@@ -320,7 +303,7 @@ class Pressing(threading.Thread):
     def run(self) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        reads = {reading.CallerReader.read.__code__, reading.ThreadReader.read.__code__}
+        reads = {reading.Reader.read.__code__}
         while not any(frame.f_code in reads for frame, _ in traceback.walk_stack(sys._current_frames()[main])):
             if self.over.wait(0.01):
                 return
@@ -331,12 +314,12 @@ class Pressing(threading.Thread):
 def test_a_real_interrupt_while_a_worker_is_stuck(prefetch: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[threading.Thread] = []
 
-    def noted(end: Callable[[reading.Maker], None]) -> Callable[[reading.Maker], None]:
-        return lambda maker: (waited.append(threading.current_thread()), end(maker))[1]
+    def noted(iterator: Any, shut_down: Callable[[Any], None] = workers._shut_down) -> None:
+        waited.append(threading.current_thread())
+        shut_down(iterator)
 
-    for name in ("close", "free"):  # what waits for workers
-        monkeypatch.setattr(reading.Maker, name, noted(getattr(reading.Maker, name)))
-    iterator = iter(threaded_with(prefetch, Slow(stuck=4)))
+    monkeypatch.setattr(workers, "_shut_down", noted)
+    iterator = iter(loaded_with(prefetch, Slow(stuck=4)))
     next(iterator)
     pressing = Pressing()
     pressing.start()
@@ -345,25 +328,25 @@ def test_a_real_interrupt_while_a_worker_is_stuck(prefetch: int | None, monkeypa
     pressing.over.set()
     with pytest.raises(ProgramError, match="ended with the program"):
         next(iterator)
-    assert eventually(lambda: not reading_threads() and not multiprocessing.active_children())
+    assert eventually(lambda: not multiprocessing.active_children())
     assert waited
     assert threading.main_thread() not in waited
 
 
-def threaded_with(prefetch: int | None, data: Any) -> DistributedDataset:
+def loaded_with(prefetch: int | None, data: Any) -> DistributedDataset:
     return over(0, DataLoader(data, batch_size=4, num_workers=1), options=InputOptions(prefetch=prefetch))
 
 
 def test_a_stuck_worker_is_ended() -> None:
-    iterator = iter(threaded(Slow(stuck=4)))
+    iterator = iter(loaded_by_a_worker(Slow(stuck=4)))
     assert next(iterator).component(0).tolist() == [0, 1]
     iterator.close()
-    assert eventually(lambda: not reading_threads())
+    assert eventually(lambda: not multiprocessing.active_children())
     gc.collect()
 
 
 @pytest.mark.parametrize(
-    ("workers", "prefetch"), [(0, 0), (0, 3), (1, 0), (1, None)], ids=["direct", "ahead", "workers", "thread"]
+    ("workers", "prefetch"), [(0, 0), (0, 3), (1, 0), (1, 2)], ids=["direct", "ahead", "workers", "workers-ahead"]
 )
 def test_errors_are_raised_at_their_place(workers: int, prefetch: int | None) -> None:
     loader = DataLoader(Slow(bad=9), batch_size=4, num_workers=workers)
@@ -377,10 +360,10 @@ def test_errors_are_raised_at_their_place(workers: int, prefetch: int | None) ->
     else:
         assert next(iterator).component(0).tolist() == [12, 13]
     iterator.close()
-    assert eventually(lambda: not reading_threads())
+    assert eventually(lambda: not multiprocessing.active_children())
 
 
-def test_reading_ahead_on_the_callers_thread() -> None:
+def test_reading_ahead() -> None:
     asked: list[int] = []
 
     class Asked(Slow):
@@ -391,7 +374,6 @@ def test_reading_ahead_on_the_callers_thread() -> None:
     iterator = iter(over(0, DataLoader(Asked(), batch_size=4), options=InputOptions(prefetch=2)))
     next(iterator)
     assert asked == [0, 1, 4, 5, 8, 9]
-    assert not reading_threads()
     assert len(list(iterator)) == 9
     asked.clear()
     next(iter(over(0, DataLoader(Asked(), batch_size=4))))
@@ -399,11 +381,11 @@ def test_reading_ahead_on_the_callers_thread() -> None:
 
 
 def test_two_iterations_at_once() -> None:
-    dataset = threaded(Slow())
+    dataset = loaded_by_a_worker(Slow())
     pairs = list(zip(dataset, dataset, strict=True))
     assert all(torch.equal(a.component(0), b.component(0)) for a, b in pairs)
     assert len(pairs) == 10
-    assert eventually(lambda: not reading_threads())
+    assert eventually(lambda: not multiprocessing.active_children())
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------

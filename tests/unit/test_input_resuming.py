@@ -171,44 +171,6 @@ def test_batches_taken_in_turn_by_another_number_of_replicas() -> None:
     assert [first_leaf(batch, 1) for batch in rest] == [elements[5], elements[8], elements[11]]
 
 
-class Remembering:
-    """A loader that knows where it stands, as torchdata's StatefulDataLoader does."""
-
-    def __init__(self) -> None:
-        self.at = 0
-        self.read = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.at < 6:
-            self.at += 1
-            self.read += 1
-            yield torch.tensor([self.at])
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
-@pytest.mark.parametrize("prefetch", [None, 2])
-def test_loaders_that_know_where_they_stand(prefetch: int | None) -> None:
-    def distributed(loader: Any) -> Any:
-        return distribute(loader, options=InputOptions(prefetch=prefetch), **place(2, 0))
-
-    dataset = distributed(Remembering())
-    batches = iter(dataset)
-    for _ in range(4):
-        next(batches)
-    state = dataset.state_dict()
-    loader = Remembering()
-    again = distributed(loader)
-    again.load_state_dict(state)
-    assert [first_leaf(batch, 0) for batch in again] == [[5], [6]]
-    assert loader.read == (2 if prefetch is None else 6)
-
-
 def test_a_resumption_that_failed_is_tried_again() -> None:
     calls: list[int] = []
 

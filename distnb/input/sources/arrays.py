@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from distnb.input.cutting import count_examples, map_leaves, slice_bounds
-from distnb.input.sources.base import FROM_THE_START, Load, Place, Position, Source
+from distnb.input.sources.base import FROM_THE_START, Load, Place, Source, StartingPoint
 
 __all__ = ["ArraySource"]
 
@@ -28,7 +28,7 @@ class ArraySource(Source):
         StructureError: Leaves disagree about the number of examples.
     """
 
-    in_memory = True
+    quiet = True
 
     def __init__(self, data: Any, batch_size: int, place: Place) -> None:
         self._examples = count_examples(data)
@@ -37,7 +37,7 @@ class ArraySource(Source):
         self._batch_size = batch_size
         self._place = place
 
-    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: StartingPoint = FROM_THE_START) -> Iterator[Load]:
         place, examples = self._place, self._examples
         for first in range(beginning.skip * self._batch_size, examples, self._batch_size):
             size = min(self._batch_size, examples - first)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from distnb.topology import Device
 
-__all__ = ["FROM_THE_START", "Position", "Load", "Place", "Shared", "Source", "Turns"]
+__all__ = ["FROM_THE_START", "StartingPoint", "Load", "Place", "Shared", "Source", "Turns"]
 
 Shared = Callable[[], AbstractContextManager[Any]]
 """Makes the random stream that all replicas share the current one for a while."""
@@ -89,21 +89,19 @@ class Load(NamedTuple):
     whole: bool = False
 
 
-class Position(NamedTuple):
+class StartingPoint(NamedTuple):
     """Where an iteration begins.
 
     Attributes:
         skip: Batches to leave out (elements, where replicas take turns).
-        state: What `Source.state` said, which stands for them.
         kept: What `Source.kept` said before the iteration that is gone on with; None for a new one.
     """
 
     skip: int = 0
-    state: Any = None
     kept: bool | None = None
 
 
-FROM_THE_START = Position()
+FROM_THE_START = StartingPoint()
 
 
 class Source(ABC):
@@ -111,25 +109,22 @@ class Source(ABC):
 
     Attributes:
         data: What the user distributed, for whoever looks at what a dataset leads to.
-        threadable: Another thread may read it: that draws no random numbers in this process.
-        in_memory: The next batch is always at hand, so reading ahead on the caller's thread never waits for data; that
-            runs none of the user's code, and draws no random numbers.
-        iterable: It is read from end to end, and does not itself remember where it stands.
+        quiet: Reading it runs none of the user's code in this process, and draws no random numbers once it has begun.
+        iterable: It is read from end to end.
         exclusive: Only one iteration can be under way: starting a new one ends the last.
     """
 
     data: Any
-    threadable: bool = False
-    in_memory: bool = False
+    quiet: bool = False
     iterable: bool = False
     exclusive: bool = False
 
     @abstractmethod
-    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: StartingPoint = FROM_THE_START) -> Iterator[Load]:
         """Begin to read, on the caller's thread.
 
         Random numbers are drawn as an ordinary DataLoader draws them, from the shared stream. An iterator with a
-        `close` method is closed when reading ends early; one with `free` is freed when it is stuck.
+        `close` method is closed when reading ends early; one with `give_up` has workers, which that ends.
 
         Args:
             beginning: Where an earlier iteration is gone on with. What is left out draws what reading it would draw.
@@ -142,10 +137,6 @@ class Source(ABC):
     @abstractmethod
     def peek(self) -> Any:
         """The structure of a first batch, or of part of one. Nothing is consumed; random numbers may be drawn."""
-
-    def state(self) -> Any:
-        """What the data itself remembers of the latest iteration, if it does; else None."""
-        return None
 
     def kept(self) -> bool:
         """Whether the next iteration uses workers that are there already, so that it draws no seed for them."""

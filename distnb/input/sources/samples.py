@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from distnb.input.collating import CollateRule
 from distnb.input.cutting import slice_bounds
 from distnb.input.draws import ReplicaDraws, draws_at_start_only, fold, on_host
-from distnb.input.sources.base import FROM_THE_START, Load, Place, Position, Shared, Source
+from distnb.input.sources.base import FROM_THE_START, Load, Place, Shared, Source, StartingPoint
 from distnb.input.sources.loaders import generators_of, peek_at
 
 __all__ = ["BatchRequest", "Feed", "SampleSource", "SlicedSource"]
@@ -143,9 +143,9 @@ class SampleSource(SlicedSource):
 
     def __init__(self, loader: DataLoader[Any], place: Place, rule: CollateRule, shared: Shared) -> None:
         super().__init__(loader, place, rule, shared)
-        self.in_memory = _is_quiet(loader) and draws_at_start_only(loader.batch_sampler)
+        self.quiet = _is_quiet(loader) and draws_at_start_only(loader.batch_sampler)
 
-    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: StartingPoint = FROM_THE_START) -> Iterator[Load]:
         loader = self._loader
         whole = self._rule.needs_whole_batches()
         batches = iter(loader.batch_sampler)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from distnb.errors import ProgramError
 from distnb.input.draws import draws_at_start_only
-from distnb.input.sources.base import FROM_THE_START, Load, Place, Position, Shared, Source
+from distnb.input.sources.base import FROM_THE_START, Load, Place, Shared, Source, StartingPoint
 from distnb.input.sources.loaders import changed, generators_of, is_plain, iterator_beyond, own_seeds, peek_at
 from distnb.input.sources.workers import LoadedBatches, has_lost_workers, has_workers
 
@@ -35,26 +35,23 @@ class LoaderSource(Source):
         self._shared = shared
         iterable = loader._dataset_kind == 1
         ours = is_plain(loader)
-        self.iterable = iterable and not _remembers(loader)
-        self.threadable = ours and loader.num_workers > 0 and (iterable or draws_at_start_only(loader.batch_sampler))
+        self.iterable = iterable
+        self.quiet = ours and loader.num_workers > 0 and (iterable or draws_at_start_only(loader.batch_sampler))
         self.exclusive = ours and bool(loader.persistent_workers)
         self._ours = ours
 
-    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: StartingPoint = FROM_THE_START) -> Iterator[Load]:
         skip = beginning.skip
         if self.exclusive and has_lost_workers(self._loader):
             self._forget()
         if beginning.kept not in (None, self.kept()):
             self._loader = changed(self.data, **(own_seeds() if beginning.kept else {}))
-        if beginning.state is not None:
-            self._loader.load_state_dict(beginning.state)  # type: ignore[attr-defined]
-            skip = 0
         iterator = iterator_beyond(self._loader, skip) if skip and self._ours else None
         if iterator is None:
             iterator = iter(self._loader)
         else:
             skip = 0
-        shared = None if self.threadable else self._shared
+        shared = None if self.quiet else self._shared
         loads = LoadedBatches(iterator, shared, self._place, persistent=self.exclusive, forget=self._forget)
         return _beyond(loads, skip)
 
@@ -63,9 +60,6 @@ class LoaderSource(Source):
 
     def peek(self) -> Any:
         return peek_at(self.data)
-
-    def state(self) -> Any:
-        return _state_of(self._loader)
 
     def kept(self) -> bool:
         return self.exclusive and has_workers(self._loader)
@@ -86,19 +80,16 @@ class PythonSource(Source):
         shared: The stream that all replicas share.
     """
 
+    iterable = True
+
     def __init__(self, batches: Iterable[Any] | Callable[[], Iterable[Any]], place: Place, shared: Shared) -> None:
         self.data = batches
         self._place = place
         self._shared = shared
         self._started = False
-        self.iterable = not _remembers(batches)
 
-    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
-        skip = beginning.skip
-        if beginning.state is not None:
-            self.data.load_state_dict(beginning.state)
-            skip = 0
-        return _beyond(LoadedBatches(self._iterator(), self._shared, self._place), skip)
+    def start(self, beginning: StartingPoint = FROM_THE_START) -> Iterator[Load]:
+        return _beyond(LoadedBatches(self._iterator(), self._shared, self._place), beginning.skip)
 
     def _iterator(self) -> Iterator[Any]:
         batches = self.data
@@ -128,9 +119,6 @@ class PythonSource(Source):
             )
         return next(self._iterator())
 
-    def state(self) -> Any:
-        return _state_of(self.data)
-
 
 def _beyond(loads: LoadedBatches, skip: int) -> LoadedBatches:
     """The iterator after some batches, which are read and dropped."""
@@ -140,13 +128,3 @@ def _beyond(loads: LoadedBatches, skip: int) -> LoadedBatches:
         except StopIteration:
             break
     return loads
-
-
-def _remembers(data: Any) -> bool:
-    """Whether data remembers its position, as torchdata's StatefulDataLoader does."""
-    return hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
-
-
-def _state_of(data: Any) -> Any:
-    """What data that remembers its position says of it; else None."""
-    return data.state_dict() if _remembers(data) else None

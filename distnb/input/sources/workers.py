@@ -16,13 +16,12 @@ from multiprocessing import connection, util
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader
 
 from distnb.errors import ProgramError
 from distnb.input.collating import CollateRule
 from distnb.input.draws import WorkerSeeds, draws_at_start_only, on_host
-from distnb.input.sources.base import FROM_THE_START, Load, Place, Position, Shared
+from distnb.input.sources.base import FROM_THE_START, Load, Place, Shared, StartingPoint
 from distnb.input.sources.loaders import changed, own_seeds
 from distnb.input.sources.samples import BatchRequest, Feed, SlicedSource
 
@@ -42,10 +41,10 @@ class WorkerSource(SlicedSource):
     def __init__(self, loader: DataLoader[Any], place: Place, rule: CollateRule, shared: Shared) -> None:
         super().__init__(loader, place, rule, shared)
         self._copy: tuple[DataLoader[Any], FeedingSampler] | None = None
-        self.threadable = draws_at_start_only(loader.batch_sampler)
+        self.quiet = draws_at_start_only(loader.batch_sampler)
         self.exclusive = bool(loader.persistent_workers)
 
-    def start(self, beginning: Position = FROM_THE_START) -> Iterator[Load]:
+    def start(self, beginning: StartingPoint = FROM_THE_START) -> Iterator[Load]:
         whole = self._rule.needs_whole_batches()
         # Persistent workers live in the copy, so it is kept; else attributes that the user changed since are seen.
         if beginning.kept not in (None, self.kept()):
@@ -55,7 +54,7 @@ class WorkerSource(SlicedSource):
         copied, sampler = self._copy
         sampler.skip = beginning.skip
         iterator = iter(copied)
-        shared = None if self.threadable else self._shared
+        shared = None if self.quiet else self._shared
         pending = sampler.pending
         return LoadedBatches(
             iterator,
@@ -146,7 +145,7 @@ class LoadedBatches(Iterator[Load]):
         self._device = place.device
         self._load = load
         self._goes_on = goes_on
-        self.persistent = persistent
+        self._persistent = persistent
         self._forget = forget
         self._failed = False
         self._closed = False
@@ -171,16 +170,17 @@ class LoadedBatches(Iterator[Load]):
         return self._load(tree)
 
     def close(self) -> None:
-        """End the workers; persistent ones stay, and a generator stays where it is. It may wait for a batch."""
+        """End the workers; persistent ones stay, and a generator stays where it is."""
         self._closed = True
-        if not self.persistent:
+        if not self._persistent:
             iterator, self._iterator = self._iterator, None
             _end_workers(iterator)
 
-    def free(self) -> None:
-        """End the workers from another thread, when one is stuck and the reader with it."""
+    def give_up(self) -> None:
+        """End the workers, persistent ones, too."""
         self._forget()
-        _free_workers(self._iterator)
+        iterator, self._iterator = self._iterator, None
+        _end_workers(iterator)
 
 
 def has_workers(loader: DataLoader[Any]) -> bool:
@@ -195,33 +195,21 @@ def has_lost_workers(loader: DataLoader[Any]) -> bool:
 
 
 def _end_workers(iterator: Any) -> None:
-    """Shut the workers of a DataLoader's iterator down: tracebacks may hold the iterator for long."""
-    shutdown = getattr(iterator, "_shutdown_workers", None)
-    if shutdown is not None and not getattr(iterator, "_shutdown", False):
-        # Torch waits 5 s for one that is stuck, then ends it without letting it tidy up: it is interrupted before.
-        hurry = threading.Timer(_PATIENCE_S, _interrupt, (iterator._workers,))
-        hurry.daemon = True
-        hurry.start()
-        shutdown()
-        hurry.cancel()
+    """Shut the workers of a DataLoader's iterator down: tracebacks may hold the iterator for long.
 
-
-def _free_workers(iterator: Any) -> None:
-    """End the workers of a DataLoader's iterator, also a stuck one that a thread waits for.
-
-    The iterator cannot be told to shut them down: the waiting thread would no longer look whether they live, and so
-    wait for ever.
+    An interrupted program does not wait for one that is stuck.
     """
-    workers = getattr(iterator, "_workers", ())
-    if not workers:
-        return
-    _remove_worker_pids(id(iterator))  # else torch's handler raises in the main thread, wherever that is
-    iterator._worker_pids_set = False
-    iterator._workers_done_event.set()
-    _interrupt(workers)
-    for worker in workers:
-        worker.join(_TIDY_UP_S)
-        worker.kill()
+    if hasattr(iterator, "_shutdown_workers") and not getattr(iterator, "_shutdown", False):
+        threading.Thread(target=_shut_down, args=(iterator,), name="distnb-input-end", daemon=True).start()
+
+
+def _shut_down(iterator: Any) -> None:
+    # Torch waits 5 s for one that is stuck, then ends it without letting it tidy up: it is interrupted before.
+    hurry = threading.Timer(_PATIENCE_S, _interrupt, (iterator._workers,))
+    hurry.daemon = True
+    hurry.start()
+    iterator._shutdown_workers()
+    hurry.cancel()
 
 
 # -- the ends of processes ---------------------------------------------------------------------------------------------

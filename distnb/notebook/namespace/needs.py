@@ -12,6 +12,7 @@ from distnb.notebook.namespace.user_names import is_user_name, user_names
 from distnb.objects.code import is_code
 from distnb.objects.plain import is_plain
 from distnb.objects.tracking import Look
+from distnb.wire.messages import ObjectId
 
 __all__ = ["Needs"]
 
@@ -41,6 +42,7 @@ class Needs:
         self.look = Look()
         self._unseen: dict[str, Any] = {}
         self._done: set[str] = set()
+        self._behind: set[ObjectId] = set()
         self._more: list[str] = []
         tracked.references.met.clear()
 
@@ -99,11 +101,18 @@ class Needs:
         self.names.append(name)
 
     def _look_behind(self, handle: Any) -> None:
-        """The names that an engine object's code reads, and the notebook's objects that it holds."""
-        for fact in state_of_handle(handle).facts.values():
+        """What an engine object's code reads, and what it holds of the notebook's objects and of other handles'."""
+        state = state_of_handle(handle)
+        if state.identity in self._behind:
+            return
+        self._behind.add(state.identity)
+        for fact in state.facts.values():
             for name in (*fact.reads, *fact.holds):
                 if isinstance(name, tuple):
                     self._tracked.references.meet(name)
+                    held = self._tracked.handle(name)
+                    if held is not None:
+                        self._look_behind(held)
                     continue
                 if name in self._done:
                     continue
