@@ -8,7 +8,15 @@ from typing import Any, Protocol
 
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
 
-__all__ = ["Owner", "Runtime"]
+__all__ = ["DEFAULT", "Owner", "Runtime", "is_in_process"]
+
+DEFAULT = "default"
+"""The kind of the strategy that is in force where no other is."""
+
+
+def is_in_process(spec: StrategySpec) -> bool:
+    """Whether a strategy always computes in the calling process."""
+    return spec.kind in (DEFAULT, "one_device")
 
 
 class Owner(Protocol):

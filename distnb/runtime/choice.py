@@ -6,16 +6,13 @@ import os
 import sys
 
 from distnb.errors import NoClusterError, OptionError
-from distnb.options import StrategySpec
-from distnb.runtime.base import Owner, Runtime
+from distnb.runtime.base import Owner, Runtime, is_in_process
 from distnb.runtime.central import setup
 from distnb.runtime.in_process import InProcess
 from distnb.runtime.this_process import this_process
 
-__all__ = ["DEFAULT", "is_in_process", "runtime_for", "started_by_launcher"]
+__all__ = ["runtime_for", "started_by_launcher"]
 
-DEFAULT = "default"
-_IN_PROCESS_KINDS = (DEFAULT, "one_device")
 _MULTI_WORKER = "multi_worker"
 _CHECKED_KINDS = (_MULTI_WORKER, setup.KIND)
 
@@ -26,11 +23,6 @@ _checked: set[tuple[Owner, tuple[object, ...]]] = set()
 def started_by_launcher() -> bool:
     """Whether torchrun, `distnb run` or the like started this process as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def is_in_process(spec: StrategySpec) -> bool:
-    """Whether a strategy always computes in the calling process."""
-    return spec.kind in _IN_PROCESS_KINDS
 
 
 def runtime_for(strategy: Owner) -> Runtime:

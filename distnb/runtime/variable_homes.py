@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
 from distnb.options import ReduceOp
-from distnb.runtime import choice, contexts
+from distnb.runtime import contexts
+from distnb.runtime.base import DEFAULT, is_in_process
 from distnb.runtime.contexts import mixing
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import map_structure
@@ -57,7 +58,7 @@ class _Alone:
         strategy, replica = innermost
         if self._is_copy or strategy is self._strategy:
             return replica is not None
-        if self._strategy.spec.kind != choice.DEFAULT:
+        if self._strategy.spec.kind != DEFAULT:
             raise mixing(strategy, self._strategy)
         if writing and replica is not None and replica.num_replicas_in_sync > 1:
             raise ContextError(
@@ -154,7 +155,7 @@ class ReplicaHome:
 
 
 def _home_of(strategy: Any) -> Home:
-    if choice.is_in_process(strategy.spec):
+    if is_in_process(strategy.spec):
         return _Alone(strategy, is_copy=False)
     process = this_process.replica
     if process is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 from distnb.errors import OptionError, UnknownNameError
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
 from distnb.runtime import choice, contexts, variable_homes  # noqa: F401  (finds homes from its import on)
-from distnb.runtime.base import Runtime
+from distnb.runtime.base import DEFAULT, Runtime
 from distnb.runtime.call_arguments import check_call, check_input_function, check_input_options, explained
 from distnb.runtime.this_process import this_process
 from distnb.strategies.aliases import METHODS
@@ -85,7 +85,7 @@ class Strategy:
             strategy = object.__new__(cls)
             strategy.spec = spec
             _made[spec] = strategy
-            if sum(each.kind != choice.DEFAULT for each in _made) > 1:
+            if sum(each.kind != DEFAULT for each in _made) > 1:
                 homes.several()
         return cast("Self", strategy)
 

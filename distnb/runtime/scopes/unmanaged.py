@@ -21,7 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.errors import ContextError
-from distnb.runtime import choice, contexts
+from distnb.runtime import contexts
+from distnb.runtime.base import DEFAULT
 from distnb.variables.variable import Variable
 
 __all__ = ["UnmanagedCheck"]
@@ -70,7 +71,7 @@ class UnmanagedCheck:
             for variable in parameters:
                 # Another strategy's must not even be read: this replica's component is not what that strategy says.
                 owner = variable.distribute_strategy if isinstance(variable, Variable) else self._strategy
-                if owner is not self._strategy and owner.spec.kind != choice.DEFAULT:
+                if owner is not self._strategy and owner.spec.kind != DEFAULT:
                     raise contexts.mixing(self._strategy, owner)
             if isinstance(value, torch.nn.Module):
                 self._check(f"{name!r} (a {type(value).__name__})", parameters)
