@@ -21,7 +21,7 @@ import torch
 
 from distnb.collectives.digests import digest, digest_of_text
 from distnb.collectives.gradients.backward_passes import calling_frame
-from distnb.collectives.gradients.parameter_groups import ParameterGroup, find_mirror
+from distnb.collectives.gradients.parameter_groups import AGGREGATED, ParameterGroup, find_mirror
 from distnb.runtime.consistency.equal_values import make_equal
 from distnb.runtime.consistency.sync_check import contents
 from distnb.runtime.reduction.gathering import broadcast_tree
@@ -75,6 +75,11 @@ def resynchronise(group: Group, groups: Sequence[ParameterGroup], buffers: Seque
     for number, parameters in enumerate(groups):
         # A replica that was replaced has counted anew: from now on all call a group alike.
         parameters.identity = (-1 - group.generation, number)
+        if all(state.gradients[number] == first.gradients[number] for state in states):
+            # Equal on all replicas, they are aggregated ones; a replica that was replaced has copies of them.
+            for place, parameter in parameters.living():
+                if parameter.grad is not None and place not in parameters.local:
+                    AGGREGATED.add(parameter.grad)
     if all(state == first for state in states):
         return
     told = []
