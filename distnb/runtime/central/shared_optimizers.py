@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -125,16 +125,19 @@ class SharedOptimizers:
             self._stepped.clear()
         on_host = OnHost(optimizer, self._variables.hosts)
         alike, mine, others = [], [], []
-        for parameter in _parameters(optimizer) if divisible else ():
-            owner = self._variables.owner_of(parameter)
-            if parameter.grad is None:
-                continue
-            if owner is None or not self._keeps_all_in_common(optimizer, parameter):
+        stepped = [parameter for parameter in _parameters(optimizer) if divisible and parameter.grad is not None]
+        # A page of memory may hold several variables: either all of them are written to it here, or by their owners.
+        divided = all(
+            self._variables.owner_of(parameter) is not None and self._keeps_all_in_common(optimizer, parameter)
+            for parameter in stepped
+        )
+        for parameter in stepped:
+            if not divided:
                 alike.append(parameter)
-            elif owner == group.rank:
+            elif self._variables.owner_of(parameter) == group.rank:
                 mine.append(parameter)
             else:
-                others.append((parameter, parameter.grad))
+                others.append((parameter, cast("torch.Tensor", parameter.grad)))
                 parameter.grad = None
         kept = [value for parameter in mine for value in _kept(optimizer, parameter).values()]
         close = self._variables.open([*mine, *kept])
