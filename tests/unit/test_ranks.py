@@ -7,11 +7,13 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests import processes, ranks
 from tests.ranks import run_ranks
+from tests.warm_python import Forked
 
 
 def test_ranks_meet_and_return_values():
@@ -60,15 +62,20 @@ def test_a_hanging_rank_is_killed_and_its_stack_shown(tmp_path: Path, monkeypatc
         time.sleep(600)
     if os.environ["RANK"] == "1":
         stuck_here()
-    here.write_text(str(os.getpid()))
     """
+
+    started: list[Forked] = []
+    start = ranks._start
+
+    def start_and_keep(*args: Any) -> Forked:
+        started.append(start(*args))
+        return started[-1]
 
     def clock() -> float:
         """The limit strikes when the one has ended, and the other is stuck, however long that takes."""
-        ended, stuck = tmp_path / "0", tmp_path / "1"
-        there = stuck.exists() and ended.exists() and ended.read_text()
-        return 20.1 if there and processes.has_ended(int(there)) else 0.0
+        return 20.1 if (tmp_path / "1").exists() and started[0].poll() is not None else 0.0
 
+    monkeypatch.setattr(ranks, "_start", start_and_keep)
     monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
     with pytest.raises(AssertionError, match=r"1 of 2 ranks not done in 20 s(.|\n)*stuck_here"):
         run_ranks(program, 2, timeout_s=20)
