@@ -15,6 +15,7 @@ __all__ = ["StopHandler"]
 
 _LIMIT_S = 1.0
 _AGAIN_S = 0.001
+_UNNOTICED_S = 0.05
 
 
 class StopHandler:
@@ -31,7 +32,9 @@ class StopHandler:
 
     def __init__(self, whole: Collection[CodeType]) -> None:
         self._whole = LOCKING | frozenset(whole)
-        self._until: float | None = None
+        self._until: float | None = None  # while a stop is put off
+        self._handled = 0
+        self._is_repeated = False
 
     def install(self) -> None:
         """Handle SIGINT from now on, where Python's own handler did. A kernel puts that in place for each cell anew."""
@@ -44,18 +47,26 @@ class StopHandler:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self._handled += 1
+        repeated, self._is_repeated = self._is_repeated, False
+        if repeated and self._until is None:
+            return  # one that was thought to be unnoticed, and was raised meanwhile
         if within(frame, self._whole):
             now = time.monotonic()
             if self._until is None:
                 self._until = now + _LIMIT_S
             if now < self._until:
                 # Not a threading.Thread: those use such locks.
-                _thread.start_new_thread(_repeat, (signum,))
+                _thread.start_new_thread(self._repeat, (signum, self._handled))
                 return
         self._until = None
         signal.default_int_handler(signum, frame)
 
-
-def _repeat(signum: int) -> None:
-    time.sleep(_AGAIN_S)
-    signal.pthread_kill(threading.main_thread().ident or 0, signum)
+    def _repeat(self, signum: int, handled: int) -> None:
+        time.sleep(_AGAIN_S)
+        # Just before a system call, where the main thread has let go of the interpreter and this one runs, a signal is
+        # taken and not noticed until that call returns: so it is sent until it is.
+        while self._handled == handled:
+            self._is_repeated = True
+            signal.pthread_kill(threading.main_thread().ident or 0, signum)
+            time.sleep(_UNNOTICED_S)
