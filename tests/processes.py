@@ -69,7 +69,8 @@ def _lives_as_long(process: psutil.Process) -> bool:
         command = " ".join(process.cmdline())
     except psutil.Error:
         return True
-    return not command or any(name in command for name in _OF_LIBRARIES)
+    # It is empty on the way into another program, when who started that goes on already: such a one is ours.
+    return any(name in command for name in _OF_LIBRARIES)
 
 
 def ancestors(process: psutil.Process) -> set[int]:

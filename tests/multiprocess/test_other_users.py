@@ -135,8 +135,8 @@ def listening() -> list[tuple[str, int] | str]:
         with contextlib.suppress(psutil.Error):
             there = process.net_connections(kind="inet")
             found += [(each.laddr.ip, each.laddr.port) for each in there if each.status == psutil.CONN_LISTEN]
-    names = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
-    found += ["\0" + name[1:] for name in names if name.startswith("@distnb-")]
+            names = {each.laddr for each in process.net_connections(kind="unix")}
+            found += ["\0" + name[1:] for name in names if name[1:].startswith("distnb-")]
     return sorted(set(found), key=str)
 
 
@@ -149,7 +149,7 @@ def session() -> Iterator[Session]:
 
 TRAINING = """
 until, steps = time.monotonic() + 60, 0
-while not os.path.exists(done):
+while True:
     assert time.monotonic() < until
     step = torch.ones(1000) * (dist.get_rank() + 1)
     dist.all_reduce(step)
