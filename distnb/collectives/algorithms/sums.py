@@ -137,7 +137,7 @@ def sum_sparse(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a sparse (COO) tensor over the replicas, of equal shape and dtype on each: coalesced, without a graph.
 
     Raises:
-        CollectiveMismatchError: The replicas' tensors differ in shape or dtype.
+        StructureError: The replicas' tensors differ in shape or dtype.
     """
     with torch.no_grad():
         local = tensor.detach().coalesce()

@@ -23,7 +23,7 @@ from distnb.collectives.group.process_group import OWN, GuardedProcessGroup
 from distnb.collectives.shared_memory.shared_sum import GATHER, SharedWork
 from distnb.collectives.verify.regions import Regions
 from distnb.collectives.verify.signature import of_tensors
-from distnb.errors import CollectiveMismatchError, OptionError
+from distnb.errors import OptionError, StructureError
 from distnb.topology import Device
 
 __all__ = ["Group", "PendingCollective"]
@@ -142,7 +142,7 @@ class Group:
         """Every replica's tensor, in replica order, where sizes may differ along one dimension.
 
         Raises:
-            CollectiveMismatchError: They differ in dtype, or along another dimension.
+            StructureError: They differ in dtype, or along another dimension.
         """
         mine = tensor.detach()
         if mine.dim() > _MAX_DIMS:
@@ -156,7 +156,7 @@ class Group:
         others = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
         if len(set(zip(dtypes, map(len, shapes), others, strict=True))) > 1:
             told = "; ".join(f"replica {rank}: {dtypes[rank]} {list(shape)}" for rank, shape in enumerate(shapes))
-            raise CollectiveMismatchError(
+            raise StructureError(
                 f"The replicas' tensors can be gathered along dimension {dim} only if all else is equal; it is not: "
                 f"{told}."
             )

@@ -9,7 +9,7 @@ import torch
 
 from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.sums import all_reduce
-from distnb.errors import CollectiveMismatchError, DistributedValueError, OptionError, StructureError
+from distnb.errors import DistributedValueError, OptionError, StructureError
 from distnb.options import ReduceOp
 from distnb.runtime.reduction.reducing import checked_axis, tensor_of
 from distnb.values.structure import flatten, unflatten
@@ -46,7 +46,7 @@ def gathered_parts(group: Group, tensor: torch.Tensor, axis: int, method: str) -
     group.note(f"{method} along axis {axis}", ())
     try:
         parts = group.all_gather_uneven(tensor.detach().to(torch_device(group.device)), axis)
-    except CollectiveMismatchError as error:
+    except StructureError as error:
         raise StructureError(f"{method} along axis {axis}: {error}") from None
     return [part.to(tensor.device) for part in parts]
 
