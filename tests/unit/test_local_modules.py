@@ -9,29 +9,37 @@ from pathlib import Path
 
 import pytest
 
+from distnb.notebook.namespace import module_watch
 from distnb.notebook.namespace.module_watch import ModuleWatch
 
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    for folder in ("here", "added"):
+    for folder in ("here", "added", "given", "linked"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"module_{folder}.py").write_text("")
-        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "given"))
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "own.pth").write_text(f"import os\n{tmp_path / 'linked'}\n")
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(tmp_path / "site")])
+    module_watch._given_folders.cache_clear()
     monkeypatch.chdir(tmp_path / "here")
+    for folder in ("here", "added", "given", "linked"):
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
     yield tmp_path
-    for folder in ("here", "added"):
+    module_watch._given_folders.cache_clear()
+    for folder in ("here", "added", "given", "linked"):
         sys.modules.pop(f"module_{folder}", None)
 
 
-def test_those_in_no_library(files: Path) -> None:
+def test_those_in_the_working_directory_and_on_added_paths(files: Path) -> None:
     watch = ModuleWatch()
     watch.local()
-    for folder in ("here", "added"):
+    for folder in ("here", "added", "given", "linked"):
         importlib.import_module(f"module_{folder}")
     names = {module.__name__ for module in watch.local()}
     assert {"module_here", "module_added"} <= names
-    assert names.isdisjoint({"torch", "pytest", "json", "distnb"})
+    assert names.isdisjoint({"module_given", "module_linked", "torch", "pytest", "json"})
 
 
 def test_a_new_one_is_seen_whatever_was_removed(files: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import os
 import site
 import sys
@@ -42,6 +43,28 @@ def _library_folders() -> tuple[str, ...]:
         sys.base_prefix + "/lib",
     }
     return tuple(os.path.join(folder, "") for folder in folders if folder)
+
+
+@functools.cache
+def _given_folders() -> tuple[str, ...]:
+    """Folders that Python was started with beside its own: those of PYTHONPATH and of .pth files."""
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    for site_folder in (*site.getsitepackages(), site.getusersitepackages()):
+        for file in glob.glob(os.path.join(glob.escape(site_folder), "*.pth")):
+            with open(file, encoding="utf-8", errors="replace") as lines:
+                folders += [found for line in lines if os.path.isdir(found := os.path.join(site_folder, line.strip()))]
+    return tuple({os.path.join(os.path.realpath(folder), "") for folder in folders})
+
+
+def _is_local_file(file: str) -> bool:
+    """Whether a module's file is the user's own: in the working directory, or on a path that was added to sys.path."""
+    if file.startswith(_library_folders()):
+        return False
+    real = os.path.realpath(file)
+    if real.startswith(os.path.join(os.path.realpath(os.curdir), "")):
+        return True
+    added = tuple(os.path.join(os.path.realpath(folder), "") for folder in sys.path if folder)
+    return not real.startswith(_given_folders()) and real.startswith(added)
 
 
 class ModuleWatch:
@@ -112,10 +135,10 @@ class ModuleWatch:
         return known
 
     def _is_local(self, name: str, module: types.ModuleType) -> bool:
-        """Whether it is the user's own: in no library's folder. distnb's modules may be in none, and never change."""
+        """Whether it is the user's own. distnb's modules may be in no library's folder, and never change."""
         known = self._local.get(name)
         if known is None:
             file = getattr(module, "__file__", None) if module.__spec__ is not None else None
             ours = name.partition(".")[0] == "distnb"
-            known = self._local[name] = bool(file) and not ours and not str(file).startswith(_library_folders())
+            known = self._local[name] = bool(file) and not ours and _is_local_file(str(file))
         return known
