@@ -24,7 +24,7 @@ State = tuple[object, object]
 def state_of(module: types.ModuleType) -> State:
     """What tells whether a module was reloaded: its spec, of which a reload makes a new one, and its file's version."""
     version = next((found for ask in versions if (found := ask(module.__name__)) is not None), None)
-    return module.__spec__, version
+    return getattr(module, "__spec__", None), version
 
 
 def reloaded(before: State, now: State) -> Reloads | None:
@@ -138,7 +138,7 @@ class ModuleWatch:
         """Whether it is the user's own. distnb's modules may be in no library's folder, and never change."""
         known = self._local.get(name)
         if known is None:
-            file = getattr(module, "__file__", None) if module.__spec__ is not None else None
+            file = getattr(module, "__file__", None) if getattr(module, "__spec__", None) is not None else None
             ours = name.partition(".")[0] == "distnb"
             known = self._local[name] = bool(file) and not ours and _is_local_file(str(file))
         return known
