@@ -16,5 +16,5 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def digest_of_text(text: str) -> int:
-    """63 bits of a text."""
+    """63 bits of a text, the same in every process, which `hash` is not."""
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1

@@ -8,16 +8,15 @@ on all. Loaders that read by rank give others, and are left alone.
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
-import zlib
 from collections import deque
 from typing import Any
 
 import torch
 from torch.utils.data import dataloader
 
-from distnb.collectives.gradients.backward_passes import calling_frame
+from distnb.collectives.digests import digest, digest_of_text
+from distnb.collectives.verify import callsite
 from distnb.values.structure import flatten, has_distributed
 
 __all__ = ["digest_of_batch", "install", "tell"]
@@ -52,19 +51,14 @@ def digest_of_batch(args: Any) -> int:
     known = [reference() for reference in _latest]
     for leaf in flatten(args)[0]:
         if isinstance(leaf, torch.Tensor) and any(leaf is each for each in known):
-            sample = leaf.detach().reshape(-1)[:_SAMPLE].cpu().contiguous().view(torch.uint8)
-            return 1 + zlib.crc32(sample.numpy().tobytes(), zlib.crc32(repr(tuple(leaf.shape)).encode()))
+            return digest_of_text(f"{tuple(leaf.shape)} {digest(leaf.reshape(-1)[:_SAMPLE])}")
     return 0
 
 
 def tell(num_replicas: int) -> None:
     """Say that all replicas compute the same batch."""
-    frame = calling_frame()
-    warnings.warn_explicit(
+    callsite.current().warn(
         f"strategy.run was given a batch of a DataLoader, the same one on all {num_replicas} replicas: every replica "
         "computes the whole batch, and their gradients are summed. To have it cut into a slice for each replica, "
-        "iterate over strategy.distribute_dataset(loader).",
-        UserWarning,
-        frame.f_code.co_filename if frame is not None else __file__,
-        frame.f_lineno if frame is not None else 0,
+        "iterate over strategy.distribute_dataset(loader)."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from enum import Enum
@@ -344,7 +344,7 @@ def regroup_leaf(components: Sequence[Any]) -> Any:
     return PerReplica(components)
 
 
-def unlike_structures(specs: dict[int, Spec]) -> StructureError:
+def unlike_structures(specs: Mapping[int, object]) -> StructureError:
     """The error for results whose structures differ by replica."""
     shown = "\n".join(f"  replica {replica}: {spec}" for replica, spec in specs.items())
     return StructureError(

@@ -68,41 +68,25 @@ def test_own_lines_are_fine():
     first.check()
 
 
-def test_swapped_lines_are_not():
+@pytest.mark.parametrize(("here", "there"), [((1, ""), (2, "")), ((1, "from a"), (1, "from b"))])
+def test_swapped_lines_or_callers_are_not(here, there):
     first, second = replicas()
-    first.post(record("all_reduce", 1))
-    second.post(record("all_reduce", 2))
-    first.post(record("all_reduce", 2))
+    first.post(record("all_reduce", *here))
+    second.post(record("all_reduce", *there))
+    first.post(record("all_reduce", *there))
     with pytest.raises(
         CollectiveMismatchError, match="different order: all_reduce at cell, line 1 was collective number 1"
     ):
-        second.post(record("all_reduce", 1))
+        second.post(record("all_reduce", *here))
 
 
-def test_swapped_callers_of_one_line_are_not():
+@pytest.mark.parametrize(("one", "other"), [("barrier()", "barrier()"), ("broadcast(root=0)", "broadcast(root=1)")])
+def test_taking_turns_is_fine(one, other):
     first, second = replicas()
-    first.post(record("all_reduce", 1, "from a"))
-    second.post(record("all_reduce", 1, "from b"))
-    first.post(record("all_reduce", 1, "from b"))
-    with pytest.raises(CollectiveMismatchError, match="different order"):
-        second.post(record("all_reduce", 1, "from a"))
-
-
-def test_taking_turns_with_barriers_is_fine():
-    first, second = replicas()
-    first.post(record("barrier()", 1))
-    second.post(record("barrier()", 2))
-    first.post(record("barrier()", 2))
-    second.post(record("barrier()", 1))
-    first.check()
-
-
-def test_taking_turns_as_the_source_is_fine():
-    first, second = replicas()
-    first.post(record("broadcast(root=0)", 1))
-    second.post(record("broadcast(root=0)", 2))
-    first.post(record("broadcast(root=1)", 2))
-    second.post(record("broadcast(root=1)", 1))
+    first.post(record(one, 1))
+    second.post(record(one, 2))
+    first.post(record(other, 2))
+    second.post(record(other, 1))
     first.check()
 
 

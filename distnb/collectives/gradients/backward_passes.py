@@ -7,12 +7,7 @@ on autograd's own threads (where an interrupt does not reach), and cannot tell t
 
 from __future__ import annotations
 
-import linecache
-import os
-import sys
 import threading
-from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -20,11 +15,8 @@ import torch.autograd
 
 from distnb.collectives.group.eager import always_eager
 
-__all__ = ["BACKWARD_PASSES", "calling_frame", "describe_frame", "name_of"]
+__all__ = ["BACKWARD_PASSES"]
 
-_LIBRARIES = tuple(
-    str(Path(file).parent) + os.sep for file in (torch.__file__, str(Path(__file__).parent), os.__file__)
-)
 _ENTRY = "_engine_run_backward"
 
 
@@ -43,35 +35,6 @@ class PassListener(Protocol):
 
     def failed(self) -> None:
         """The pass ended with an error, its own or that of a listener."""
-
-
-def calling_frame() -> FrameType | None:
-    """The innermost frame that belongs to no library; None when there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        if not filename.startswith(_LIBRARIES) and "-packages" not in filename:
-            return frame
-        frame = frame.f_back
-    return None
-
-
-def describe_frame(frame: FrameType | None) -> str:
-    """A frame in an error message: file, line and the line's text."""
-    if frame is None:
-        return "a library's code"
-    filename, line = frame.f_code.co_filename, frame.f_lineno or 0
-    text = linecache.getline(filename, line).strip()
-    where = f"{name_of(filename)}, line {line}"
-    return f"{where}: {text}" if text else where
-
-
-def name_of(filename: str) -> str:
-    """How people call a file: a cell by its number, where IPython knows it."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if shell is not None and (cell := shell.compile.format_code_name(filename)) is not None:
-        return " ".join(cell)
-    return Path(filename).name
 
 
 class BackwardPasses:

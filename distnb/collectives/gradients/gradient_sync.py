@@ -16,7 +16,7 @@ import torch
 
 from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.flat_packs import Packs
-from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES, calling_frame, describe_frame
+from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.gradients.buckets import Bucket, BucketPlan, large_packs
 from distnb.collectives.gradients.finishing import finish, finish_with_graph, keep_equal, keep_local
 from distnb.collectives.gradients.mean_loss import MeanLossCheck
@@ -28,6 +28,7 @@ from distnb.collectives.gradients.parameter_groups import (
     refuse_wrapping,
 )
 from distnb.collectives.gradients.replica_comparison import agree, check_equal
+from distnb.collectives.verify import callsite
 from distnb.errors import MeanLossError, OptionError
 
 __all__ = ["GradientSync"]
@@ -236,7 +237,7 @@ class GradientSync:
             if this.mean_loss is not None:
                 raise this.mean_loss
             if this.equal:
-                check_equal(this.aggregation.group, touched, describe_frame(calling_frame()))
+                check_equal(this.aggregation.group, touched, str(callsite.current()))
                 keep_equal(touched)
                 self._count(touched)
             elif this.synced:
@@ -290,7 +291,7 @@ class GradientSync:
     def _agree(self, this: _Pass, touched: tuple[ParameterGroup, ...]) -> _Entry:
         for group in self.groups:
             group.lay_out()
-        groups, alike = agree(this.aggregation.group, self.groups, touched, describe_frame(calling_frame()))
+        groups, alike = agree(this.aggregation.group, self.groups, touched, str(callsite.current()))
         packs = this.aggregation.packs
         large = [group for group in groups if this.aggregation.is_groups_own and large_packs(group)]
         plans = [self._overlapped_plan(group, packs) for group in large]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
 
-from distnb.collectives.gradients.backward_passes import calling_frame, describe_frame
+from distnb.collectives.verify import callsite
 from distnb.errors import MeanLossError
 
 __all__ = ["MeanLossCheck"]
@@ -27,8 +26,7 @@ class MeanLossCheck:
     """Looks at each kind of backward pass once: one line of the program, one kind of root."""
 
     def __init__(self) -> None:
-        # The code object is kept, so that its identity cannot be given to another one.
-        self._seen: dict[tuple[int, int, tuple[type, ...]], CodeType] = {}
+        self._seen: set[tuple[bytes, tuple[type, ...]]] = set()
 
     def look(
         self, roots: Sequence[Any], replicas: int, slice_size: int | None, batch_size: int | None
@@ -43,10 +41,8 @@ class MeanLossCheck:
             slice_size: Size of this replica's slice of the current batch, where known.
             batch_size: Size of the whole batch, where known.
         """
-        frame = calling_frame()
-        if frame is None:
-            return None
-        key = (id(frame.f_code), frame.f_lasti, tuple([type(getattr(root, "grad_fn", None)) for root in roots]))
+        site = callsite.current()
+        key = (site.identity, tuple([type(getattr(root, "grad_fn", None)) for root in roots]))
         if key in self._seen:
             return None
         for root in roots:
@@ -54,7 +50,7 @@ class MeanLossCheck:
                 operation = _unscaled_mean(root.grad_fn, replicas, slice_size, batch_size)
                 if operation is not None:
                     return MeanLossError(
-                        f"The loss at {describe_frame(frame)} is {operation}: a mean over this replica's slice of the "
+                        f"The loss at {site} is {operation}: a mean over this replica's slice of the "
                         f"batch. Gradients of mirrored parameters are summed over the {replicas} replicas, so every "
                         f"step would be about {replicas} times too large. Either scale the loss by the global batch: "
                         "take the loss per example (reduction='none') and "
@@ -64,7 +60,7 @@ class MeanLossCheck:
                         "`%%distribute mirrored --gradients mean`. If the loss is meant as it is, divide it by the "
                         "number of replicas, or switch this check off: MirroredStrategy(check_mean_loss=False)."
                     )
-        self._seen[key] = frame.f_code
+        self._seen.add(key)
         return None
 
 

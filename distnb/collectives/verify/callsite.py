@@ -1,26 +1,26 @@
-"""Where in the user's program a collective was called."""
+"""Where in the user's program a collective, or another call of distnb, stands."""
 
 from __future__ import annotations
 
-import hashlib
 import linecache
 import os
 import sys
 import sysconfig
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
 
 import torch
 
-import distnb
-from distnb.collectives.gradients.backward_passes import name_of
+from distnb.collectives.digests import digest_of_text
+from distnb.frames import OWN
 
 __all__ = ["CallSite", "current", "find"]
 
-_PACKAGE: Final = os.path.dirname(distnb.__file__) + os.sep
-_ENGINE: Final = os.path.join(_PACKAGE, "engine") + os.sep
+_ENGINE: Final = os.path.join(OWN, "engine") + os.sep
 _LIBRARIES: Final = tuple(
     {
         os.path.join(path, "")
@@ -43,15 +43,24 @@ class CallSite:
     Attributes:
         identity: Four times 8 bytes, equal on two replicas if: the innermost line is; the lines that called it are
             too; the innermost line's text is; the texts of those that called it are too.
-        text: The innermost line, for people: `train.py, line 12`.
+        place: The innermost line, for people: `train.py, line 12`.
+        text: What it says.
         file: The innermost line's file, as the code object names it.
         line: Its number.
     """
 
     identity: bytes
-    text: str
-    file: str = ""
+    place: str
+    text: str = ""
+    file: str = __file__
     line: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}" if self.text else self.place
+
+    def warn(self, text: str) -> None:
+        """Warn as if that line did."""
+        warnings.warn_explicit(text, UserWarning, self.file, self.line)
 
 
 NOWHERE = CallSite(bytes(32), "a place without Python code")
@@ -64,7 +73,7 @@ def _classify(code: CodeType) -> int:
     name = code.co_filename
     if name.startswith(_ENGINE):
         kind = _BOUNDARY
-    elif name.startswith((_PACKAGE, "<frozen", *_LIBRARIES)) or name == "<string>":
+    elif name.startswith((OWN, "<frozen", *_LIBRARIES)) or name == "<string>":
         kind = _LIBRARY
     else:
         kind = _USER
@@ -111,12 +120,13 @@ def _describe(key: tuple[int, ...]) -> CallSite:
     texts = [linecache.getline(file, line).strip() for file, line in lines]
     file, line = lines[0]
     identity = b"".join(map(_digest, (chain[:1], chain, texts[:1], texts)))
-    site = _sites[key] = _by_identity[identity] = CallSite(identity, f"{name_of(file)}, line {line}", file, line)
+    site = CallSite(identity, f"{_name_of(file)}, line {line}", texts[0], file, line)
+    _sites[key] = _by_identity[identity] = site
     return site
 
 
 def _digest(parts: Sequence[str]) -> bytes:
-    return hashlib.blake2b("|".join(parts).encode(), digest_size=8).digest()
+    return digest_of_text("|".join(parts)).to_bytes(8, "little")
 
 
 def _line(code: CodeType, instruction: int) -> int:
@@ -124,3 +134,11 @@ def _line(code: CodeType, instruction: int) -> int:
         if start <= instruction < end and line is not None:
             return line
     return code.co_firstlineno
+
+
+def _name_of(filename: str) -> str:
+    """How people call a file: a cell by its number, where IPython knows it."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is not None and (cell := shell.compile.format_code_name(filename)) is not None:
+        return " ".join(cell)
+    return Path(filename).name

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from distnb.collectives.digests import digest_of_text
 from distnb.collectives.verify import callsite
 from distnb.collectives.verify.collective_log import Record
 
@@ -42,9 +42,8 @@ def record(key: Key) -> Record:
         return known
     if len(_records) > _MANY:  # shapes that never repeat
         _records.clear()
-    # Equal on every replica for the same signature, which `hash` is not.
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    made = _records[key, site.identity] = Record(digest + site.identity, describe(key), site.text)
+    signature = digest_of_text(repr(key)).to_bytes(8, "little")
+    made = _records[key, site.identity] = Record(signature + site.identity, describe(key), site.place)
     return made
 
 

@@ -8,7 +8,6 @@ give wrong sums. Whoever entered first compares later: at its next collective, o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
@@ -398,14 +397,12 @@ class Verifier:
         lines = (mine.key[8:16], other.key[8:16])
         if lines not in self._warned:
             self._warned.add(lines)
-            site = callsite.find(mine.key[8:])
-            text = (
+            callsite.find(mine.key[8:]).warn(
                 f"One collective, {mine.operation}, was called at {mine.place} on {self._name(0)} and at {other.place} "
                 f"on {self._name(rank)}. If these are not parts of the same thing, the result is wrong: the replicas "
                 "may call their collectives in different orders. If they are, say so by a single call that all "
                 "replicas make, with the value chosen in a line before it."
             )
-            warnings.warn_explicit(text, UserWarning, site.file, site.line)
 
     # -- errors ----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distnb.accelerators import torch_device
 from distnb.collectives.digests import digest_of_text
 from distnb.errors import CollectiveError, CollectiveMismatchError
 from distnb.objects.plain import SCALARS
@@ -52,13 +51,7 @@ class Agreement:
         self._seen.clear()
 
     def regroup(self, group: Group, fn: Callable[..., Any], result: Any, args: Any = ()) -> Any:
-        """One replica's result as a structure of PerReplica and plain values.
-
-        Args:
-            group: The replicas.
-            fn: The function.
-            result: What it returned here.
-            args: What `run` was given for it.
+        """One replica's result, of a function that `run` gave these arguments, as PerReplica and plain values.
 
         Raises:
             StructureError: Replicas returned different structures.
@@ -74,16 +67,14 @@ class Agreement:
             return None
         leaves, shape = flatten(result)
         kinds = tuple([_kind(leaf) for leaf in leaves])
-        spec: Spec = shape.spec
-        if self._is_left_to_caller:
-            return self._wrap(group, shape, leaves, [kind != "tensor" for kind in kinds])
-        signature: Any = (spec, kinds)
-        plain = [place for place, kind in enumerate(kinds) if kind == "plain"]
-        if signature in seen and not plain:
-            return self._wrap(group, shape, leaves, [kind != "tensor" for kind in kinds])
+        plain, unlike = [kind != "tensor" for kind in kinds], [None] * len(kinds)
+        if self._is_left_to_caller or ((shape.spec, kinds) in seen and "plain" not in kinds):
+            return _wrap(group, shape, leaves, plain, unlike)
+        batch = 0 if self._told_of_batch else loader_batches.digest_of_batch(args)
+        values = [digest_of_text(_describe(kind, leaf)) for kind, leaf in zip(kinds, leaves, strict=True)]
         try:
-            batch = 0 if self._told_of_batch else loader_batches.digest_of_batch(args)
-            equal, unlike, alike, same_batch = _compare(group, spec, kinds, leaves, batch)
+            group.note("strategy.run's result", ())
+            told = group.all_gather_object((_described(shape.spec), kinds, values, list(map(_held, leaves)), batch))
         except CollectiveMismatchError as error:
             error.add_note(
                 f"strategy.run compared what {getattr(fn, '__name__', 'the function')} returned, since this replica's "
@@ -95,29 +86,30 @@ class Agreement:
             if not group.process_group.half_met:
                 raise
             # Another replica's function raised: there is nothing to compare with.
-            return self._wrap(group, shape, leaves, [kind not in ("tensor", "plain") for kind in kinds])
-        if same_batch:
+            return _wrap(group, shape, leaves, [kind not in ("tensor", "plain") for kind in kinds], unlike)
+        structures, all_kinds, all_values, all_held, batches = zip(*told, strict=True)
+        _require_same_structure(structures)
+        if batch and set(batches) == {batch}:
             self._told_of_batch = True
             loader_batches.tell(group.size)
-        if alike:
-            seen.add(signature)
-            if spec.kind == "leaf":
+        if set(all_kinds) == {kinds}:
+            seen.add((shape.spec, kinds))
+            if shape.spec.kind == "leaf":
                 seen.add(kinds[0])
-        return self._wrap(group, shape, leaves, equal, unlike)
+        columns = zip(plain, zip(*all_values, strict=True), strict=True)
+        equal = [is_plain and len(set(column)) == 1 for is_plain, column in columns]
+        return _wrap(group, shape, leaves, equal, _unlike_kinds(all_held))
 
-    def _wrap(
-        self,
-        group: Group,
-        shape: Any,
-        leaves: Sequence[Any],
-        equal: Sequence[bool],
-        unlike: Sequence[tuple[str, ...] | None] | None = None,
-    ) -> Any:
-        rank, size = group.rank, group.size
-        three = zip(leaves, equal, unlike or [None] * len(leaves), strict=True)
-        return unflatten(
-            shape, [leaf if same else PerReplica.own(rank, leaf, size, None, kinds) for leaf, same, kinds in three]
-        )
+
+def _wrap(
+    group: Group, shape: Any, leaves: Sequence[Any], equal: Sequence[bool], unlike: Sequence[tuple[str, ...] | None]
+) -> Any:
+    """A tree of leaves that are equal on all replicas, and of a PerReplica for each other one."""
+    rank, size = group.rank, group.size
+    three = zip(leaves, equal, unlike, strict=True)
+    return unflatten(
+        shape, [leaf if same else PerReplica.own(rank, leaf, size, None, kinds) for leaf, same, kinds in three]
+    )
 
 
 def _code_of(fn: Any) -> Any:
@@ -144,44 +136,25 @@ def _describe(kind: str, leaf: Any) -> str:
     return f"{type(leaf).__module__}.{type(leaf).__qualname__} {leaf!r}" if kind == "plain" else kind
 
 
-def _compare(
-    group: Group, spec: Spec, kinds: Sequence[str], leaves: Sequence[Any], batch: int
-) -> tuple[list[bool], list[tuple[str, ...] | None] | None, bool, bool]:
-    """What the replicas' results have in common. All replicas call it together.
-
-    Returns:
-        Whether each leaf is the same plain value on all replicas; what the replicas hold in its place, if these are
-        unlike things; whether all results are of the same kinds; and whether `batch`, a digest, is equal and not 0.
-    """
-    descriptions = [_describe(kind, leaf) for kind, leaf in zip(kinds, leaves, strict=True)]
-    mine = [digest_of_text(repr(spec)), digest_of_text("\n".join(descriptions))]
-    message = torch.tensor([*mine, batch], dtype=torch.int64, device=torch_device(group.device))
-    others = [other.tolist() for other in group.all_gather(message)]
-    same_batch = batch != 0 and all(other[2] == batch for other in others)
-    if all(other[:2] == mine for other in others):
-        return [kind != "tensor" for kind in kinds], None, True, same_batch
-    told = group.all_gather_object((spec, tuple(kinds), descriptions, [held(leaf) for leaf in leaves]))
-    _require_same_structure([each[0] for each in told])
-    columns = zip(*(each[2] for each in told), strict=True)
-    equal = [kind != "tensor" and len(set(column)) == 1 for kind, column in zip(kinds, columns, strict=True)]
-    alike = all(each[1] == told[0][1] for each in told)
-    return equal, unlike_kinds([each[3] for each in told]), alike, same_batch
+def _described(spec: Spec) -> tuple[int, str]:
+    """A structure, to be compared and to be shown. Its keys may be of classes that every replica has for itself."""
+    return digest_of_text(repr(spec)), str(spec)
 
 
-def _require_same_structure(specs: Sequence[Spec]) -> None:
-    for replica, other in enumerate(specs):
-        if other != specs[0]:
-            raise unlike_structures({0: specs[0], replica: other})
+def _require_same_structure(described: Sequence[tuple[int, str]]) -> None:
+    for replica, other in enumerate(described):
+        if other != described[0]:
+            raise unlike_structures({0: described[0][1], replica: other[1]})
 
 
-def held(leaf: Any) -> str:
+def _held(leaf: Any) -> str:
     """What a replica holds, in a word or two."""
     if leaf is None:
         return "None"
     return "a tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
 
 
-def unlike_kinds(replicas: Sequence[Sequence[str]]) -> list[tuple[str, ...] | None]:
+def _unlike_kinds(replicas: Sequence[Sequence[str]]) -> list[tuple[str, ...] | None]:
     """For each leaf what the replicas hold, if these are unlike things, else None."""
     return [column if len(set(column)) > 1 else None for column in zip(*replicas, strict=True)]
 
@@ -193,7 +166,6 @@ def distributed(group: Group, tree: Any) -> Any:
         StructureError: The replicas made different structures.
     """
     leaves, shape = flatten(tree)
-    told = group.all_gather_object((shape.spec, [held(leaf) for leaf in leaves]))
-    _require_same_structure([spec for spec, _ in told])
-    kinds = zip(leaves, unlike_kinds([each for _, each in told]), strict=True)
-    return unflatten(shape, [PerReplica.own(group.rank, leaf, group.size, None, unlike) for leaf, unlike in kinds])
+    told = group.all_gather_object((_described(shape.spec), list(map(_held, leaves))))
+    _require_same_structure([structure for structure, _ in told])
+    return _wrap(group, shape, leaves, [False] * len(leaves), _unlike_kinds([each for _, each in told]))

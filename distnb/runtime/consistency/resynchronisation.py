@@ -12,7 +12,6 @@ taken over as well.
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -20,8 +19,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from distnb.collectives.digests import digest, digest_of_text
-from distnb.collectives.gradients.backward_passes import calling_frame
 from distnb.collectives.gradients.parameter_groups import AGGREGATED, ParameterGroup, find_mirror
+from distnb.collectives.verify import callsite
 from distnb.runtime.consistency.equal_values import make_equal
 from distnb.runtime.consistency.sync_check import contents
 from distnb.runtime.reduction.gathering import broadcast_tree
@@ -111,13 +110,9 @@ def resynchronise(group: Group, groups: Sequence[ParameterGroup], buffers: Seque
                 make_equal(group, [(name, tensor) for tensor in tensors])
                 told.append(f"{name}'s buffers")
     if told:
-        frame = calling_frame()
-        warnings.warn_explicit(
+        callsite.current().warn(
             "The replicas had drifted apart, since a program ended half-way through a step. "
-            f"Set to what replica 0 holds: {', '.join(told)}.",
-            UserWarning,
-            frame.f_code.co_filename if frame is not None else __file__,
-            frame.f_lineno if frame is not None else 0,
+            f"Set to what replica 0 holds: {', '.join(told)}."
         )
 
 
