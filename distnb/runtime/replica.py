@@ -80,7 +80,7 @@ class Spmd:
             self._reduction,
             check_mean_loss=strategy.spec.option("check_mean_loss", True),
             in_replica=contexts.in_replica,
-            after_pass=lambda reached: self._registration.running_statistics.average(reached),
+            after_pass=lambda reached: self._registration.average_statistics(reached),
         )
         self._shared: SharedVariables | None = None
         self._optimizers: SharedOptimizers | None = None

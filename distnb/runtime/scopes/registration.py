@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.errors import ContextError
 from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts
 from distnb.runtime.consistency.equal_values import make_equal
-from distnb.runtime.scopes import metric_binding
-from distnb.runtime.scopes.running_statistics import RunningStatistics
+from distnb.runtime.scopes import metric_binding, running_statistics
 from distnb.variables.sync_on_read import SyncOnReadVariable
 from distnb.variables.variable import Variable, component_of, settings_of
 
@@ -31,41 +31,31 @@ if TYPE_CHECKING:
 __all__ = ["Registration", "is_scope_buffer"]
 
 _LARGE_NBYTES = 4096
-_buffers: dict[int, weakref.ref[torch.Tensor]] = {}
+_buffers = WeakIdKeyDictionary()
 
 
 def is_scope_buffer(value: object) -> bool:
     """Whether a tensor is a buffer of a model that a scope of some strategy made: each replica has its own."""
-    return id(value) in _buffers
+    return value in _buffers
 
 
 class _GroupKey:
-    """Names the parameters of one model to GradientSync without keeping the model alive.
+    """Names the parameters of one model, and how errors call it, to GradientSync without keeping the model alive."""
 
-    Args:
-        label: How errors call it.
-    """
-
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, model: torch.nn.Module | None = None) -> None:
         self.label = label
+        self.has_statistics = False
+        self.model = None if model is None else weakref.ref(model)
 
 
 class Registration:
-    """The variables of one strategy on this replica.
-
-    Args:
-        strategy: Whose.
-        sync: Keeps parameters in sync.
-        group: Gives the process group of the present generation.
-        shared: Where the replicas' variables are the same memory: what sees to that.
-    """
+    """The variables of one strategy on this replica, and where they are the same memory on all, what sees to that."""
 
     def __init__(
         self, strategy: Any, sync: GradientSync, group: Callable[[], Group], shared: SharedVariables | None = None
     ) -> None:
         self.strategy = strategy
         self.shared = shared
-        self.running_statistics = RunningStatistics(group)
         self._sync = sync
         self._group = group
         self._keys: weakref.WeakKeyDictionary[torch.nn.Module, _GroupKey] = weakref.WeakKeyDictionary()
@@ -90,6 +80,11 @@ class Registration:
             for root, key in list(self._keys.items())
         ]
 
+    def average_statistics(self, keys: Iterable[Any]) -> None:
+        """A backward pass has reached the parameters of these keys, on every replica."""
+        models = [key.model() for key in keys if key.has_statistics]
+        running_statistics.average(self.group, [model for model in models if model is not None])
+
     def take_variable(self, variable: Variable) -> None:
         """A variable was made, in a scope or in a replica: at once replica 0's value for all."""
         # Replica 0 counts: a replica that was replaced knows less.
@@ -110,12 +105,14 @@ class Registration:
             yield
         if not knew_metrics and "torchmetrics" in sys.modules:
             metric_binding.bind_all()
-        if made.known:
+        if made:
             # What was made and dropped must be gone on every replica, or none: garbage collectors run when they like.
             gc.collect()
-            roots = _roots_of(made.alive(torch.nn.Module))
+            alive = [reference() for reference in made.values()]
+            roots = _roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
             within = {id(parameter) for root in roots for parameter in root.parameters()}
-            self._take(roots, [each for each in made.alive(torch.nn.Parameter) if id(each) not in within])
+            loose = [each for each in alive if isinstance(each, torch.nn.Parameter) and id(each) not in within]
+            self._take(roots, loose)
 
     def _is_open_here(self) -> bool:
         innermost = contexts.innermost()
@@ -142,21 +139,20 @@ class Registration:
     def _take(
         self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter], *, equalise: bool = True
     ) -> None:
-        """Register parameters and buffers of modules, and parameters of no module; in the same order on all replicas.
+        """Register what modules hold, that of each to be reduced together, and parameters of no module.
 
-        Args:
-            roots: The parameters of each are reduced together.
-            loose: Those of no module.
-            equalise: Give every replica the values of replica 0.
+        All replicas do so in the same order, and take over the values of replica 0 if `equalise` says so.
         """
         new: list[tuple[str, torch.Tensor]] = []
         lazy: list[torch.nn.Module] = []
         for root in roots:
-            key = self._keys.setdefault(root, _GroupKey(type(root).__name__))
-            self.running_statistics.take(key, root)
             model = type(root).__name__
+            key = self._keys.setdefault(root, _GroupKey(model, root))
+            key.has_statistics = running_statistics.has_statistics(root)
             new += [(f"{model}.{name}", p) for name, p in root.named_parameters() if self._register(p, key, f".{name}")]
-            new += [(f"{model}.{name}", buffer) for name, buffer in root.named_buffers() if _is_new(buffer)]
+            buffers = [(f"{model}.{name}", each) for name, each in root.named_buffers() if each not in _buffers]
+            _buffers.update((each, True) for _, each in buffers)
+            new += buffers
             lazy += [part for part in root.modules() if any(map(is_lazy, part.parameters(recurse=False)))]
         key = _GroupKey("parameters")
         new += [("Parameter", parameter) for parameter in loose if self._register(parameter, key)]
@@ -200,14 +196,6 @@ class Registration:
         return True
 
 
-def _is_new(buffer: torch.Tensor) -> bool:
-    identity = id(buffer)
-    if identity in _buffers:
-        return False
-    _buffers[identity] = weakref.ref(buffer, lambda _: _buffers.pop(identity, None))
-    return True
-
-
 def _roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Those of the modules that are in none of the others."""
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
@@ -229,40 +217,32 @@ def _equalise_when_materialised(part: torch.nn.Module, group: Callable[[], Group
 # -- seeing what is made -----------------------------------------------------------------------------------------------
 
 
-class _Made:
-    """Modules and parameters in the order of making."""
-
-    def __init__(self, is_open_here: Callable[[], bool]) -> None:
-        self._is_open_here = is_open_here
-        self.known: dict[int, weakref.ref[Any]] = {}
-
-    def note(self, made: Any, *_more: Any) -> None:
-        if self._is_open_here():
-            reference = self.known.get(id(made))
-            if reference is None or reference() is not made:
-                self.known.pop(id(made), None)  # of something that is gone: what is new comes last, as elsewhere
-                self.known[id(made)] = weakref.ref(made)
-
-    def alive(self, kind: type) -> list[Any]:
-        found = (reference() for reference in self.known.values())
-        return [each for each in found if isinstance(each, kind)]
-
-
 @contextmanager
-def _watching(is_open_here: Callable[[], bool]) -> Iterator[_Made]:
-    """Note what is made: by torch's hooks for registrations; by wrapping what makes, copies and unpickles the rest."""
-    made = _Made(is_open_here)
+def _watching(is_open_here: Callable[[], bool]) -> Iterator[dict[int, weakref.ref[Any]]]:
+    """The modules and parameters, by identity, that are made within, in the order of making.
+
+    torch's hooks for registrations tell, and wrappers around what makes, copies and unpickles the rest.
+    """
+    known: dict[int, weakref.ref[Any]] = {}
+
+    def note(made: Any, *_more: Any) -> None:
+        if is_open_here():
+            reference = known.get(id(made))
+            if reference is None or reference() is not made:
+                known.pop(id(made), None)  # of something that is gone: what is new comes last, as elsewhere
+                known[id(made)] = weakref.ref(made)
+
     new: Any = torch.nn.Parameter.__dict__["__new__"]
     set_state: Any = torch.nn.Module.__setstate__
 
     def new_parameter(cls: Any, *args: Any, **kwargs: Any) -> Any:
         parameter = new.__func__(cls, *args, **kwargs)
-        made.note(parameter)
+        note(parameter)
         return parameter
 
     def set_module_state(module: torch.nn.Module, state: Any) -> None:
         set_state(module, state)
-        made.note(module)
+        note(module)
 
     def unwrap() -> None:
         torch.nn.Parameter.__new__ = new  # type: ignore[method-assign]
@@ -274,8 +254,8 @@ def _watching(is_open_here: Callable[[], bool]) -> Iterator[_Made]:
             torch_module.register_module_buffer_registration_hook,
             torch_module.register_module_module_registration_hook,
         ):
-            stack.callback(register(made.note).remove)
+            stack.callback(register(note).remove)
         torch.nn.Parameter.__new__ = staticmethod(new_parameter)  # type: ignore[method-assign]
         torch.nn.Module.__setstate__ = set_module_state  # type: ignore[method-assign]
         stack.callback(unwrap)
-        yield made
+        yield known

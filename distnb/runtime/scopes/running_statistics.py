@@ -7,8 +7,7 @@ with them or saves them, on one replica or on all, inside `strategy.run` or outs
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,58 +19,34 @@ from distnb.accelerators import torch_device
 if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
 
-__all__ = ["RunningStatistics"]
+__all__ = ["average", "has_statistics"]
 
 
-class RunningStatistics:
-    """The running means and variances of the models that one strategy's scopes made, on this replica.
+def has_statistics(model: torch.nn.Module) -> bool:
+    """Whether a model may have some."""
+    return any(isinstance(part, _NormBase) for part in model.modules())
 
-    Args:
-        group: Gives the process group of the present generation.
-    """
 
-    def __init__(self, group: Callable[[], Group]) -> None:
-        self._group = group
-        self._models: weakref.WeakKeyDictionary[object, weakref.ref[torch.nn.Module]] = weakref.WeakKeyDictionary()
+def average(group: Group, models: Iterable[torch.nn.Module]) -> None:
+    """Set the statistics of models that are being trained to their mean over the replicas, all of which call this."""
+    found = list({id(each): each for model in models for each in _statistics(model)}.values())
+    if not found:
+        return
+    group.note("BatchNorm's running statistics", found)
+    device = torch_device(group.device)
+    flat = torch.cat([each.to(device) for each in found])  # each is [channels]
+    # In float64 the mean of equal numbers is that number: what is equal stays so to the last bit.
+    means = flat.detach().to(torch.float64)
+    group.all_reduce(means, "mean")
+    pieces = means.to(flat.dtype).split([len(each) for each in found])
+    # Not a change that autograd has to know of: a second pass through the same graph does not read them.
+    torch._foreach_copy_([each.data for each in found], pieces)
 
-    def take(self, key: object, model: torch.nn.Module) -> None:
-        """Average those of a model from now on, if it has any.
 
-        Args:
-            key: What names the model in `average`.
-            model: Made in a scope, on all replicas.
-        """
-        if any(isinstance(part, _NormBase) for part in model.modules()):
-            self._models[key] = weakref.ref(model)
-
-    def average(self, keys: Sequence[object]) -> None:
-        """Set the statistics of models that are being trained to their mean over the replicas. All replicas call this.
-
-        Args:
-            keys: The models that a backward pass has reached, the same on every replica.
-        """
-        if not self._models:
-            return
-        found = list({id(each): each for key in keys for each in self._of(key)}.values())
-        if not found:
-            return
-        group = self._group()
-        group.note("BatchNorm's running statistics", found)
-        device = torch_device(group.device)
-        flat = torch.cat([each.to(device) for each in found])  # each is [channels]
-        # In float64 the mean of equal numbers is that number: what is equal stays so to the last bit.
-        means = flat.detach().to(torch.float64)
-        group.all_reduce(means, "mean")
-        pieces = means.to(flat.dtype).split([len(each) for each in found])
-        # Not a change that autograd has to know of: a second pass through the same graph does not read them.
-        torch._foreach_copy_([each.data for each in found], pieces)
-
-    def _of(self, key: object) -> Iterator[torch.Tensor]:
-        reference = self._models.get(key)
-        model = reference() if reference is not None else None
-        for part in model.modules() if model is not None else ():
-            if not isinstance(part, _NormBase) or isinstance(part, torch.nn.SyncBatchNorm) or not part.training:
-                continue  # SyncBatchNorm's are those of the whole batch already
-            for statistic in (part.running_mean, part.running_var):
-                if statistic is not None and not is_lazy(statistic):
-                    yield statistic
+def _statistics(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for part in model.modules():
+        if not isinstance(part, _NormBase) or isinstance(part, torch.nn.SyncBatchNorm) or not part.training:
+            continue  # SyncBatchNorm's are those of the whole batch already
+        for statistic in (part.running_mean, part.running_var):
+            if statistic is not None and not is_lazy(statistic):
+                yield statistic

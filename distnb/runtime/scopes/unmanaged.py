@@ -7,7 +7,6 @@ that its code, and the functions that this calls, name. What that does not see i
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import types
@@ -18,9 +17,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.errors import ContextError
+from distnb.objects.code import content_of, names_of_code
 from distnb.runtime import contexts
 from distnb.runtime.base import DEFAULT
 from distnb.variables.variable import Variable
@@ -34,12 +35,7 @@ _MAX_DEPTH = 8
 
 
 class UnmanagedCheck:
-    """The checks of one strategy on this replica.
-
-    Args:
-        strategy: For errors.
-        owns: Whether this strategy made a parameter.
-    """
+    """The checks of one strategy on this replica; `owns` tells whether it made a parameter."""
 
     def __init__(self, strategy: Any, owns: Callable[[torch.Tensor], bool]) -> None:
         self._strategy = strategy
@@ -47,7 +43,7 @@ class UnmanagedCheck:
         self._checked: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         # Parameters in DistributedDataParallel are kept in sync by it.
-        self._wrapped: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._wrapped = WeakIdKeyDictionary()
         register_optimizer_step_pre_hook(self._before_step)
 
     def before_run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -65,7 +61,7 @@ class UnmanagedCheck:
         found = list(_reachable(fn, args, kwargs))
         for _, value in found:
             if isinstance(value, DistributedDataParallel):
-                self._wrapped.update((id(parameter), weakref.ref(parameter)) for parameter in value.parameters())
+                self._wrapped.update((parameter, True) for parameter in value.parameters())
         for name, value in found:
             parameters = list(value.parameters()) if isinstance(value, torch.nn.Module) else [value]
             for variable in parameters:
@@ -93,7 +89,7 @@ class UnmanagedCheck:
 
     def _check(self, shown: str, parameters: list[Any]) -> None:
         for parameter in parameters:
-            if not parameter.requires_grad or self._owns(parameter) or self._is_wrapped(parameter):
+            if not parameter.requires_grad or self._owns(parameter) or parameter in self._wrapped:
                 continue
             if find_mirror(parameter) is not None:
                 raise ContextError(
@@ -107,10 +103,6 @@ class UnmanagedCheck:
                 "`with strategy.scope():`; to take trained weights over, call model.load_state_dict(...) there. A "
                 "model that is not to be trained can be frozen: model.requires_grad_(False)."
             )
-
-    def _is_wrapped(self, parameter: torch.Tensor) -> bool:
-        reference = self._wrapped.get(id(parameter))
-        return reference is not None and reference() is parameter
 
 
 def _reachable(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
@@ -159,18 +151,6 @@ def _names_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         yield function.__name__, unwrapped
     yield function.__name__, function.__defaults__
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-    for name in _global_names(function.__code__):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
-
-
-@functools.lru_cache(maxsize=1024)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that a code object and those within it load."""
-    names = {str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    within = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return tuple(sorted(names.union(*map(_global_names, within))))
+        yield name, content_of(cell)
+    for name in sorted(names_of_code(function.__code__).names & function.__globals__.keys()):
+        yield name, function.__globals__[name]
