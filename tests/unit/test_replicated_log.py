@@ -59,7 +59,7 @@ def pair() -> Pair:
 def exchange(verifiers: list[Verifier]) -> None:
     for _ in range(2):
         for verifier in verifiers:
-            verifier.exchange()
+            verifier.log.exchange()
             verifier.check()
 
 
@@ -88,7 +88,7 @@ def test_texts_are_compared_by_digests_and_stay_here(pair: Pair) -> None:
     found = []
     for verifier in [*verifiers, *verifiers]:
         try:
-            verifier.exchange()
+            verifier.log.exchange()
             verifier.check()
         except CollectiveMismatchError as error:
             verifier.tell(error)

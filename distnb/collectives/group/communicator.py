@@ -320,7 +320,7 @@ class Communicator:
         if (verifier := self.verifier) is None:
             return
         if not (waiting and number in self.open):  # the thread that tends the groups does it for who waits there
-            verifier.exchange()
+            verifier.log.exchange()
         failed: list[int] = []
         left = ""
         try:
@@ -419,8 +419,8 @@ class Communicator:
             if numbers:
                 self.examine(min(numbers), waiting=False)
                 return
-            if verifier.untold:
-                verifier.exchange()  # only that: an error of this replica's own may be on its way to who catches it
+            if verifier.log.untold:
+                verifier.log.exchange()  # only that: an error of this replica's own may be on its way to who catches it
             if not self.group.only_gloo:
                 # Waits for an accelerator see nothing: look for them whether a replica has left where this one is.
                 self._miss(verifier, verifier.departed(verifier.number))

@@ -58,13 +58,7 @@ _PHASES: Final[tuple[Phase, ...]] = ("idle", "running", "ended", "failed")
 
 
 class Wait(NamedTuple):
-    """What a replica waits in.
-
-    Attributes:
-        group, number: Which collective of which group.
-        absent: The replicas that it waits for.
-        text: What it does, for people.
-    """
+    """What a replica waits in: which collective of which group, for which replicas, and a text for people."""
 
     group: str
     number: int
@@ -100,18 +94,14 @@ class Position(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """An error left regions of a replica.
-
-    Attributes:
-        number: That of the replica's newest collective then.
-        low, high: The regions.
-        text: What it left and by which error, for people.
-    """
+    """An error left regions of a replica, from `low` to `high`."""
 
     number: int
+    """Of the replica's newest collective then."""
     low: int
     high: int
     text: str
+    """What the error left, and its type, for people."""
 
 
 @dataclass(frozen=True)
@@ -146,13 +136,7 @@ class Record:
 
 
 class CollectiveLog:
-    """The records of every replica.
-
-    Args:
-        memory: Zeroed at first; shared by the replicas of one machine.
-        me: The replica that writes here.
-        size: How many replicas there are.
-    """
+    """The records of every replica, in memory that is zeroed at first, and shared by the replicas of one machine."""
 
     shared = True
     """Whether what a replica writes is seen by the others at once."""
@@ -290,13 +274,9 @@ class CollectiveLog:
 
 
 def create_memory(size: int, beside: int = 0) -> tuple[mmap.mmap, int]:
-    """Memory for a log that other processes of this machine can open, and its file descriptor.
+    """Memory for a log, and `beside` bytes behind it, that other processes of this machine can open by its descriptor.
 
     The memory has no name: nothing of it is left behind when the processes end, however they end.
-
-    Args:
-        size: How many replicas.
-        beside: Bytes for other uses, behind the log.
     """
     descriptor = os.memfd_create("distnb-log")
     os.ftruncate(descriptor, CollectiveLog.nbytes(size) + beside)

@@ -20,11 +20,7 @@ _PATIENCE_S: Final = 0.15
 
 
 class DeadlockDetector:
-    """The waits of all replicas of a program.
-
-    Args:
-        log: Of their default group.
-    """
+    """The waits of all replicas of a program, in the log of their default group."""
 
     def __init__(self, log: CollectiveLog) -> None:
         self._log = log

@@ -27,12 +27,7 @@ class Regions:
         self.entered.append(self.serial)
 
     def leave(self, what: str = "", error: BaseException | None = None) -> None:
-        """The innermost region ends.
-
-        Args:
-            what: What it is, for people.
-            error: What ends it, if it is an error.
-        """
+        """The innermost region ends, which people call `what`; by an error, if one is given."""
         number = self.entered.pop()
         if error is not None:
             for tracker in list(self.trackers):

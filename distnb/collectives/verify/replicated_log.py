@@ -24,13 +24,7 @@ _LAST_AT = 16  # in a header
 
 
 class ReplicatedLog(CollectiveLog):
-    """The records of every replica, as far as this one knows them.
-
-    Args:
-        store: Where the replicas publish, under a prefix that nobody used before.
-        me: The replica that writes here.
-        size: How many replicas there are.
-    """
+    """The records of every replica, as far as this one knows them from the store, where all publish theirs."""
 
     shared = False
 
@@ -52,11 +46,9 @@ class ReplicatedLog(CollectiveLog):
         self._store = store
 
     def acknowledged(self, replica: int) -> int:
-        """Up to which number another replica surely has this one's records."""
         return self._acknowledged[replica]
 
     def write(self, number: int, record: Record, program: int, position: Position = Position()) -> None:  # noqa: B008
-        """Post this replica's collective of that number."""
         super().write(number, record, program, position)
         if number <= self.last(self.me):  # taken back: others may have read the first word of it
             self._rewritten = number
@@ -64,7 +56,6 @@ class ReplicatedLog(CollectiveLog):
 
     @property
     def untold(self) -> bool:
-        """Whether something here is yet to be published."""
         return not self.lost and (self._tell or self.last(self.me) != self._published_last)
 
     def tell_soon(self) -> None:
@@ -77,7 +68,6 @@ class ReplicatedLog(CollectiveLog):
             self._exchange()
 
     def publish(self) -> None:
-        """Publish for certain, and read."""
         self._lock.acquire()
         self._exchange()
 

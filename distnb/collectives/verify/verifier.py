@@ -37,11 +37,7 @@ _PLACES: Final = tuple((slice(0, 8), slice(begin, begin + 8)) for begin in (8, 1
 
 
 class Superseded(Exception):
-    """Others wait where this replica had an error, and go on in a new group: so does this one, which need not hear.
-
-    Attributes:
-        error: What the others hear.
-    """
+    """Others wait where this replica had an error, and go on in a new group: so does this one, which need not hear."""
 
     def __init__(self, error: CollectiveError) -> None:
         super().__init__(str(error))
@@ -79,7 +75,7 @@ class Verifier:
         self._positions.log = log
         self._posted = Position()
         self._excused = False
-        self._log = log
+        self.log = log
         self._replicas = replicas
         self._peers = [rank for rank in range(log.size) if rank != log.me]
         self._compared = [0] * log.size
@@ -89,7 +85,7 @@ class Verifier:
         self._warned: set[tuple[bytes, bytes]] = set()
 
     def post(self, record: Record) -> int:
-        """Number and post a collective that this replica is about to enter.
+        """Number and post a collective that this replica is about to enter, and compare it.
 
         Raises:
             CollectiveMismatchError: Another replica called something else.
@@ -97,7 +93,7 @@ class Verifier:
             Superseded: This one left by an error where others wait.
         """
         self.number = number = self.number + 1
-        log, positions = self._log, self._positions
+        log, positions = self.log, self._positions
         self._excused = positions.excused
         self._posted = position = positions.take()
         if position.left:
@@ -113,25 +109,12 @@ class Verifier:
                 self._catch_up(rank)
         return number
 
-    @property
-    def untold(self) -> bool:
-        """Whether something of this replica has yet to be told to the others."""
-        return self._log.untold
-
-    def exchange(self) -> None:
-        """Tell the others, and hear what they told. Where memory is not shared, that takes round trips."""
-        self._log.exchange()
-
     def check(self) -> None:
-        """Compare whatever others have posted since, as far as it is known here.
-
-        Raises:
-            CollectiveMismatchError: A replica called something else.
-        """
+        """Compare whatever others have posted since, as far as it is known here. Raises what it finds."""
         for rank in self._peers:
             if self._compared[rank] < self.number:
                 self._catch_up(rank)
-            found = self._log.verdict_of(rank)
+            found = self.log.verdict_of(rank)
             if found:
                 differs = found.startswith(_MISMATCH)
                 error = CollectiveMismatchError(found.removeprefix(_MISMATCH)) if differs else CollectiveError(found)
@@ -142,8 +125,8 @@ class Verifier:
 
     def tell(self, error: CollectiveError) -> None:
         """Tell the others what was found here; they raise it too, where they wait."""
-        self._log.set_verdict(f"{_MISMATCH if isinstance(error, CollectiveMismatchError) else ''}{error}")
-        self._log.publish()
+        self.log.set_verdict(f"{_MISMATCH if isinstance(error, CollectiveMismatchError) else ''}{error}")
+        self.log.publish()
 
     def entered(self) -> None:
         """The collective that was posted last has been agreed on, and begins: what others find from now on counts."""
@@ -157,14 +140,14 @@ class Verifier:
 
     def close(self) -> None:
         """The group leaves this log."""
-        if self._positions.log is self._log:
+        if self._positions.log is self.log:
             self._positions.log = None
 
     def room(self) -> bool:
         """Whether the next collective can be posted without overwriting what another replica has yet to compare."""
         oldest = self.number - _AHEAD
         for rank in self._peers:
-            if self._compared[rank] <= oldest or self._log.acknowledged(rank) <= oldest:
+            if self._compared[rank] <= oldest or self.log.acknowledged(rank) <= oldest:
                 return False
         return True
 
@@ -174,32 +157,32 @@ class Verifier:
         That is so after an error, since others may wait somewhere else, and once for each call where memory is not
         shared.
         """
-        new = not self._log.shared and record.key not in self._known
+        new = not self.log.shared and record.key not in self._known
         if new:
             self._known.add(record.key)
         return new or self._positions.excused or (self.breaks > 0 and self.number == 0)
 
     def agreed(self, number: int) -> bool:
         """Whether all others posted that number, and the same; or there is no way to know any more."""
-        return self._log.lost or all(self._compared[rank] >= number for rank in self._peers)
+        return self.log.lost or all(self._compared[rank] >= number for rank in self._peers)
 
     def absent(self, number: int) -> list[int]:
         """The replicas that have not called the collective of that number yet."""
-        return [self._replicas[rank] for rank in self._peers if self._log.last(rank) < number]
+        return [self._replicas[rank] for rank in self._peers if self.log.last(rank) < number]
 
     def describe(self, number: int, rank: int | None = None) -> str:
         """What this replica, or another one, called under that number, for people."""
-        posted = self._log.read(self._log.me if rank is None else rank, number)
+        posted = self.log.read(self.log.me if rank is None else rank, number)
         return f"{posted[0].operation} at {posted[0].place}" if posted else "a collective"
 
     def retract(self, number: int, error: BaseException) -> None:
         """Say that this replica did not enter the collective after all, since its arguments were refused."""
-        posted = self._log.read(self._log.me, number)
+        posted = self.log.read(self.log.me, number)
         if posted is not None:
             record, program = posted
             reason = f"{record.operation}, which failed with {type(error).__name__}"
-            position = self._log.position(self._log.me, number)
-            self._log.write(number, Record(bytes(KEY_NBYTES), reason[:120], record.place), program, position)
+            position = self.log.position(self.log.me, number)
+            self.log.write(number, Record(bytes(KEY_NBYTES), reason[:120], record.place), program, position)
             self._positions.refused = True
 
     # -- programs --------------------------------------------------------------------------------------------------
@@ -208,24 +191,20 @@ class Verifier:
         """This replica began a program."""
         self.program = program
         self._visits.clear()
-        self._log.set_phase(program, "running")
+        self.log.set_phase(program, "running")
 
     def end(self, failed: bool, whole: bool = True) -> None:
-        """This replica's part of the program ended.
-
-        Args:
-            failed: Whether by an error.
-            whole: Whether the group has not broken: then all have called as many collectives.
+        """This replica's part of the program ended; all call as many collectives if the group is still `whole`.
 
         Raises:
             CollectiveMismatchError: It ended well, but called something else than another replica, or another number of
                 collectives than one that has ended well too.
         """
-        self._log.set_phase(self.program, "failed" if failed else "ended")
-        self._log.exchange()
+        self.log.set_phase(self.program, "failed" if failed else "ended")
+        self.log.exchange()
         if failed or not whole:
             return
-        verdicts = [found for rank in self._peers if (found := self._log.verdict_of(rank))]
+        verdicts = [found for rank in self._peers if (found := self.log.verdict_of(rank))]
         if verdicts:
             # An error that left a region was told where it was raised. A mismatch concerns who passed it, too.
             if verdicts[0].startswith(_MISMATCH) and not (self._excused or self._positions.excused):
@@ -237,9 +216,9 @@ class Verifier:
             pass  # the others know
 
     def _compare_ends(self) -> None:
-        me = self._log.me
+        me = self.log.me
         for rank in self._peers:
-            program, phase, last = self._log.phase(rank)
+            program, phase, last = self.log.phase(rank)
             self._catch_up(rank)
             if program != self.program or phase != "ended" or last == self.number:
                 continue
@@ -250,10 +229,7 @@ class Verifier:
     # -- who cannot come any more ------------------------------------------------------------------------------------
 
     def check_departed(self, number: int) -> list[int]:
-        """Look for replicas that can no longer come to a collective in which this one waits.
-
-        Returns:
-            The ranks whose program ended with an error, so that they will not come either; others tell of that error.
+        """The ranks whose error ended their program, so that they do not come to the collective this one waits in.
 
         Raises:
             CollectiveMismatchError: A replica ended its program, or went on to the next, without calling it.
@@ -261,62 +237,58 @@ class Verifier:
         failed = []
         for rank in self._peers:
             self._compare_again(number, rank)
-            program, phase, last = self._log.phase(rank)
+            program, phase, last = self.log.phase(rank)
             if last >= number:
                 continue
             if program == self.program and phase == "failed":
                 failed.append(rank)
-            elif (program == self.program and phase == "ended") or program > self.program:
+            elif self._has_finished(program, phase):
                 # What is waited in may be the second of what takes several.
-                self._raise_missing(self._log.me, rank, last + 1 if program == self.program else number)
+                self._raise_missing(self.log.me, rank, last + 1 if program == self.program else number)
         return failed
 
+    def _has_finished(self, program: int, phase: str) -> bool:
+        return (program == self.program and phase == "ended") or program > self.program
+
     def check_coming(self, replicas: Sequence[int]) -> list[int]:
-        """Look for replicas that cannot come to where this one waits to connect a process group.
-
-        Args:
-            replicas: Of that group: a part of this one, or the one that takes this one's place.
-
-        Returns:
-            The ranks whose program ended with an error.
+        """The ranks whose error ended their program, so that they do not help to connect a group of these replicas.
 
         Raises:
-            CollectiveMismatchError: One ended its program.
+            CollectiveMismatchError: One of the replicas ended its program.
         """
         failed = []
         for rank in self._peers:
-            program, phase, _ = self._log.phase(rank)
+            program, phase, _ = self.log.phase(rank)
             if self._replicas[rank] not in replicas:
                 continue
             if program == self.program and phase == "failed":
                 failed.append(rank)
-            elif (program == self.program and phase == "ended") or program > self.program:
+            elif self._has_finished(program, phase):
                 raise CollectiveMismatchError(
-                    f"{self._name(self._log.me).capitalize()} waits to connect a process group of replicas "
+                    f"{self._name(self.log.me).capitalize()} waits to connect a process group of replicas "
                     f"{list(replicas)}, but {self._name(rank)} finished its program without using that group. {_ADVICE}"
                 )
         return failed
 
     def departed(self, number: int) -> str:
-        """Whether a replica cannot come to a collective in which this one waits, as an error left where it is.
+        """What to say of a replica that an error took away from where this one waits; "" if there is none.
 
-        Returns:
-            The error's text; "" if there is none. If nobody catches the error, the program's end will tell better.
+        If nobody catches that error, the program's end will tell better.
         """
         for rank in self._peers:
-            if self._log.last(rank) < number and self._has_left(rank, self._log.me, number):
-                return self._left_text(rank, self._log.me, number)
+            if self.log.last(rank) < number and self._has_left(rank, self.log.me, number):
+                return self._left_text(rank, self.log.me, number)
         return ""
 
     def _has_left(self, rank: int, other: int, number: int) -> bool:
         """Whether an error on one replica left where another one called its collective of that number."""
-        departure = self._log.departure_of(rank)
-        there = self._log.position(other, number)
-        return departure.number == self._log.last(rank) and Position(departure.low, departure.high).misses(there)
+        departure = self.log.departure_of(rank)
+        there = self.log.position(other, number)
+        return departure.number == self.log.last(rank) and Position(departure.low, departure.high).misses(there)
 
     def _left_text(self, rank: int, waiting: int, number: int) -> str:
         return (
-            f"{self._name(rank).capitalize()} left {self._log.departure_of(rank).text}, and does not come to "
+            f"{self._name(rank).capitalize()} left {self.log.departure_of(rank).text}, and does not come to "
             f"{self.describe(number, waiting)} (collective number {number}), in which others wait. A program that "
             "catches errors catches them on all replicas: what is met next works."
         )
@@ -324,7 +296,7 @@ class Verifier:
     # -- comparison ------------------------------------------------------------------------------------------------
 
     def _catch_up(self, rank: int) -> None:
-        log = self._log
+        log = self.log
         number = self._compared[rank] + 1
         while number <= self.number:
             if not log.same(rank, number):
@@ -340,27 +312,27 @@ class Verifier:
 
     def _compare_again(self, number: int, rank: int) -> None:
         """A record can change after it was compared: when its replica's arguments were refused."""
-        if self._compared[rank] >= number and not self._log.same(rank, number):
-            mine, other = self._log.read(self._log.me, number), self._log.read(rank, number)
+        if self._compared[rank] >= number and not self.log.same(rank, number):
+            mine, other = self.log.read(self.log.me, number), self.log.read(rank, number)
             if mine is not None and other is not None and mine[0].signature != other[0].signature:
                 self._compare(number, mine, rank, other)
 
     def _compare_positions(self, number: int, rank: int) -> None:
-        mine, other = self._log.position(self._log.me, number), self._log.position(rank, number)
+        mine, other = self.log.position(self.log.me, number), self.log.position(rank, number)
         if not (mine.left or other.left):
             return
         if other.misses(mine):
             self.half_met = True
-            raise CollectiveError(self._left_text(rank, self._log.me, number))
+            raise CollectiveError(self._left_text(rank, self.log.me, number))
         if mine.misses(other):
-            raise Superseded(CollectiveError(self._left_text(self._log.me, rank, number)))
+            raise Superseded(CollectiveError(self._left_text(self.log.me, rank, number)))
         self._positions.disturbed = max((self.breaks, number), self._positions.disturbed)
 
     def _compare(self, number: int, mine: tuple[Record, int], rank: int, other: tuple[Record, int]) -> None:
         self._compare_positions(number, rank)
         if mine[0].signature != other[0].signature:
             if self._excused and number < self.number:
-                called = f"{self._name(self._log.me).capitalize()} called {self.describe(number)}"
+                called = f"{self._name(self.log.me).capitalize()} called {self.describe(number)}"
                 raise Superseded(CollectiveMismatchError(f"{called} (collective number {number}). {_ADVICE}"))
             self._raise(number, rank, mine[0], other[0], "The replicas called different collectives")
         if mine[1] != other[1]:
@@ -376,7 +348,7 @@ class Verifier:
         with different numbers, tells of an order that differs, and of sums over unlike things. Lines that say the same
         are one place: each replica may have lines of its own.
         """
-        me = self._log.me
+        me = self.log.me
         for what, (head, part) in enumerate(_PLACES):
             if mine.key[part] == other.key[part]:
                 continue
@@ -390,7 +362,7 @@ class Verifier:
 
     def _warn_of_texts(self, mine: Record, rank: int, other: Record) -> None:
         """Say once, of two lines that say different things, that they were one collective."""
-        if self._log.me != 0 or mine.line_text == other.line_text:
+        if self.log.me != 0 or mine.line_text == other.line_text:
             return  # of any two replicas that differ, one differs from replica 0
         if "root=" in mine.operation and not mine.operation.startswith(("reduce(", "group.reduce(")):
             return  # the root, or all but it, may well have another argument
@@ -410,7 +382,7 @@ class Verifier:
         return f"replica {self._replicas[rank]}"
 
     def _raise(self, number: int, rank: int, mine: Record, other: Record, what: str) -> NoReturn:
-        both = sorted([(self._replicas[self._log.me], mine), (self._replicas[rank], other)], key=lambda pair: pair[0])
+        both = sorted([(self._replicas[self.log.me], mine), (self._replicas[rank], other)], key=lambda pair: pair[0])
         told = "; ".join(f"replica {replica} called {record.operation} at {record.place}" for replica, record in both)
         raise CollectiveMismatchError(
             f"{what}: {told} (collective number {number}). {_advice(*(record.operation for _, record in both))}"
