@@ -108,7 +108,7 @@ def test_what_is_taken_back_is_heard_of_where_the_first_word_was_read(
     exchange(verifiers)
     assert all(verifier.agreed(1) for verifier in verifiers)
     verifiers[1].retract(1, ValueError("refused"))
-    assert verifiers[1].untold
+    assert verifiers[1].log.untold
     exchange(verifiers)
     with pytest.raises(CollectiveMismatchError, match="failed with ValueError"):
         verifiers[0].check_departed(1)
