@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from distnb.collectives.algorithms.flat_packs import Packs
 from distnb.collectives.algorithms.replicas import Replicas, require_like
 from distnb.collectives.digests import digest
+from distnb.collectives.group.interface import PendingCollective
 from distnb.collectives.group.process_group import OWN
 from distnb.errors import OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, ReduceOp
@@ -18,8 +19,9 @@ from distnb.options import CommunicationImplementation, CommunicationOptions, Re
 if TYPE_CHECKING:
     from distnb.collectives.algorithms.base import CrossDeviceOps
     from distnb.collectives.group.interface import Group
+    from distnb.collectives.shared_memory.shared_sum import SharedWork
 
-__all__ = ["Aggregation", "Started"]
+__all__ = ["Aggregation"]
 
 _FIRST_RESULTS = 3
 # Of an algorithm of the user's so many results are compared with the other replicas': one that forgets to communicate
@@ -32,25 +34,11 @@ _BACKENDS = {
 }
 
 
-class Started(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> None:
-        """Return when it is done, or raise ProgramAborted."""
-
-
 class Aggregation:
-    """Sums and means over the replicas, by the algorithm that a strategy was given.
+    """Sums and means over the replicas, by the algorithm that a strategy was given, or the group's own.
 
-    Args:
-        group: The replicas.
-        ops: The algorithm; None for the group's own.
-        packs: How tensors that are reduced together are packed.
-        options: What one call was told instead of what the strategy was; None for the strategy's own ways.
-
-    Attributes:
-        group, packs: As given.
-        is_groups_own: Whether the group itself adds up, and may do so while a backward pass goes on.
+    `options` are what one call was told instead of what the strategy was. Where `is_groups_own`, the group itself adds
+    up, and may do so while a backward pass goes on.
     """
 
     def __init__(
@@ -134,17 +122,9 @@ class Aggregation:
                 "`replicas.all_reduce(tensor, op)` does, or `replicas.broadcast(total)` at its end."
             )
 
-    def all_reduce_start(self, tensor: torch.Tensor) -> Started:
+    def all_reduce_start(self, tensor: torch.Tensor) -> PendingCollective | SharedWork:
         """Begin to sum in place; an algorithm of the strategy's own has done so when this returns."""
         if self._ops is None:
             return self.group.all_reduce_start(tensor)
         self.all_reduce(tensor)
-        return _DONE
-
-
-class _Done:
-    def wait(self) -> None:
-        """Nothing is under way."""
-
-
-_DONE = _Done()
+        return PendingCollective(None, tensor, 1)

@@ -16,15 +16,12 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Packs:
-    """When a pack is closed, so that the next tensor begins another. Without arguments one pack holds everything.
-
-    Attributes:
-        nbytes: Once it holds so much.
-        count: Once it holds its share, if there were so many; 0 for a pack of its own for each tensor.
-    """
+    """When a pack is closed, so that the next tensor begins another. Without arguments one pack holds everything."""
 
     nbytes: int | None = None
+    """Once it holds so much."""
     count: int | None = None
+    """Once it holds its share, if there were so many; 0 for a pack of its own for each tensor."""
 
     @classmethod
     def larger_than(cls, nbytes: int) -> Packs:
@@ -32,11 +29,7 @@ class Packs:
         return cls(nbytes=nbytes + 1) if nbytes else cls()
 
     def cut(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Places of tensors, pack by pack, in order.
-
-        Args:
-            sizes: Each tensor's bytes.
-        """
+        """Places of tensors of such sizes, pack by pack, in order."""
         limit = self.nbytes
         if limit is None and self.count is not None:
             limit = -(-sum(sizes) // self.count) if self.count else 0
@@ -89,17 +82,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class Pack:
-    """A flat tensor, and a view of it for each slot: what travels in one collective.
+    """A flat tensor, a view of it for each slot (all of one dtype and device), and one of extra elements that follow.
 
-    Args:
-        slots: What it holds, all of one dtype and device.
-        extra: So many elements follow.
-
-    Attributes:
-        flat: The tensor.
-        wire: What is sent: the flat tensor, as real numbers where it is complex.
-        views: One tensor per slot, shaped and laid out as the slot says.
-        extra: The elements that follow.
+    `wire` is what is sent: the flat tensor, as real numbers where it is complex.
     """
 
     def __init__(self, slots: Sequence[Slot], extra: int = 0) -> None:
@@ -123,11 +108,10 @@ class Pack:
             self.extra = self.flat[end:]
 
     def fill(self, tensors: Sequence[torch.Tensor | None], scale: float = 1.0) -> bool:
-        """Write one tensor into each view, zeros for None. Returns whether there was a tensor for every view.
+        """Write one tensor into each view, times a scale (0 writes zeros whatever they hold), and zeros for None.
 
-        Args:
-            tensors: One per slot.
-            scale: Multiplies every tensor. 0 writes zeros whatever they hold, NaN included.
+        Returns:
+            Whether there was a tensor for every view.
         """
         present = [tensor for tensor in tensors if tensor is not None]
         complete = len(present) == len(self.views)

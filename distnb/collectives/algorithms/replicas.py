@@ -89,16 +89,11 @@ def _word(op: ReduceOp | str) -> str:
 
 
 def require_like(total: object, like: torch.Tensor, what: str, expected: str) -> None:
-    """Refuse what a function of the user's returned, unless it is a dense tensor of a shape and dtype.
+    """Refuse what a function of the user's returned, unless it is a dense tensor of the shape and dtype of another.
 
     Args:
-        total: What it returned.
-        like: Has the shape and dtype.
         what: Which function it is and what it was given, for the error.
         expected: What it must return, "in the same shape and dtype" apart, for the error.
-
-    Raises:
-        OptionError: It is something else.
     """
     got = repr(total)
     if isinstance(total, torch.Tensor):

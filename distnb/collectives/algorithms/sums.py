@@ -57,19 +57,8 @@ def combine(
     """The elementwise sum or mean of each tensor over all replicas.
 
     Several tensors travel in one message per kind of number, or in as many packs as the strategy was told. Half
-    precision is added up in single precision. Of sparse tensors only the entries travel.
-
-    Args:
-        aggregation: The replicas, and how they add up.
-        op: SUM, or MEAN of floating-point tensors.
-        tensors: The same number on each, with equal shapes, dtypes and layouts.
-        layout: Must have an equal repr on all replicas, too.
-
-    Returns:
-        New tensors, in the dtypes and on the devices of those given.
-
-    Raises:
-        CollectiveMismatchError: The replicas' tensors differ in shape.
+    precision is added up in single precision. Of sparse tensors only the entries travel. The tensors, of equal shapes,
+    dtypes and layouts on all replicas, are left as they are; the repr of `layout` must be equal on all, too.
     """
     with torch.no_grad():
         results: dict[int, torch.Tensor] = {}

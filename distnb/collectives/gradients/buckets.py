@@ -10,14 +10,19 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from distnb.collectives.algorithms.aggregation import Aggregation, Started
+from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.flat_packs import Pack, Packs, Slot
 from distnb.collectives.gradients.parameter_groups import AGGREGATED, ParameterGroup
 from distnb.errors import GradientError
+
+if TYPE_CHECKING:
+    from distnb.collectives.group.interface import PendingCollective
+    from distnb.collectives.shared_memory.shared_sum import SharedWork
 
 __all__ = ["Bucket", "BucketPlan", "large_packs"]
 
@@ -39,13 +44,8 @@ class Bucket:
     """Some gradients, all of one device and dtype, and the flat tensor in which they travel.
 
     The tensor's views become the parameters' `.grad`, so nothing is copied back. Users may keep gradients for longer
-    than a step, so it is used again only while nobody else holds one of its views or shares its memory.
-
-    Args:
-        members: Whose gradients.
-        slots: How these look.
-        salt: The flat tensor is longer by so much. Buckets of different salt cannot be taken for each other when
-            replicas start them in different order: their sizes differ.
+    than a step, so it is used again only while nobody else holds one of its views or shares its memory. It is longer by
+    `salt`: buckets of different salt cannot be taken for each other when replicas start them in different order.
     """
 
     def __init__(self, members: Sequence[Member], slots: Sequence[Slot], salt: int) -> None:
@@ -54,7 +54,7 @@ class Bucket:
         self._slots, self._salt = slots, salt
         self._packs: list[tuple[Pack, tuple[int, int]]] = []
         self._pack: Pack | None = None
-        self._started: Started | None = None
+        self._started: PendingCollective | SharedWork | None = None
         self._complete = True
 
     def fresh(self) -> list[torch.Tensor | None]:
@@ -144,7 +144,6 @@ class BucketPlan:
             it has started the bucket.
 
     Attributes:
-        groups: As given.
         sparse: The parameters whose gradients are sparse: those are gathered, not packed.
         version: The layout version of the (first) group.
         launched: Number of buckets that have started in this pass, always the first ones.
@@ -156,19 +155,19 @@ class BucketPlan:
         packs: Packs,
         start: Callable[[BucketPlan, Bucket], bool] | None = None,
     ) -> None:
-        self.groups = tuple(groups)
         members = [(group, place) for group in groups for place in group.slots]
         self.sparse = [(group, place) for group, place in members if group.slots[place].sparse]
         self.version = groups[0].layout_version
         self.launched = 0
         self._start = start
-        self.buckets = self._cut(packs, [member for member in members if member not in self.sparse])
+        salt = groups[0].number % _SALTS if start is not None else 0
+        self.buckets = self._cut(packs, [member for member in members if member not in self.sparse], salt)
         self._hooks: dict[Member, RemovableHandle] = {}
         self._last: dict[int, Member] | None = {}
         if start is not None:
             self._attach()
 
-    def _cut(self, packs: Packs, members: list[Member]) -> list[Bucket]:
+    def _cut(self, packs: Packs, members: list[Member], salt: int) -> list[Bucket]:
         if self._start is not None:
             members.reverse()  # roughly the order in which gradients become ready
         slots = [group.slots[place] for group, place in members]
@@ -182,7 +181,6 @@ class BucketPlan:
         ]
         # Buckets start in order: one whose last gradient comes early must not wait for those of another kind.
         cut.sort(key=lambda indices: indices[-1])
-        salt = self.groups[0].number % _SALTS if self._start is not None else 0
         return [Bucket([members[i] for i in indices], [slots[i] for i in indices], salt) for indices in cut]
 
     # Reducing --------------------------------------------------------------------------------------------

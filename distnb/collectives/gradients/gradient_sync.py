@@ -39,10 +39,8 @@ class _Pass:
     """One backward pass under way.
 
     Attributes:
-        aggregation: The replicas, and how they add up.
         synced: Whether gradients are aggregated at its end, and not kept under `no_sync`.
         equal: Whether all replicas do the same in it, so that nothing is added up.
-        create_graph: Whether the gradients will be differentiated.
         mean_loss: The error if it began with a mean loss, to be raised if it reaches mirrored parameters.
         scale: Multiplies this replica's gradients.
     """
@@ -123,11 +121,9 @@ class GradientSync:
     # What strategies call ------------------------------------------------------------------------------------
 
     def register(self, parameter: torch.nn.Parameter, key: Any) -> None:
-        """Keep a parameter in sync from now on. Registering it again changes nothing.
+        """Keep a parameter in sync from now on, made on all replicas with the same values. Again it changes nothing.
 
-        Args:
-            parameter: Made in a scope, on all replicas, with the same values.
-            key: The same for parameters that are reduced together. Its attribute `label` names them in errors.
+        Parameters of one key are reduced together. Its attribute `label` names them in errors.
         """
         if is_mirrored(parameter):
             return

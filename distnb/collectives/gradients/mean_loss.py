@@ -31,15 +31,10 @@ class MeanLossCheck:
     def look(
         self, roots: Sequence[Any], replicas: int, slice_size: int | None, batch_size: int | None
     ) -> MeanLossError | None:
-        """The error for a pass that is about to start, to be raised if it reaches mirrored parameters.
+        """The error for a pass that is about to start from these roots, to be raised if it reaches mirrored parameters.
 
-        None if there is no mean behind it, or this kind was looked at before.
-
-        Args:
-            roots: The tensors that `backward` was called on.
-            replicas: Number of replicas.
-            slice_size: Size of this replica's slice of the current batch, where known.
-            batch_size: Size of the whole batch, where known.
+        None if there is no mean behind it, or this kind was looked at before. The sizes of this replica's slice of the
+        batch, and of the whole batch, may be unknown.
         """
         site = callsite.current()
         key = (site.identity, tuple([type(getattr(root, "grad_fn", None)) for root in roots]))

@@ -26,13 +26,15 @@ __all__ = [
     "ParameterGroup",
     "find_mirror",
     "is_mirrored",
-    "mark_aggregated",
     "refuse_wrapping",
 ]
 
 
 class AggregatedTensors:
     """The tensors that hold aggregated gradients, by identity; keeps none of them alive.
+
+    What `ReplicaContext.all_reduce` returns is among them (copies of it are not), so that gradients which were made by
+    `torch.autograd.grad` and aggregated by hand pass the optimizer's check.
 
     Attributes:
         identities: May be read directly where a call per tensor would cost: an entry goes the moment its tensor dies,
@@ -58,18 +60,6 @@ class AggregatedTensors:
 
 
 AGGREGATED = AggregatedTensors()
-
-
-def mark_aggregated(tensor: torch.Tensor) -> None:
-    """Accept a tensor as the gradient of a mirrored parameter: it came out of a collective.
-
-    `ReplicaContext.all_reduce` marks what it returns, so that gradients made by `torch.autograd.grad` and
-    aggregated by hand pass the optimizer's check.
-
-    Args:
-        tensor: The aggregated gradient; the mark is this object's, copies do not have it.
-    """
-    AGGREGATED.add(tensor)
 
 
 @dataclass(frozen=True)
@@ -136,16 +126,10 @@ class ParameterGroup:
     Nothing here keeps a parameter alive. A parameter that is gone keeps its place, so that a layout never
     depends on when a replica's garbage collector ran.
 
-    Args:
-        sync: Whose they are.
-        identity: (generation, number): nearly always the same on every replica.
-        key: What the caller of `GradientSync.register` calls it; its attribute `label` is what errors do.
-        on_extinct: Called when every parameter is gone.
-
     Attributes:
-        key: As given, by a weak reference.
+        identity: (generation, number): nearly always the same on every replica.
+        key: What the caller of `GradientSync.register` calls it, by a weak reference.
         number: That of the identity on replica 0, once the replicas have agreed.
-        description: The label and the number.
         references: The parameters, by place.
         params: During a backward pass, the parameters; else empty.
         aside: During a pass: the gradients that there were before it, by place.
@@ -239,13 +223,7 @@ class ParameterGroup:
         return [parameter.grad for parameter in self.params]
 
     def contribution(self, place: int, fresh: torch.Tensor | None, scale: float) -> torch.Tensor | None:
-        """What this replica gives: the pass's gradient, scaled, and what was gathered under no_sync.
-
-        Args:
-            place: Whose gradient.
-            fresh: The gradient that the pass made.
-            scale: Multiplies that gradient; 0 gives zeros whatever it holds.
-        """
+        """What this replica gives: the pass's gradient, scaled (by 0 to zeros), and what was gathered under no_sync."""
         if fresh is not None and scale != 1.0:
             fresh = fresh * scale if scale else torch.zeros_like(fresh)
         if place not in self.local:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from distnb.collectives.gradients.parameter_groups import ParameterGroup
 from distnb.errors import GradientError, UnsyncedGradientError
+
+if TYPE_CHECKING:
+    from distnb.collectives.group.interface import Group
 
 __all__ = ["agree", "check_equal"]
 
@@ -23,41 +26,23 @@ Layout = tuple[tuple[int, tuple[int, ...], tuple[int, ...] | None, str, str], ..
 _TOLERANCE = 1e-5  # of a gradient's norm: the same sums on other processors differ in their last bits
 
 
-class _Replicas(Protocol):
-    rank: int
-
-    def all_gather_object(self, value: object) -> list[Any]: ...
-
-
 @dataclass(frozen=True)
 class _Proposal:
-    """What one replica tells the others.
-
-    Attributes:
-        place: The line of the backward pass.
-        touched: The groups that the pass reached here.
-        layouts: How every group's gradients look here.
-        sparse: Places whose gradients are sparse here.
-        values: Digests of the parameters of groups that were never compared.
-    """
+    """What one replica tells the others of a pass that began at `place`, and reached the groups `touched` there."""
 
     place: str
     touched: tuple[Identity, ...]
     layouts: dict[Identity, Layout]
     sparse: dict[Identity, set[int]]
+    """Places whose gradients are sparse."""
     values: dict[Identity, dict[int, int]]
+    """Digests of the parameters of groups that were never compared."""
 
 
 def agree(
-    replicas: _Replicas, groups: Sequence[ParameterGroup], touched: Sequence[ParameterGroup], place: str
+    replicas: Group, groups: Sequence[ParameterGroup], touched: Sequence[ParameterGroup], place: str
 ) -> tuple[list[ParameterGroup], bool]:
-    """Find the groups that this kind of pass reduces, the same on every replica.
-
-    Args:
-        replicas: All of them.
-        groups: All parameter groups of this replica, laid out.
-        touched: Those that the pass reached here.
-        place: The user's line, for errors.
+    """Find the groups that a pass reduces which reached those `touched` here, of all this replica's groups, laid out.
 
     Returns:
         The groups, in one order on all replicas; and whether the pass reached all of them on every replica.
@@ -155,7 +140,7 @@ def _where(proposals: Sequence[_Proposal]) -> str:
 # -- outside strategy.run ----------------------------------------------------------------------------------------------
 
 
-def check_equal(replicas: _Replicas, groups: Sequence[ParameterGroup], place: str) -> None:
+def check_equal(replicas: Group, groups: Sequence[ParameterGroup], place: str) -> None:
     """Raise if the replicas, which compute the same outside `strategy.run`, have new gradients that differ."""
     mine = [[_measured(gradient) for gradient in group.fresh()] for group in groups]
     told = replicas.all_gather_object(mine)

@@ -10,7 +10,7 @@ import torch
 
 from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.sums import all_reduce, combine, is_sparse
-from distnb.collectives.gradients.parameter_groups import mark_aggregated
+from distnb.collectives.gradients.parameter_groups import AGGREGATED
 from distnb.errors import CollectiveMismatchError, DistributedValueError, OptionError
 from distnb.options import ReduceOp
 from distnb.values.structure import flatten, unflatten
@@ -212,6 +212,6 @@ def all_reduce_tree(aggregation: Aggregation, op: ReduceOp, tree: Any) -> Any:
     # Which leaves are None must be the same everywhere, or others would be added up in their place.
     layout = None if len(places) == len(every) else places
     for place, result in zip(places, all_reduce(aggregation, op, tensors, layout), strict=True):
-        mark_aggregated(result)
+        AGGREGATED.add(result)
         every[place] = _python_number(result, every[place])
     return unflatten(shape, every)

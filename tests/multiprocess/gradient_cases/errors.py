@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distnb.collectives.gradients.parameter_groups import mark_aggregated
+from distnb.collectives.gradients.parameter_groups import AGGREGATED
 from distnb.errors import GradientError, MeanLossError, UnsyncedGradientError
 from distnb.runtime.consistency.resynchronisation import resynchronise
 from tests.multiprocess.gradient_cases.replica import Replica, case, loss_of, mlp, same
@@ -88,7 +88,7 @@ def unsynced_steps_are_errors(r: Replica) -> None:
         optimizer.step()
     for p in model.parameters():
         r.group.all_reduce(p.grad)
-        mark_aggregated(p.grad)
+        AGGREGATED.add(p.grad)
     optimizer.step()
     optimizer.zero_grad()
     loss_of(model, r.batch(5)[1], 5).backward()
