@@ -156,6 +156,12 @@ class Communicator:
         self.backends = None
         backends.end(idle=not self.under_way(), until=until)
 
+    def lost(self) -> int:
+        """How many others are gone, though they have not ended their program."""
+        if (backends := self.backends) is None or (verifier := self.verifier) is None:
+            return 0
+        return backends.connections.closed() - verifier.ended()
+
     def under_way(self) -> bool:
         """Whether something runs outside of Python."""
         if any(not inner.is_completed() for inner in list(self.open.values())):
@@ -193,9 +199,7 @@ class Communicator:
             self.raise_failure()
         if (deadlocks := self._whole_deadlocks) is not None:
             deadlocks.issued()
-        while not verifier.room():
-            time.sleep(_PAUSE_S)
-            self.examine(None)
+        self._await(verifier.room, None)
         agree = verifier.must_agree(record)
         try:
             number = verifier.post(record)
@@ -204,11 +208,20 @@ class Communicator:
             raise
         self.limit(number, Beginning(), limit_s)
         if agree:
-            while not verifier.agreed(number):
-                self.examine(number)
-                time.sleep(_PAUSE_S)
+            self._await(lambda: verifier.agreed(number), number)
             verifier.entered()
         return number
+
+    def _await(self, heard: Callable[[], bool], number: int | None) -> None:
+        """Wait for what all others tell. Nothing is entered yet that would end in Gloo when one of them dies."""
+        closed_since = None
+        while not heard():
+            self.examine(number)
+            if (backends := self.backends) is not None and backends.connections.closed():
+                closed_since = closed_since or time.monotonic()
+                if time.monotonic() - closed_since > _ABORT_GRACE_S:  # what it told before it ended is known by now
+                    self.explain(number, RuntimeError("it was closed"))
+            time.sleep(_PAUSE_S)
 
     def retract(self, number: int, error: BaseException) -> None:
         """A collective that was posted is not entered after all."""

@@ -24,6 +24,7 @@ __all__ = ["Forming"]
 
 _PERIOD_S = 0.1
 _PAUSE_S = 0.0002
+_LOOKS = 5  # at a replica that is gone, until what it told before is surely known
 
 
 @dataclass
@@ -55,7 +56,9 @@ class Forming:
         self._rank: int = self._group.rank()
         self._size: int = self._group.size()
         self._log: CollectiveLog | None = None
+        self._connected: Backends | None = None
         self._next_look = 0.0
+        self._lost_looks = 0
         self._local = self._abandoned = False
         self._connect_store()
 
@@ -116,6 +119,7 @@ class Forming:
                 log.set_verdict(f"Replica {self._group.replicas[self._rank]} could not connect: {error}")
                 log.exchange()
             raise
+        self._connected = connected
         try:
             self._leave_together(log)
         except BaseException:
@@ -151,7 +155,16 @@ class Forming:
             return
         self._next_look = time.monotonic() + _PERIOD_S
         self.communicator.examine_forming(absent)
+        self._lost_looks = self._lost_looks + 1 if self._lost() else 0
+        if self._lost_looks > _LOOKS:
+            raise CollectiveError("The connection to another replica was lost, which may have died.")
         if self._log is not None:
             found = [self._log.verdict_of(rank) for rank in range(self._size) if rank != self._rank]
             if any(found):
                 raise CollectiveError(next(filter(None, found)))
+
+    def _lost(self) -> bool:
+        """Whether a replica is gone that has not ended its program."""
+        if self._connected is not None:
+            return self._connected.connections.closed() > 0
+        return self._group.parent is not None and self._group.parent.communicator.lost() > 0

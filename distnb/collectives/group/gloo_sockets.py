@@ -13,7 +13,7 @@ import select
 import socket
 import stat
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +27,8 @@ LOST_AFTER_S = 10.0
 _PROBE_S = 2
 _SILENT_LOOKS = 5
 _INFO_NBYTES = 60
-_PROBES, _UNCONFIRMED, _SINCE_CONFIRMED_MS = 3, 24, 56  # offsets in Linux' struct tcp_info
+_STATE, _PROBES, _UNCONFIRMED, _SINCE_CONFIRMED_MS = 0, 3, 24, 56  # offsets in Linux' struct tcp_info
+_ESTABLISHED = 1
 
 _WORD = struct.Struct("=I")
 _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
@@ -204,12 +205,18 @@ class Connections:
         self._silent_looks = self._silent_looks + 1 if self._probed and self._unconfirmed() else 0
         return self._silent_looks > _SILENT_LOOKS
 
-    def _unconfirmed(self) -> bool:
+    def closed(self) -> int:
+        """How many of the connections have ended, here or at their other end."""
+        return sum(info[_STATE] != _ESTABLISHED for info in self._infos())
+
+    def _infos(self) -> Iterator[bytes]:
+        """Linux' struct tcp_info of each connection."""
         for opened in self._sockets:
-            try:
-                info = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_NBYTES)
-            except OSError:
-                continue
+            with suppress(OSError):
+                yield opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_NBYTES)
+
+    def _unconfirmed(self) -> bool:
+        for info in self._infos():
             unconfirmed, since_ms = (_WORD.unpack_from(info, at)[0] for at in (_UNCONFIRMED, _SINCE_CONFIRMED_MS))
             # One that is alive and too busy to read answers each probe.
             if since_ms > 1000 * LOST_AFTER_S and (unconfirmed or info[_PROBES] > 1):
