@@ -272,7 +272,7 @@ class Verifier:
 
     def ended(self) -> int:
         """How many others have ended their program."""
-        return sum(self._log.phase(rank)[1] in ("ended", "failed") for rank in self._peers)
+        return sum(self.log.phase(rank)[1] in ("ended", "failed") for rank in self._peers)
 
     def departed(self, number: int) -> str:
         """What to say of a replica that an error took away from where this one waits; "" if there is none.
