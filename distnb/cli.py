@@ -116,7 +116,7 @@ def _run(words: list[str]) -> int:
 
         devices = plan_devices(_count(options.n), options.devices, oversubscribe=options.oversubscribe)
         check_capacity(len(devices), this_machine(), oversubscribe=options.oversubscribe)
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, _end)
         return run_script(command, devices, placement_of(TFConfigClusterResolver()))
     except OptionError as error:

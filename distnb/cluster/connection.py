@@ -14,18 +14,10 @@ from pathlib import Path
 
 from distnb.errors import StartError
 
-__all__ = [
-    "CONNECTION_VARIABLE",
-    "Connection",
-    "Keys",
-    "connection_path",
-    "make_keys",
-]
+__all__ = ["CONNECTION_VARIABLE", "Connection", "Keys", "connection_path", "make_keys"]
 
 CONNECTION_VARIABLE = "DISTNB_CONNECTION"
 """Environment variable that holds the path of the connection file."""
-
-_FILE_NAME = "connection.json"
 
 
 @dataclass(frozen=True)
@@ -81,11 +73,7 @@ class Connection:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Connection:
-        """Read a connection file.
-
-        Raises:
-            StartError: It is not there, is no connection file, or others could have read or written it.
-        """
+        """Read a connection file. Raises StartError where it is none, or others could have read or written it."""
         try:
             status = os.stat(path)
             if status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -101,4 +89,4 @@ class Connection:
 
 def connection_path(directory: Path) -> Path:
     """Where the connection file of a cluster lies in its run directory."""
-    return directory / _FILE_NAME
+    return directory / "connection.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 from distnb.cluster.local.processes import Processes
 from distnb.topology import Device
 
-__all__ = ["EngineEnded", "EngineOrder", "Launcher", "Launched"]
+__all__ = ["EngineEnded", "EngineOrder", "Launched", "Launcher"]
 
 Launched = Callable[[int, int], None]
 """Called with (engine, pid) when an engine has a process, and again when that is another one."""
@@ -24,20 +24,14 @@ class EngineOrder:
     """One engine that is to be started.
 
     Attributes:
-        engine: Its id.
-        device: Where it computes.
-        directory: The cluster's run directory on this machine.
         log: The file for what it writes outside programs.
         agent: Module whose `install` makes an engine of the process.
-        replaces: Whether an engine of the same id was there before.
     """
 
     engine: int
     device: Device
-    directory: Path
     log: Path
     agent: str
-    replaces: bool
 
 
 class Launcher(ABC):
@@ -55,11 +49,7 @@ class Launcher(ABC):
     def launch(
         self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
     ) -> None:
-        """Start engines, in a thread that stays until they are ready.
-
-        Raises:
-            OSError: A process could not be started.
-        """
+        """Start engines, in a thread that stays until they are ready. Raises OSError where that is not possible."""
 
     def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:
         """What asks engines to end; None where a signal does."""
@@ -70,14 +60,5 @@ class Launcher(ABC):
         return ""
 
     def describe(self, engine: int, status: int | None, words: str) -> str:
-        """How an engine ended, in words that follow its name.
-
-        Args:
-            status: The exit status of its process here.
-            words: The same in words, as of a process of this machine.
-        """
+        """How an engine ended, in words that follow its name; `words` say it as of a process of this machine."""
         return words
-
-    def lost_with(self, engine: int, status: int | None) -> tuple[int, ...]:
-        """Other engines that are gone for the same reason: their machine cannot be reached any more."""
-        return ()

@@ -8,16 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from distnb.cluster.connection import Connection, connection_path
 from distnb.cluster.launcher import EngineOrder, Launcher
 from distnb.cluster.local.forking import ThisMachine
-from distnb.cluster.local.orphans import end_group
 from distnb.cluster.local.processes import Processes
-from distnb.cluster.local.watcher import Watcher
-from distnb.cluster.run_directory import RunDirectory
 from distnb.errors import NoClusterError, StartError
 from distnb.topology import Device
 
@@ -35,7 +31,6 @@ class EngineProcess:
     """The process of an engine.
 
     Attributes:
-        engine: Its id.
         pid: Its process id (for an engine on another machine that of ssh); it leads a process group of its own.
         device: Where it computes.
         ready: Whether its agent serves programs.
@@ -50,7 +45,7 @@ class EngineProcess:
 
 
 class Cluster:
-    """Engines launched through ipyparallel, with a watcher that knows at once when one ends.
+    """Engines with a watcher that knows at once when one ends.
 
     It is started once. All methods run in the notebook process, and any thread may call them.
 
@@ -82,8 +77,6 @@ class Cluster:
         self._lock = threading.RLock()  # one start, stop or restart at a time
         self._engines: dict[int, EngineProcess] = {}
         self._processes: Processes | None = None
-        self._run_directory: RunDirectory | None = None
-        self._controller: int | None = None
         self._owner = os.getpid()
 
     # -- what there is ----------------------------------------------------------------------------------------------
@@ -100,9 +93,8 @@ class Cluster:
 
     def notice_ends(self) -> None:
         """Have `missing` tell of every engine that ends at this moment, too."""
-        processes = self._processes
-        if processes is not None:
-            processes.notice([process.pid for process in self._engines.values() if not process.ended])
+        if self._processes is not None:
+            self._processes.notice([process.pid for process in self._engines.values() if not process.ended])
 
     @property
     def running(self) -> bool:
@@ -112,19 +104,19 @@ class Cluster:
     @property
     def directory(self) -> Path:
         """The private directory of this cluster: secrets and logs. Raises NoClusterError when it is not running."""
-        if self._run_directory is None:
+        if self._processes is None:
             raise NoClusterError("This cluster is not running, so it has no files. Start one with %distnb start.")
-        return self._run_directory.path
+        return self._processes.directory
 
     @property
     def client_file(self) -> Path:
         """For `ipyparallel.Client(path)`: ipyparallel's own way to these engines. It appears soon after the start."""
         return self.directory / "security" / "ipcontroller-client.json"
 
-    def log_tail(self, engine: int, lines: int = _LOG_LINES) -> str:
+    def log_tail(self, engine: int) -> str:
         """The last lines that an engine wrote outside programs, indented."""
         try:
-            text = self._log_path(engine).read_text(errors="replace").rstrip().splitlines()[-lines:]
+            text = self._log_path(engine).read_text(errors="replace").rstrip().splitlines()[-_LOG_LINES:]
         except OSError:
             text = []
         return "\n".join(f"    {line}" for line in text) or "    (it is empty)"
@@ -149,9 +141,8 @@ class Cluster:
                 raise StartError(f"This cluster is already running ({_engines(len(self._engines))}). Stop it first.")
             atexit.register(self.stop)
             try:
-                self._run_directory = RunDirectory()
+                self._processes = Processes(self._engine_ready)
                 (self.directory / "log").mkdir()
-                self._processes = Processes(Watcher(self.directory, self._engine_ready))
                 names = ", ".join(map(str, self.devices))
                 self._on_progress(f"starting {_engines(len(self.devices))} on {names}")
                 self._connection.write(self.directory)
@@ -159,24 +150,19 @@ class Cluster:
                 meanwhile()
                 self._wait_until_ready(self._processes, range(len(self.devices)), timeout_s)
                 if self.launcher.has_controller:  # last: its imports would take the cores from the engines'
-                    self._launch_controller(self._processes)
+                    from distnb.cluster.local.controller import start_controller
+
+                    start_controller(self._processes)
             except BaseException:
                 self.stop()
                 raise
 
-    def restart(
-        self,
-        engines: Iterable[int] | None = None,
-        *,
-        on_progress: OnProgress = lambda text: None,
-        timeout_s: float = _START_TIMEOUT_S,
-    ) -> None:
+    def restart(self, engines: Iterable[int] | None = None, *, on_progress: OnProgress = lambda text: None) -> None:
         """Replace engines by new processes with the same ids and devices.
 
         Args:
             engines: Which; None for those that have ended.
             on_progress: Called with a line of text each time there is news.
-            timeout_s: How long all of them together may take.
 
         Raises:
             NoClusterError: The cluster is not running.
@@ -194,19 +180,14 @@ class Cluster:
                 return
             self._end(self._processes, wanted)
             try:
-                self._launch(self._processes, wanted, replaces=True)
-                self._wait_until_ready(self._processes, wanted, timeout_s)
+                self._launch(self._processes, wanted)
+                self._wait_until_ready(self._processes, wanted, _START_TIMEOUT_S)
             except BaseException:
                 self._end(self._processes, wanted)
                 raise
 
-    def _launch(self, processes: Processes, engines: Sequence[int], *, replaces: bool = False) -> None:
-        orders = [
-            EngineOrder(
-                engine, self.devices[engine], self.directory, self._log_path(engine), self._agent, replaces=replaces
-            )
-            for engine in engines
-        ]
+    def _launch(self, processes: Processes, engines: Sequence[int]) -> None:
+        orders = [EngineOrder(engine, self.devices[engine], self._log_path(engine), self._agent) for engine in engines]
         with processes.changed:
             try:
                 self.launcher.launch(orders, processes, self._engine_launched, self._engine_ended)
@@ -214,52 +195,33 @@ class Cluster:
                 which = f"engine{'s' if len(orders) > 1 else ''} {', '.join(map(str, engines))}"
                 raise StartError(f"The process of {which} could not be started: {error}.") from error
 
+    def _wait_until_ready(self, processes: Processes, engines: Sequence[int], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        ready = -1
+
+        def have_news() -> bool:
+            now = [self._engines[engine] for engine in engines]
+            return any(process.ended for process in now) or sum(process.ready for process in now) != ready
+
+        while ready < len(engines):
+            with processes.changed:
+                news = processes.changed.wait_for(have_news, deadline - time.monotonic())
+                now = [self._engines[engine] for engine in engines]
+            failed = next((process for process in now if process.ended or not (news or process.ready)), None)
+            if failed is not None:
+                what = f"did not come up within {timeout_s:.0f} s, and was ended."
+                if failed.ended:
+                    what = f"({failed.device}) {failed.ended} while it started."
+                raise StartError(
+                    f"Engine {failed.engine} {what} The last lines of its log:\n{self.log_tail(failed.engine)}"
+                )
+            ready = sum(process.ready for process in now)
+            self._on_progress(f"{ready} of {_engines(len(engines))} ready")
+
+    # -- told by the launcher and the watcher -------------------------------------------------------------------------
+
     def _engine_launched(self, engine: int, pid: int) -> None:
         self._engines[engine] = EngineProcess(engine, pid, self.devices[engine])
-        self._end_with_notebook(pid)
-
-    def _end_with_notebook(self, pid: int) -> None:
-        if self._run_directory is not None:
-            self._run_directory.end_with_owner(pid)
-
-    def _launch_controller(self, processes: Processes) -> None:
-        """Only ipyparallel's own channel needs it."""
-        from distnb.cluster.local.controller import start_controller
-
-        self._controller = start_controller(self.directory, processes)
-        self._end_with_notebook(self._controller)
-
-    def _wait_until_ready(self, processes: Processes, engines: Iterable[int], timeout_s: float) -> None:
-        wanted, told = tuple(engines), -1
-        deadline = time.monotonic() + timeout_s
-        while True:
-            ready = 0
-            for process in (self._engines[engine] for engine in wanted):
-                if process.ended:
-                    raise StartError(
-                        f"Engine {process.engine} ({process.device}) {process.ended} while it started. "
-                        f"The last lines of its log:\n{self.log_tail(process.engine)}"
-                    )
-                ready += process.ready
-            if ready != told:
-                self._on_progress(f"{ready} of {_engines(len(wanted))} ready")
-                told = ready
-            if ready == len(wanted):
-                return
-            with processes.changed:
-                news = processes.changed.wait_for(partial(self._have_news, wanted, ready), deadline - time.monotonic())
-            if not news:
-                late = next(engine for engine in wanted if not self._engines[engine].ready)
-                raise StartError(
-                    f"Engine {late} did not come up within {timeout_s:.0f} s, and was ended. "
-                    f"The last lines of its log:\n{self.log_tail(late)}"
-                )
-
-    def _have_news(self, engines: Sequence[int], ready: int) -> bool:
-        processes = [self._engines[engine] for engine in engines]
-        return any(process.ended for process in processes) or sum(process.ready for process in processes) != ready
-
-    # -- in the watcher's thread ------------------------------------------------------------------------------------
 
     def _engine_ready(self, engine: int) -> None:
         processes = self._processes
@@ -269,26 +231,14 @@ class Cluster:
                 processes.changed.notify_all()
 
     def _engine_ended(self, engine: int, pid: int, words: str, expected: bool) -> None:
-        processes, directory = self._processes, self._run_directory
-        if processes is None or directory is None:
+        processes = self._processes
+        if processes is None:
             return
-        directory.forget(pid)
-        status = processes.status(pid)
-        self._bury(processes, engine, pid, self.launcher.describe(engine, status, words), expected)
-        if expected:
-            return
-        for other in self.launcher.lost_with(engine, status):
-            process = self._engines.get(other)  # none while the cluster starts
-            if process is not None and not process.ended:
-                end_group(process.pid)  # it is reaped in this thread, so the number is still its own
-                self._bury(processes, other, process.pid, self.launcher.describe(other, status, words), False)
-
-    def _bury(self, processes: Processes, engine: int, pid: int, status: str, expected: bool) -> None:
-        """Note an engine's end, once."""
         with processes.changed:
             process = self._engines[engine]
-            if process.pid != pid or process.ended:
+            if process.pid != pid:
                 return
+            status = self.launcher.describe(engine, processes.status(pid), words)
             self._engines[engine] = replace(process, ended=status)
             processes.changed.notify_all()
         if not expected:
@@ -296,18 +246,15 @@ class Cluster:
 
     # -- end --------------------------------------------------------------------------------------------------------
 
-    def _end(self, processes: Processes, engines: Iterable[int], ask: Callable[[], None] | None = None) -> None:
+    def _end(self, processes: Processes, engines: Iterable[int]) -> None:
         """End engines: they are let go, then come SIGTERM and SIGKILL."""
         with processes.changed:  # no engine gets another process meanwhile
             pids = [*{self._engines[engine].pid for engine in engines if engine in self._engines}]
             processes.expect(pids)
-        processes.end(pids, ask or self.launcher.letting_go(pids), self.launcher.patience_s)
+        processes.end(pids, self.launcher.letting_go(pids), self.launcher.patience_s)
 
-    def stop(self, ask: Callable[[], None] | None = None) -> None:
+    def stop(self) -> None:
         """End every process of the cluster and remove its files. Does nothing when it is not running.
-
-        Args:
-            ask: Asks the engines to end by themselves; then come SIGTERM and SIGKILL.
 
         Raises:
             ClusterError: A process did not even end by SIGKILL (it hangs in the kernel); the rest is gone.
@@ -315,24 +262,16 @@ class Cluster:
         if os.getpid() != self._owner:
             return  # a forked child: these are not its processes
         with self._lock:
-            processes, directory = self._processes, self._run_directory
-            if directory is not None:
-                connection_path(directory.path).unlink(missing_ok=True)
+            processes = self._processes
+            atexit.unregister(self.stop)
+            if processes is None:
+                return
             try:
-                if processes is not None:
-                    self._end(processes, [*self._engines], ask=ask)
+                connection_path(processes.directory).unlink(missing_ok=True)
+                self._end(processes, [*self._engines])
             finally:
-                controller = [] if self._controller is None else [self._controller]
-                self._processes = self._run_directory = self._controller = None
-                atexit.unregister(self.stop)
-                try:
-                    if processes is not None:
-                        processes.kill(controller)
-                finally:
-                    if processes is not None:
-                        processes.watcher.close()
-                    if directory is not None:
-                        directory.remove()
+                self._processes = None
+                processes.close()
 
 
 def _engines(n: int) -> str:

@@ -19,13 +19,11 @@ __all__ = [
     "DEVICE_VARIABLE",
     "ENGINE_VARIABLE",
     "PYTHON_MODULE",
-    "REPLACES_VARIABLE",
     "STORE_VARIABLE",
-    "Seat",
     "THREADS_VARIABLE",
+    "Seat",
     "compute_environment",
     "cores",
-    "engine_environment",
     "engines_environment",
     "hash_seed",
     "import_environment",
@@ -39,7 +37,6 @@ __all__ = [
 ENGINE_VARIABLE = "DISTNB_ENGINE_ID"
 DEVICE_VARIABLE = "DISTNB_DEVICE"
 THREADS_VARIABLE = "DISTNB_THREADS"
-REPLACES_VARIABLE = "DISTNB_REPLACES"
 STORE_VARIABLE = "DISTNB_STORE_FILE"
 """Where replicas of a script on this machine meet."""
 AGENT_VARIABLE = "DISTNB_AGENT"
@@ -48,7 +45,7 @@ AGENT_VARIABLE = "DISTNB_AGENT"
 PYTHON_MODULE = (sys.executable, "-P", "-m")
 """Runs a module. -P: a file of the user's, such as random.py beside the notebook, does not stand in for a module."""
 
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_OF_A_TASK = re.compile(r"TF_CONFIG|(OMPI|PMIX?|PMI2|PRTE|MPI|MPIR|HYD[A-Z]*)_.*|SLURM_(?!JOB|CONF).*")
 
 
 def cores() -> int:
@@ -70,17 +67,17 @@ def compute_environment(processes: int) -> dict[str, str]:
 
     All communication stays on the loopback interface: Gloo and NCCL would listen on a public one.
     """
-    environment = {
+    return {
         "OMP_NUM_THREADS": str(threads_for(processes)),
-        "GLOO_SOCKET_IFNAME": _LOOPBACK,
-        "TP_SOCKET_IFNAME": _LOOPBACK,
-        "NCCL_SOCKET_IFNAME": _LOOPBACK,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TP_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_RAS_ENABLE": "0",  # a monitoring port of its own, which nobody here reads
         "PYTHONHASHSEED": hash_seed(),
         # Without it torch's C++ code warns, in a cell's output, that a machine's address has no name.
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        **import_environment(),
     }
-    return environment | import_environment()
 
 
 def hash_seed() -> str:
@@ -95,9 +92,6 @@ def import_environment() -> dict[str, str]:
     if package in (*site.getsitepackages(), site.getusersitepackages()):
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
-
-
-_OF_A_TASK = re.compile(r"TF_CONFIG|(OMPI|PMIX?|PMI2|PRTE|MPI|MPIR|HYD[A-Z]*)_.*|SLURM_(?!JOB|CONF).*")
 
 
 def without_another_place(environment: Mapping[str, str]) -> dict[str, str]:
@@ -115,26 +109,13 @@ def keep_temporary_sockets_in(directory: Path) -> None:
 
 
 def engines_environment(engines: int, directory: Path, *, agent: str) -> dict[str, str]:
-    """What is the same for all engines of a cluster of `engines` on this machine, whose run directory is `directory`.
-
-    Args:
-        agent: Module whose `install` makes an engine of the process.
-    """
-    environment = compute_environment(engines)
-    environment[THREADS_VARIABLE] = environment["OMP_NUM_THREADS"]
-    environment[CONNECTION_VARIABLE] = str(connection_path(directory))
-    environment[AGENT_VARIABLE] = agent
-    return environment
-
-
-def engine_environment(engine: int, device: Device, *, replaces: bool) -> dict[str, str]:
-    """What is one engine's own.
-
-    Args:
-        replaces: Whether an engine of the same id was there before.
-    """
-    environment = {ENGINE_VARIABLE: str(engine), DEVICE_VARIABLE: str(device)}
-    return environment | ({REPLACES_VARIABLE: "1"} if replaces else {})
+    """What is the same for all engines of a cluster of `engines` on this machine, with this run directory."""
+    return {
+        **compute_environment(engines),
+        THREADS_VARIABLE: str(threads_for(engines)),
+        CONNECTION_VARIABLE: str(connection_path(directory)),
+        AGENT_VARIABLE: agent,
+    }
 
 
 @dataclass(frozen=True)
@@ -179,14 +160,18 @@ def rank_environment(local_rank: int, replicas: int, seat: Seat) -> dict[str, st
 
 def script_environment(local_rank: int, device: Device, devices: Sequence[Device], seat: Seat) -> dict[str, str]:
     """The whole environment of one replica of a script, whose worker has these devices."""
-    environment = os.environ | compute_environment(len(devices)) | dict(seat.network)
-    environment |= rank_environment(local_rank, len(devices), seat)
-    environment |= {"PYTHONUNBUFFERED": "1", THREADS_VARIABLE: str(threads_for(len(devices)))}
     # Code for torchrun takes `cuda:LOCAL_RANK`: the GPUs that were named are made those of these numbers.
     gpus = list(dict.fromkeys(device.index for device in devices if device.type == "cuda"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if "CUDA_VISIBLE_DEVICES" in os.environ else None
-    environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[index] if visible else str(index) for index in gpus)
     if device.type == "cuda":
         device = Device("cuda", gpus.index(device.index))
-    environment[DEVICE_VARIABLE] = str(device)
-    return environment
+    return {
+        **os.environ,
+        **compute_environment(len(devices)),
+        **seat.network,
+        **rank_environment(local_rank, len(devices), seat),
+        "PYTHONUNBUFFERED": "1",
+        THREADS_VARIABLE: str(threads_for(len(devices))),
+        "CUDA_VISIBLE_DEVICES": ",".join(visible[index] if visible else str(index) for index in gpus),
+        DEVICE_VARIABLE: str(device),
+    }

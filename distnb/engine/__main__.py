@@ -16,12 +16,11 @@ from typing import Any
 from distnb.accelerators import use
 from distnb.cluster.connection import CONNECTION_VARIABLE, Connection
 from distnb.cluster.local.orphans import die_with
-from distnb.cluster.local.watcher import report
+from distnb.cluster.local.processes import report
 from distnb.cluster.process_environment import (
     AGENT_VARIABLE,
     DEVICE_VARIABLE,
     ENGINE_VARIABLE,
-    REPLACES_VARIABLE,
     THREADS_VARIABLE,
     keep_temporary_sockets_in,
 )
@@ -54,7 +53,6 @@ def main() -> None:
     app = EngineApp.instance(id=engine)
     app.initialize([f"--profile-dir={path.parent}", "--log-level=WARN"])
     app.joins = connection.controller
-    app.replaces = REPLACES_VARIABLE in os.environ
 
     def prepare(shell: Any) -> None:
         use(device)

@@ -12,12 +12,14 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import zmq
+import zmq.asyncio
 from ipykernel.control import ControlThread
 from ipykernel.iostream import IOPubThread, OutStream
 from ipykernel.kernelapp import IPKernelApp
@@ -30,7 +32,7 @@ from zmq.eventloop.zmqstream import ZMQStream
 __all__ = ["EngineApp", "PythonStream"]
 
 _LOOK_S = 0.1  # how often the controller's connection file is looked for
-_ANSWER_S = 5.0  # how long an answer of the controller is waited for before it is asked anew
+_ANSWER_MS = 5000  # how long an answer of the controller is waited for before it is asked anew
 _GIVE_UP_S = 600.0
 
 
@@ -47,7 +49,6 @@ class EngineApp(IPEngine):  # type: ignore[misc]
     name = "distnb-engine"
     prepare: Callable[[Any], None] = staticmethod(lambda shell: None)
     joins = True  # whether there will be a controller
-    replaces = False  # whether an engine of the same id was registered before
 
     def init_engine(self) -> None:
         """Called by `initialize`. ipyparallel waits for the controller here; we do not."""
@@ -132,65 +133,50 @@ class EngineApp(IPEngine):  # type: ignore[misc]
     # -- ipyparallel's channels --------------------------------------------------------------------------------------
 
     async def _join_controller(self) -> None:
-        """Register, however late the controller comes, and however often it has to be started."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + _GIVE_UP_S
-        while loop.time() < deadline:
-            info = self._read_connection_file()
-            answer = await self._register(info) if info else None
-            if info and answer:
-                self._connect(info, answer)
-                return
+        """Register, however late the controller comes."""
+        deadline = time.monotonic() + _GIVE_UP_S
+        while time.monotonic() < deadline:
+            if os.path.exists(self.url_file):
+                info = self._read_connection_file()
+                if await self._register(f"{info['interface']}:{info['registration']}"):
+                    self._connect(info)
+                    return
             await asyncio.sleep(_LOOK_S)
         self.log.warning("ipyparallel's controller never came; its own channel does not work in this cluster.")
 
-    def _read_connection_file(self) -> dict[str, Any] | None:
-        try:
-            with open(self.url_file) as file:
-                info: dict[str, Any] = json.load(file)
-        except FileNotFoundError:
-            return None
+    def _read_connection_file(self) -> dict[str, Any]:
+        with open(self.url_file) as file:
+            info: dict[str, Any] = json.load(file)
         self.session.key = info["key"].encode()
         self.session.signature_scheme = info["signature_scheme"]
         self.session.packer, self.session.unpacker = info["pack"], info["unpack"]
         self.curve_serverkey = info["curve_serverkey"].encode()
         return info
 
-    async def _register(self, info: dict[str, Any]) -> dict[str, Any] | None:
-        """Ask the controller for our id. None when it does not answer in time."""
-        stream = ZMQStream(self._socket(zmq.DEALER))
-        stream.socket.linger = 0
-        self._encrypt(stream.socket)
-        stream.socket.connect(f"{info['interface']}:{info['registration']}")
-        answered: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+    async def _register(self, url: str) -> bool:
+        """Ask the controller for our id, which an engine that was here before may have. Whether it was given."""
+        with self._socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            self._lead(socket, url)
+            self.session.send(socket, "unregistration_request", content={"id": self.id})
+            self.session.send(socket, "registration_request", content={"uuid": self.ident, "id": self.id})
+            poller = zmq.asyncio.Poller()
+            poller.register(socket, zmq.POLLIN)
+            if not await poller.poll(_ANSWER_MS):
+                return False
+            _, signed = self.session.feed_identities(socket.recv_multipart())
+            answer = self.session.deserialize(signed)["content"]
+        if answer.get("status") == "ok" and answer["id"] == self.id:
+            return True
+        self.log.warning("ipyparallel's controller answered %r to engine %s.", answer, self.id)
+        return False
 
-        def on_answer(frames: list[bytes]) -> None:
-            _, signed = self.session.feed_identities(frames)
-            if not answered.done():
-                answered.set_result(self.session.deserialize(signed)["content"])
-
-        stream.on_recv(on_answer)
-        if self.replaces:
-            self.session.send(stream, "unregistration_request", content={"id": self.id})
-        self.session.send(stream, "registration_request", content={"uuid": self.ident, "id": self.id})
-        try:
-            answer = await asyncio.wait_for(answered, _ANSWER_S)
-        except TimeoutError:
-            return None
-        finally:
-            stream.close()
-        if answer.get("status") != "ok" or answer["id"] != self.id:
-            self.log.warning("ipyparallel's controller answered %r to engine %s.", answer, self.id)
-            return None
-        return answer
-
-    def _connect(self, info: dict[str, Any], answer: dict[str, Any]) -> None:
+    def _connect(self, info: dict[str, Any]) -> None:
         """Lead the kernel's sockets to the controller, each in the thread that owns it."""
         interface = info["interface"]
         leaves = info["broadcast"]
-        self._encrypt(self.shell_socket)
         for port in (info["mux"], info["task"], leaves[self.id % len(leaves)]):
-            self.shell_socket.connect(f"{interface}:{port}")
+            self._lead(self.shell_socket, f"{interface}:{port}")
         control, iopub = self.control_socket, self.iopub_socket
         self._control_thread.io_loop.add_callback(self._lead, control, f"{interface}:{info['control']}")
         self._iopub.schedule(partial(self._lead, iopub, f"{interface}:{info['iopub']}"))
@@ -205,13 +191,9 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         ).start()
 
     def _lead(self, socket: zmq.Socket[bytes], url: str) -> None:
-        self._encrypt(socket)
-        socket.connect(url)
-
-    def _encrypt(self, socket: zmq.Socket[bytes]) -> None:
-        """For connections that this socket makes from now on."""
         socket.curve_serverkey = self.curve_serverkey
         socket.curve_publickey, socket.curve_secretkey = self.curve_publickey, self.curve_secretkey
+        socket.connect(url)
 
 
 def _pass_over(number: int, frame: FrameType | None) -> None:

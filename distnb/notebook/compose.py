@@ -147,7 +147,15 @@ def start(
             )
         stop()  # one that was ended by its own method: who follows the session hears of it
         options = read_host_options(
-            hosts, per_host, launcher, interface, ssh_args, cluster_resolver, secret, launcher_args, n=n
+            n=n,
+            launcher=launcher,
+            hosts=hosts,
+            per_host=per_host,
+            interface=interface,
+            ssh_args=ssh_args,
+            cluster_resolver=cluster_resolver,
+            secret=secret,
+            launcher_args=launcher_args,
         )
         _session = Session.start(
             n,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from distnb.cluster.devices import available_gpus
 from distnb.cluster.process_environment import Seat, rank_environment
-from distnb.cluster.remote.resolved import are_workers
+from distnb.cluster.remote.hosts import are_workers
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
 from distnb.cluster.worker_placement import (

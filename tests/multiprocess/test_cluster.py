@@ -162,21 +162,6 @@ def test_stop_ends_engines_that_hear_nothing_and_their_workers(monkeypatch: pyte
     cluster.stop()  # again: nothing happens
 
 
-def test_stop_asks_first() -> None:
-    cluster = make_cluster(1)
-    cluster.start()
-    pid = cluster.engines[0].pid
-    asked = []
-
-    def ask() -> None:
-        asked.append(psutil.pid_exists(pid))
-        os.kill(pid, signal.SIGTERM)  # as the engine would, when told by a message
-
-    cluster.stop(ask)
-    assert asked == [True]
-    assert_nothing_left(cluster)
-
-
 def test_the_rendezvous_store_is_served_on_loopback() -> None:
     import socket
 

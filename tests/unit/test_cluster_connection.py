@@ -12,7 +12,6 @@ from distnb.cluster.connection import Connection, make_keys
 from distnb.cluster.process_environment import (
     Seat,
     compute_environment,
-    engine_environment,
     engines_environment,
     script_environment,
     threads_for,
@@ -94,7 +93,7 @@ def test_every_computing_process_communicates_on_loopback() -> None:
 def test_secrets_are_not_in_an_engine_s_environment(tmp_path: Path) -> None:
     connection = make_connection()
     connection.write(tmp_path)
-    text = repr(engines_environment(2, tmp_path, agent="agent") | engine_environment(0, Device("cpu"), replaces=False))
+    text = repr(engines_environment(2, tmp_path, agent="agent"))
     assert connection.client_secret not in text
     assert str(tmp_path / "connection.json") in text
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from distnb.cluster.local.guardian import remove_directory
-from distnb.cluster.run_directory import RunDirectory
+from distnb.cluster.local.run_directory import RunDirectory
 from distnb.errors import StartError
 from tests import processes
 
 _WITHIN_S = 10.0
 _OWNER = """
 import os, subprocess, sys, threading
-from distnb.cluster.run_directory import RunDirectory
+from distnb.cluster.local.run_directory import RunDirectory
 directory = RunDirectory()
 sleepers = [subprocess.Popen(["sleep", "1000"], start_new_session=True) for _ in range(3)]
 directory.end_with_owner(sleepers[0].pid)

@@ -16,12 +16,13 @@ from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
 __all__ = ["main", "start_controller"]
 
 
-def start_controller(directory: Path, processes: Processes) -> int:
-    """Start the controller and return its pid. One process, with its heart monitor, serves all.
+def start_controller(processes: Processes) -> None:
+    """Start the controller: one process, with its heart monitor, for all.
 
     It listens on UNIX sockets in the run directory, so that no other process can take a port of its meanwhile. They
     are closed to all who cannot read its connection files, which have the key (CURVE).
     """
+    directory = processes.directory
     command = (
         *(*PYTHON_MODULE, "distnb.cluster.local.controller", str(os.getpid())),
         f"--profile-dir={directory}",
@@ -36,14 +37,14 @@ def start_controller(directory: Path, processes: Processes) -> int:
         "--IPController.enable_curve=True",
     )
     with open(directory / "log" / "controller.log", "ab") as log:
-        return processes.start(
+        processes.start(
             command,
             lambda pid, status, expected: None,
             env={**os.environ, **import_environment()},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-        ).pid
+        )
 
 
 def main(notebook_pid: int, arguments: list[str]) -> None:

@@ -12,48 +12,22 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = [
-    "adopt_orphans",
-    "adopting_orphans",
-    "die_with",
-    "end_group",
-    "end_process",
-    "is_ending",
-    "signalled_at_end_of_parent",
-    "when_ended",
-]
-
-
-def when_ended(pid: int, act: Callable[[], None]) -> threading.Thread:
-    """Call `act` once, in a thread of its own, as soon as a process has ended; at once if it already has."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        descriptor = -1
-
-    def wait() -> None:
-        if descriptor >= 0:
-            poller = select.poll()
-            poller.register(descriptor, select.POLLIN)
-            poller.poll()
-            os.close(descriptor)
-        act()
-
-    thread = threading.Thread(target=wait, name=f"distnb-watch-{pid}", daemon=True)
-    thread.start()
-    return thread
+__all__ = ["adopt_orphans", "adopting_orphans", "die_with", "end_group", "is_ending", "signalled_at_end_of_parent"]
 
 
 def die_with(pid: int) -> None:
-    """End this process and its whole process group when another process ends.
+    """End this process and its whole process group, which it leads, when another process ends."""
 
-    Call it in a process that leads a process group of its own: everything in the group is killed.
-    """
-    when_ended(pid, lambda: os.killpg(os.getpgid(0), signal.SIGKILL))
+    def wait() -> None:
+        with suppress(ProcessLookupError):
+            select.select([os.pidfd_open(pid)], [], [])
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=wait, name=f"distnb-watch-{pid}", daemon=True).start()
 
 
 _SIGNAL_AT_END_OF_PARENT, _SET_ADOPTS, _GET_ADOPTS = 1, 36, 37  # prctl(2): PDEATHSIG, CHILD_SUBREAPER
@@ -104,22 +78,8 @@ def is_ending(pid: int) -> bool:
     return bool(flags & _EXITING or pending & 1 << signal.SIGKILL - 1)
 
 
-def end_group(leader: int, number: int = signal.SIGKILL) -> bool:
-    """Send a signal to a process group that we own; False if it is gone.
-
-    Only for groups whose leader was seen alive, or is not reaped yet: until then the number is nobody else's.
-    """
-    try:
-        os.killpg(leader, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
-
-
-def end_process(pid: int, number: int = signal.SIGTERM) -> bool:
-    """Send a signal to one process that we own and have not reaped; False if it is gone."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+def end_group(leader: int) -> None:
+    """Kill a process group that we own, whose leader was seen alive, or is not reaped yet: until then the number is
+    nobody else's."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)

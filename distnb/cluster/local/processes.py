@@ -1,26 +1,40 @@
-"""Child processes that we own: which have ended and how, and ending those that should."""
+"""Child processes that we own, in a private directory: which have ended and how, and ending those that should."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from distnb.cluster.local.orphans import end_group, end_process, is_ending
-from distnb.cluster.local.watcher import Watcher
+from distnb.cluster.local.orphans import end_group, is_ending
+from distnb.cluster.local.run_directory import RunDirectory
 from distnb.errors import ClusterError
 
-__all__ = ["Processes", "describe_status"]
+__all__ = ["REPORT_PIPE", "Processes", "describe_status", "report"]
+
+REPORT_PIPE = "reports"
+"""Name of the pipe, in the run directory, into which a process writes its number on a line: an engine once it serves,
+a replica of a script when it fails."""
 
 _ASK_S = 2.0  # what a process gets to end by itself, then the same after SIGTERM
 _KILL_S = 5.0
 
 Ended = Callable[[int, str, bool], None]
 """Called with (pid, status in words, whether its end was our own doing) in the watcher's thread."""
+
+
+def report(directory: Path, number: int) -> None:
+    """Write a number into the pipe. If the listener has gone in the meantime, others notice that."""
+    with suppress(OSError):
+        descriptor = os.open(directory / REPORT_PIPE, os.O_WRONLY | os.O_NONBLOCK)
+        os.write(descriptor, b"%d\n" % number)
+        os.close(descriptor)
 
 
 def describe_status(status: int | None) -> str:
@@ -37,72 +51,108 @@ def describe_status(status: int | None) -> str:
 
 
 class Processes:
-    """Leaders of process groups that this process has started.
+    """Leaders of process groups that this process has started, and their directory; neither outlives it.
+
+    One thread, the watcher, waits for the ends of all of them, and is the one that reaps. A group whose leader has
+    ended is killed before the leader is reaped: until then its number cannot be another's, so forked DataLoader
+    workers of a dead engine go, and nothing else ever does.
 
     Args:
-        watcher: Tells when one has ended.
+        on_report: Called with the number that a process wrote into the pipe, in the watcher's thread.
     """
 
-    def __init__(self, watcher: Watcher) -> None:
-        self.watcher = watcher
+    def __init__(self, on_report: Callable[[int], None]) -> None:
+        self._guarded = RunDirectory()
+        self.directory = self._guarded.path
         self.changed = threading.Condition()
         """Notified, held by the watcher's thread, each time a process ends. Hold it to see a consistent picture."""
         self._statuses: dict[int, int | None] = {}
-        self._ended: set[int] = set()
+        self._living: set[int] = set()
         self._expected: set[int] = set()
         self._owner = os.getpid()
+        self._on_report = on_report
+        self._rest = b""
+        os.mkfifo(self.directory / REPORT_PIPE, 0o600)
+        # Opened for writing too: a pipe without writers would be readable for ever.
+        self._pipe = os.open(self.directory / REPORT_PIPE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._loop = asyncio.SelectorEventLoop()
+        self._loop.add_reader(self._pipe, self._hear)
+        self._watcher = threading.Thread(target=self._loop.run_forever, name="distnb-watcher", daemon=True)
+        self._watcher.start()
 
     def start(self, command: Sequence[str], ended: Ended, **settings: Any) -> subprocess.Popen[bytes]:
-        """Start a process as the leader of a group.
-
-        Args:
-            command: Its words.
-            ended: Told when the process has ended.
-            settings: More arguments for `subprocess.Popen`.
-        """
+        """Start a process as the leader of a group; `settings` are more arguments for `subprocess.Popen`."""
         with self.changed:  # so that its end cannot be noted before whoever starts it knows the pid
             process = subprocess.Popen(command, start_new_session=True, **settings)
-
-            def reaped(status: int | None) -> None:
-                process.returncode = status or 0  # so that subprocess does not wait for it too
-                self._note(ended, process.pid, status)
-
-            self.watcher.watch(process.pid, reaped)
+            self._watch(process.pid, ended, process)
         return process
 
     def adopt(self, pid: int, ended: Ended) -> None:
-        """Watch a process that is about to become a child of this one, and leads a group. To be called in the
-        watcher's thread."""
-        self.watcher.watch(pid, partial(self._note, ended, pid))
+        """Watch a process that leads a group, and is a child of this one before `changed`, which is held, is free."""
+        self._watch(pid, ended)
+
+    def _watch(self, pid: int, ended: Ended, process: subprocess.Popen[bytes] | None = None) -> None:
+        descriptor = os.pidfd_open(pid)
+        self._guarded.end_with_owner(pid)
+        self._living.add(pid)
+        self._loop.call_soon_threadsafe(
+            self._loop.add_reader, descriptor, self._end_of, descriptor, pid, ended, process
+        )
+
+    # -- in the watcher's thread -------------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        *lines, self._rest = (self._rest + os.read(self._pipe, 65536)).split(b"\n")
+        for line in lines:
+            if line.isdigit():
+                self._on_report(int(line))
+
+    def _end_of(self, descriptor: int, pid: int, ended: Ended, process: subprocess.Popen[bytes] | None) -> None:
+        self._loop.remove_reader(descriptor)
+        with self.changed:
+            try:
+                result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT)
+            except ChildProcessError:
+                result = None
+            status = None  # other code of this process reaped it, and its group's number may be anyone's now
+            if result is not None:
+                end_group(pid)
+                status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+            if process is not None:
+                process.returncode = status or 0  # so that subprocess does not wait for it too
+            self._statuses[pid] = status
+            expected = pid in self._expected
+        self._guarded.forget(pid)
+        try:
+            ended(pid, describe_status(status), expected)
+        finally:
+            with self.changed:  # only now: who has waited for an end finds that everyone knows of it
+                self._living.discard(pid)
+                self.changed.notify_all()
+            # Until now nobody else could have the pid, so those who were told may still have sent signals to it.
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PIDFD, descriptor, os.WEXITED)
+            os.close(descriptor)
+
+    # -- in any thread -----------------------------------------------------------------------------------------------
 
     def expect(self, pids: Iterable[int]) -> None:
         """The ends of these processes, from now on, are our own doing."""
         with self.changed:
             self._expected.update(pids)
 
-    def expects(self, pid: int) -> bool:
-        """Whether the end of a process would be our own doing."""
-        return pid in self._expected
-
-    def _note(self, ended: Ended, pid: int, status: int | None) -> None:
-        with self.changed:
-            self._statuses[pid] = status
-            expected = pid in self._expected
-        try:
-            ended(pid, describe_status(status), expected)
-        finally:
-            with self.changed:  # only now: who has waited for an end finds that everyone knows of it
-                self._ended.add(pid)
-                self.changed.notify_all()
+    def wants(self, pid: int) -> bool:
+        """Whether a process lives, and is to live on."""
+        return pid in self._living and pid not in self._statuses and pid not in self._expected
 
     def has_ended(self, pid: int) -> bool:
         """Whether it is gone, and its listener has been told."""
-        return pid in self._ended
+        return pid not in self._living
 
     def notice(self, pids: Iterable[int]) -> None:
         """Return when the end is known of each that is gone, or is about to be: by a SIGKILL a moment ago, say."""
         with self.changed:
-            self._wait([pid for pid in pids if pid not in self._ended and is_ending(pid)], _KILL_S)
+            self._wait([pid for pid in pids if pid in self._living and is_ending(pid)], _KILL_S)
 
     def status(self, pid: int) -> int | None:
         """The exit status of a process that has ended."""
@@ -119,45 +169,52 @@ class Processes:
         Raises:
             ClusterError: One did not even end by SIGKILL.
         """
-        if os.getpid() != self._owner:
-            return  # a forked child: these are not its processes
         self.expect(pids)
         try:
             if ask is not None:
                 ask()
                 self._wait(pids, patience_s)
-            self._signal(pids, signal.SIGTERM)
+            self.signal(pids, signal.SIGTERM)
             self._wait(pids, patience_s)
         finally:
             self.kill(pids)
 
     def kill(self, pids: Sequence[int]) -> None:
-        """End processes and their groups by SIGKILL.
-
-        Raises:
-            ClusterError: One did not even end by that.
-        """
+        """End processes and their groups by SIGKILL. Raises ClusterError where one did not even end by that."""
         self.expect(pids)
-        self._signal(pids, signal.SIGKILL)
+        self.signal(pids, signal.SIGKILL)
         self._wait(pids, _KILL_S)
-        stuck = [pid for pid in pids if pid not in self._ended]
+        stuck = self._living.intersection(pids)
         if stuck:
             raise ClusterError(
-                f"Process {stuck[0]} did not end, not even by SIGKILL: it hangs in the operating system "
+                f"Process {min(stuck)} did not end, not even by SIGKILL: it hangs in the operating system "
                 "(a driver, a network disk)."
             )
 
-    def _signal(self, pids: Iterable[int], number: signal.Signals) -> None:
+    def close(self) -> None:
+        """End what is left by SIGKILL, and remove the directory. Does nothing in a forked child."""
+        if os.getpid() != self._owner or self._loop.is_closed():
+            return
+        try:
+            self.kill([*self._living])
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._watcher.join()
+            self._loop.close()
+            os.close(self._pipe)
+            self._guarded.remove()
+
+    def signal(self, pids: Iterable[int], number: signal.Signals) -> None:
+        """Send a signal to those that live; SIGKILL to their groups, too."""
         # The watcher reaps a process after its end is noted, so until then the pid is nobody else's.
         with self.changed:
-            for pid in pids:
-                if pid in self._ended:
-                    continue
+            for pid in self._living.intersection(pids):
                 if number == signal.SIGKILL:
                     end_group(pid)
                 else:
-                    end_process(pid, number)
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
 
     def _wait(self, pids: Iterable[int], timeout_s: float) -> None:
         with self.changed:
-            self.changed.wait_for(lambda: all(pid in self._ended for pid in pids), timeout_s)
+            self.changed.wait_for(lambda: self._living.isdisjoint(pids), timeout_s)

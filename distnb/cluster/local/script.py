@@ -10,18 +10,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
 from distnb.cluster import tpu_chips
-from distnb.cluster.local.orphans import end_process
 from distnb.cluster.local.processes import Processes, describe_status
 from distnb.cluster.local.script_replica import error_path
-from distnb.cluster.local.watcher import Watcher
 from distnb.cluster.process_environment import PYTHON_MODULE, Seat, script_environment
 from distnb.cluster.rendezvous_store import RendezvousStore, free_port
-from distnb.cluster.run_directory import RunDirectory
 from distnb.cluster.worker_placement import WorkerPlacement, network_environment, own_interface, split_address
 from distnb.errors import StartError
 from distnb.topology import Device
@@ -29,6 +26,7 @@ from distnb.topology import Device
 __all__ = ["run_script"]
 
 _LAST_WORDS_S = 3.0  # what a replica that reported an error gets to end by itself
+_REPLICA = (*PYTHON_MODULE, "distnb.cluster.local.script_replica")
 
 
 def run_script(command: Sequence[str], devices: Sequence[Device], placement: WorkerPlacement | None = None) -> int:
@@ -57,30 +55,20 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Wor
             "A cluster of several machines (TF_CONFIG) on TPU chips: distnb uses the chips of one machine."
         )
     with ExitStack() as undo:  # each step is undone, also when undoing another fails
-        run_directory = RunDirectory()
-        undo.callback(run_directory.remove)
-        directory = run_directory.path
-        store, seat = _store_and_seat(placement, directory)
+        run = _ScriptRun()
+        undo.callback(run.close)
+        store, seat = _store_and_seat(placement, run.directory)
         # torch loads here while it loads in the replicas; who asks early waits in the queue.
         serving = None
         if store is not None:
             undo.callback(store.close)
             serving = threading.Thread(target=store.serve, name="distnb-store", daemon=True)
             undo.callback(_finish, serving)
-        first, size = seat.worker * len(devices), seat.workers * len(devices)
-        run = _ScriptRun(run_directory, mark=len(devices) > 1, first=first, size=size)
-        undo.callback(run.close)
+        run.first, run.size, run.mark = seat.worker * len(devices), seat.workers * len(devices), len(devices) > 1
         for_chips = tpu_chips.launch_environment(devices)
         for rank, device in enumerate(devices):
             environment = script_environment(rank, device, devices, seat) | (for_chips if device.type == "tpu" else {})
-            replica = [
-                *PYTHON_MODULE,
-                "distnb.cluster.local.script_replica",
-                str(os.getpid()),
-                str(directory),
-                str(rank),
-            ]
-            run.start_replica([*replica, *command], environment)
+            run.start_replica([*_REPLICA, str(os.getpid()), str(run.directory), str(rank), *command], environment)
         if serving is not None:
             serving.start()
         try:
@@ -111,23 +99,21 @@ def _finish(thread: threading.Thread) -> None:
 class _ScriptRun:
     """The replicas of one script on this machine.
 
-    Args:
-        directory: The run's own.
+    Attributes:
         mark: Whether lines carry the replica's number.
         first: The number of the first one.
         size: How many there are on all machines.
     """
 
-    def __init__(self, directory: RunDirectory, *, mark: bool, first: int, size: int) -> None:
-        self._first, self._size = first, size
-        self._directory = directory
-        self._mark = mark
+    mark, first, size = False, 0, 1
+
+    def __init__(self) -> None:
         self._failed: list[int] = []  # ranks in the order in which their failures were heard of
-        self._unheard = False  # the reader of our output has gone
         self._pids: list[int] = []
         self._printers: list[threading.Thread] = []
         self._print_lock = threading.Lock()
-        self._processes = Processes(Watcher(directory.path, self._reported))
+        self._processes = Processes(self._has_failed)
+        self.directory = self._processes.directory
 
     def start_replica(self, command: list[str], environment: dict[str, str]) -> None:
         rank, pipe = len(self._pids), subprocess.PIPE
@@ -136,47 +122,37 @@ class _ScriptRun:
                 command, self._ended, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe
             )
             self._pids.append(replica.pid)
-        self._directory.end_with_owner(replica.pid)
-        self._print_lines(rank, replica.stdout, sys.stdout)
-        self._print_lines(rank, replica.stderr, sys.stderr)
+        for source, target in ((replica.stdout, sys.stdout), (replica.stderr, sys.stderr)):
+            name = f"distnb-print-{rank}"
+            printer = threading.Thread(target=self._print_lines, args=(rank, source, target), name=name, daemon=True)
+            printer.start()
+            self._printers.append(printer)
 
-    def _print_lines(self, rank: int, pipe: IO[bytes] | None, target: IO[str]) -> None:
-        assert pipe is not None
-        lines, mark = _lines(pipe), f"[{self._first + rank}] " if self._mark else ""
-
-        def forward() -> None:
-            for line in lines:
-                try:
-                    with self._print_lock:
-                        target.write(mark + line)
-                        target.flush()
-                except BrokenPipeError:
-                    self._nobody_listens()
-                    return
-
-        thread = threading.Thread(target=forward, name=f"distnb-print-{rank}", daemon=True)
-        thread.start()
-        self._printers.append(thread)
-
-    def _nobody_listens(self) -> None:
-        with self._processes.changed:
-            self._unheard = True
-            self._processes.changed.notify_all()
+    def _print_lines(self, rank: int, source: IO[bytes], target: IO[str]) -> None:
+        mark = f"[{self.first + rank}] " if self.mark else ""
+        try:
+            for line in _lines(source):
+                with self._print_lock:
+                    target.write(mark + line)
+                    target.flush()
+        except BrokenPipeError:  # the reader of our output has gone
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGPIPE)
 
     # -- in the watcher's thread ------------------------------------------------------------------------------------
 
-    def _reported(self, rank: int) -> None:
+    def _has_failed(self, rank: int) -> None:
         with self._processes.changed:
             if rank not in self._failed:
                 self._failed.append(rank)
             self._processes.changed.notify_all()
 
     def _ended(self, pid: int, status: str, expected: bool) -> None:
-        with self._processes.changed:
-            rank = self._pids.index(pid)
-            if self._processes.status(pid) != 0 and not expected and rank not in self._failed:
-                self._failed.append(rank)
-            self._processes.changed.notify_all()
+        if self._processes.status(pid) != 0 and not expected:
+            with self._processes.changed:  # it may end before its pid is noted
+                rank = self._pids.index(pid)
+            self._has_failed(rank)
 
     # -- in the main thread -----------------------------------------------------------------------------------------
 
@@ -184,11 +160,7 @@ class _ScriptRun:
         """Until all have ended well, or one has failed."""
         processes = self._processes
         with processes.changed:
-            processes.changed.wait_for(
-                lambda: self._failed or self._unheard or all(map(processes.has_ended, self._pids))
-            )
-            if self._unheard:
-                return 128 + signal.SIGPIPE  # closed by the `finally` of our caller
+            processes.changed.wait_for(lambda: self._failed or all(map(processes.has_ended, self._pids)))
             if not self._failed:
                 return 0
             reported = [self._pids[rank] for rank in self._failed]
@@ -198,28 +170,25 @@ class _ScriptRun:
 
     def _first_failure(self) -> tuple[int, str]:
         """The replica whose error came first, and its traceback; one that was killed has none and goes by its end."""
-        errors = []
+        errors = {}
         for rank in range(len(self._pids)):
-            try:
-                error = json.loads(error_path(self._directory.path, rank).read_text())
-                errors.append((float(error["time"]), rank, str(error["traceback"])))
-            except (OSError, ValueError):
-                continue
+            with suppress(OSError, ValueError):
+                error = json.loads(error_path(self.directory, rank).read_text())
+                errors[rank] = float(error["time"]), str(error["traceback"])
         first = self._failed[0]
-        if errors and any(rank == first for _, rank, _ in errors):
-            _, rank, text = min(errors)
-            return rank, text
-        return first, ""
+        if first not in errors:
+            return first, ""
+        first = min(errors, key=errors.__getitem__)
+        return first, errors[first][1]
 
     def _explain(self, rank: int, text: str) -> int:
         status = self._processes.status(self._pids[rank])
         how, code = describe_status(status), 1 if not status else status if status > 0 else 128 - status
         if text and code != 1:
             how, code = "failed", 1  # it had told of its error, and was ended before it could exit
-        others = len(self._pids) - 1
-        ended = ("", " The other replica was ended.")[others] if others < 2 else f" The {others} others were ended."
-        ended = ended.replace(" was", " here was").replace(" were", " here were") if self._size > others + 1 else ended
-        print(f"distnb run: replica {self._first + rank} of {self._size} {how}.{ended}", file=sys.stderr)
+        others, here = len(self._pids) - 1, " here" if self.size > len(self._pids) else ""
+        ended = (f" The other replica{here} was ended.", f" The {others} others{here} were ended.")[others > 1]
+        print(f"distnb run: replica {self.first + rank} of {self.size} {how}.{ended * (others > 0)}", file=sys.stderr)
         if text and others:
             print(f"Its traceback:\n\n{text}", end="", file=sys.stderr)
         sys.stderr.flush()
@@ -227,24 +196,19 @@ class _ScriptRun:
 
     def end_all(self, *, interrupt: bool = False) -> None:
         """End the replicas that live; an interrupt first, where the user gave one."""
-        living = [pid for pid in self._pids if not self._processes.has_ended(pid)]
-
-        def ask() -> None:
-            with self._processes.changed:
-                for pid in living:
-                    if not self._processes.has_ended(pid):
-                        end_process(pid, signal.SIGINT)
-
-        self._processes.end(living, ask if interrupt else None)
+        self._processes.end(self._pids, self._interrupt if interrupt else None)
         for printer in self._printers:
             printer.join(timeout=1.0)
+
+    def _interrupt(self) -> None:
+        self._processes.signal(self._pids, signal.SIGINT)
 
     def close(self) -> None:
         """Nothing of it is left afterwards, however it went."""
         try:
             self.end_all()
         finally:
-            self._processes.watcher.close()
+            self._processes.close()
 
 
 def _lines(pipe: IO[bytes]) -> Iterator[str]:

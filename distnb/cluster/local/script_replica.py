@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from distnb.cluster.local.orphans import die_with
-from distnb.cluster.local.watcher import report
+from distnb.cluster.local.processes import report
 from distnb.cluster.process_environment import STORE_VARIABLE, keep_temporary_sockets_in
 from distnb.cluster.rendezvous_store import meet_in
 

@@ -28,22 +28,14 @@ from distnb.cluster.devices import plan_devices
 from distnb.cluster.launcher import EngineEnded, EngineOrder, Launched, Launcher
 from distnb.cluster.local.capacity import Capacity, check_capacity, crowding
 from distnb.cluster.local.orphans import end_group
-from distnb.cluster.local.processes import Processes, describe_status
-from distnb.cluster.local.watcher import REPORT_PIPE
+from distnb.cluster.local.processes import REPORT_PIPE, Processes, describe_status
 from distnb.cluster.process_environment import PYTHON_MODULE, hash_seed, import_environment
 from distnb.cluster.remote.heartbeat import LOST
 from distnb.cluster.remote.node_agent import KILLED, Assignment
 from distnb.errors import DistnbError, StartError
 from distnb.topology import Device
 
-__all__ = [
-    "NODE_AGENT",
-    "WRAPPER",
-    "Hosts",
-    "Transport",
-    "plan_hosts",
-    "probe",
-]
+__all__ = ["NODE_AGENT", "WRAPPER", "Hosts", "Transport", "plan_hosts", "probe"]
 
 NODE_AGENT = (*PYTHON_MODULE, "distnb.cluster.remote.node_agent")
 """The node agent's command, the same on every machine."""
@@ -61,19 +53,11 @@ class Transport(ABC):
 
     @abstractmethod
     def command(self, host: str, task: str) -> list[str]:
-        """The command that runs a node agent on a machine, connected with its standard input and output; no word of it
-        is secret.
-
-        Args:
-            task: What the node agent does, "serve" or "probe".
-        """
+        """The command that runs a node agent on a machine for a task ("serve" or "probe"), connected with its standard
+        input and output; no word of it is secret."""
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
-        """The environment of the commands, but for what lets them import this distnb.
-
-        Args:
-            directory: Where they may leave files; None for nowhere.
-        """
+        """The environment of the commands, but for what lets them import this distnb; `directory`: for their files."""
         return os.environ
 
     @abstractmethod
@@ -94,9 +78,7 @@ class Hosts(Launcher):
 
     Args:
         hosts: The machine of each engine, as the transport names it.
-        connection: How engines reach the notebook.
-        address: The address at which they do.
-        transport: How the machines are reached.
+        address: The address at which the notebook listens for them.
     """
 
     has_controller = False
@@ -122,15 +104,9 @@ class Hosts(Launcher):
 
     def _start_node_agent(self, order: EngineOrder, processes: Processes, ended: EngineEnded) -> int:
         host = self._hosts[order.engine]
+        sharing = self._hosts.count(host)
         assignment = Assignment(
-            self._connection,
-            self._address,
-            order.engine,
-            str(order.device),
-            self._hosts.count(host),
-            order.agent,
-            order.replaces,
-            {"PYTHONHASHSEED": hash_seed()},
+            self._connection, self._address, order.engine, str(order.device), sharing, order.agent, hash_seed()
         )
         self._logs[order.engine] = order.log
 
@@ -139,11 +115,11 @@ class Hosts(Launcher):
                 self._inputs.pop(pid).close()
             ended(order.engine, pid, words, expected)
 
-        with open(order.log, "ab") as log, open(order.directory / REPORT_PIPE, "wb", buffering=0) as ready:
+        with open(order.log, "ab") as log, open(processes.directory / REPORT_PIPE, "wb", buffering=0) as ready:
             process = processes.start(
                 self._transport.command(host, "serve"),
                 told,
-                env={**self._transport.environment(order.directory), **import_environment()},
+                env={**self._transport.environment(processes.directory), **import_environment()},
                 stdin=subprocess.PIPE,
                 stdout=ready,
                 stderr=log,
@@ -185,23 +161,12 @@ class Hosts(Launcher):
         except (KeyError, OSError):
             return ""
 
-    def lost_with(self, engine: int, status: int | None) -> tuple[int, ...]:
-        """The others on its machine, when that is not reached any more: their processes here end a moment later."""
-        if status != LOST:
-            return ()
-        host = self._hosts[engine]
-        return tuple(other for other, where in enumerate(self._hosts) if where == host and other != engine)
-
 
 # -- before the start ------------------------------------------------------------------------------------------------
 
 
 def probe(hosts: Sequence[str], transport: Transport) -> dict[str, tuple[int, Capacity]]:
-    """Ask each machine, all at once, how many GPUs it has, and how many engines it takes.
-
-    Raises:
-        StartError: One cannot be reached, or has not what engines need.
-    """
+    """Ask each machine, all at once, how many GPUs it has, and how many engines it takes."""
     asked: dict[str, subprocess.Popen[str]] = {}
     try:
         for host in hosts:
@@ -266,13 +231,9 @@ def plan_hosts(
 ) -> tuple[tuple[str, ...], tuple[Device, ...], tuple[str, ...]]:
     """The machine and the device of each engine, in order, and what the user should know of that.
 
-    The same devices are asked of every machine.
-
     Args:
-        names: The machines.
-        transport: How they are reached.
-        per_host: How many engines each gets; None for one per GPU.
-        devices, oversubscribe: As `plan_devices` and `check_capacity` take them.
+        per_host: How many engines each machine gets; None for one per GPU.
+        devices, oversubscribe: As `plan_devices` and `check_capacity` take them, of every machine.
         without_gpus: How many engines a machine gets that has no GPUs, where neither `per_host` nor `devices` says.
 
     Raises:

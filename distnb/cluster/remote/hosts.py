@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
 from distnb.cluster.launcher import Launcher
 from distnb.cluster.local.capacity import check_capacity, crowding, this_machine
 from distnb.cluster.local.forking import ThisMachine
+from distnb.cluster.remote.base import Hosts, Transport, plan_hosts
+from distnb.cluster.remote.mpiexec import MPI
 from distnb.cluster.remote.network import listening_address
-from distnb.cluster.remote.resolved import Machines, machines_of, machines_with_servers
 from distnb.cluster.remote.secret import secret_path
+from distnb.cluster.remote.server_transport import ServerTransport
+from distnb.cluster.remote.srun import Slurm, allotted_nodes, tasks_of_nodes
+from distnb.cluster.remote.ssh import SSH
 from distnb.cluster.resolvers import ClusterResolver, SlurmClusterResolver
+from distnb.cluster.worker_placement import Worker, host_of, split_address, workers_of
 from distnb.errors import OptionError
 from distnb.topology import Device
 
-if TYPE_CHECKING:
-    from distnb.cluster.remote.base import Transport
+__all__ = ["HostOptions", "HostPlan", "are_workers", "make_plan", "read_host_options"]
 
-__all__ = ["HostOptions", "HostPlan", "make_plan", "read_host_options"]
+_TAKES = {
+    "ssh": ("hosts", "cluster_resolver", "ssh_args"),
+    "slurm": ("hosts", "cluster_resolver", "launcher_args"),
+    "mpi": ("hosts", "cluster_resolver", "launcher_args"),
+    "server": ("cluster_resolver", "secret"),
+}
+"""What each launcher takes beside `per_host` and `interface`."""
 
-_LAUNCHERS = ("local", "ssh", "slurm", "mpi", "server")
-_BATCH = ("pbs", "sge", "lsf", "htcondor")
+_TRANSPORTS: dict[str, Callable[[Sequence[str]], Transport]] = {"ssh": SSH, "slurm": Slurm, "mpi": MPI}
 _NAME = re.compile(r"[^\s,-][^\s,]*")
 
 
@@ -56,98 +64,57 @@ class HostOptions:
 
     def transport(self) -> Transport:
         """How the machines are reached."""
-        # Imported late: engines on this machine need none of it.
-        if self.launcher == "server":
-            from distnb.cluster.remote.server_transport import ServerTransport
-
-            assert self.secret is not None
-            return ServerTransport(self.secret)
-        if self.launcher == "slurm":
-            from distnb.cluster.remote.srun import Slurm
-
-            return Slurm(self.arguments)
-        if self.launcher == "mpi":
-            from distnb.cluster.remote.mpiexec import MPI
-
-            return MPI(self.arguments)
-        from distnb.cluster.remote.ssh import SSH
-
-        return SSH(self.arguments)
+        return _TRANSPORTS[self.launcher](self.arguments) if self.secret is None else ServerTransport(self.secret)
 
 
-def read_host_options(
-    hosts: str | Sequence[str] | None = None,
-    per_host: int | None = None,
-    launcher: str | None = None,
-    interface: str | None = None,
-    ssh_args: Sequence[str] = (),
-    cluster_resolver: ClusterResolver | None = None,
-    secret: str | os.PathLike[str] | None = None,
-    launcher_args: Sequence[str] = (),
-    *,
-    n: int | None = None,
-) -> HostOptions | None:
-    """Read what `distnb.start` was given.
+# -- what the user says ------------------------------------------------------------------------------------------------
 
-    Returns:
-        None where the engines are to run on this machine.
 
-    Raises:
-        OptionError: It makes no sense.
-        StartError: Servers are to be called, and no secret file is named.
+def read_host_options(*, n: int | None = None, launcher: str | None = None, **given: Any) -> HostOptions | None:
+    """Read what `distnb.start` was given of other machines; None where the engines are to run on this one.
 
     Example:
-        >>> read_host_options("a,b", per_host=2).hosts
+        >>> read_host_options(hosts="a,b", per_host=2).hosts
         ('a', 'b')
     """
-    _check_launcher(launcher)
-    if not isinstance(cluster_resolver, (ClusterResolver, type(None))):
+    given = {
+        name: value for name, value in given.items() if not (value is None or (name.endswith("_args") and not value))
+    }
+    hosts, resolver, per_host = map(given.get, ("hosts", "cluster_resolver", "per_host"))
+    if launcher not in (None, "local", *_TAKES):
         raise OptionError(
-            f"cluster_resolver={cluster_resolver!r} is none. Give an object of distnb.cluster_resolver, such as "
+            f"launcher={launcher!r}: the launchers are {', '.join(map(repr, ('local', *_TAKES)))}. Inside an "
+            "allocation of another cluster manager, 'mpi' or 'ssh' with its machines as hosts=[…] starts engines there."
+        )
+    if not isinstance(resolver, (ClusterResolver, type(None))):
+        raise OptionError(
+            f"cluster_resolver={resolver!r} is none. Give an object of distnb.cluster_resolver, such as "
             "SimpleClusterResolver({'worker': ['a:2222', 'b:2222']})."
         )
-    chosen = launcher or _usual_launcher(hosts, cluster_resolver)
-    given: dict[str, Any] = {
-        "hosts": hosts,
-        "per_host": per_host,
-        "interface": interface,
-        "ssh_args": ssh_args or None,
-        "launcher_args": launcher_args or None,
-        "cluster_resolver": cluster_resolver,
-        "secret": secret,
-    }
+    chosen = launcher or _usual_launcher(hosts, resolver)
     if chosen == "local":
-        _check_local(launcher, given)
-        return None
+        if not given:
+            return None
+        extra = "{}={!r}".format(*next(iter(given.items())))
+        if launcher is None:
+            raise OptionError(f"{extra} is for engines on other machines: name them too, hosts=['a', 'b'].")
+        raise OptionError(f"launcher='local' starts engines on this machine, and {extra} is for others. Leave one out.")
     if n is not None:
         raise OptionError(f"n={n} counts engines on this machine. On others, per_host says how many each one gets.")
     _check_given(chosen, given)
-    if per_host is not None and (isinstance(per_host, bool) or not isinstance(per_host, int) or per_host < 1):
-        raise OptionError(f"per_host={per_host!r}: give a whole number of engines for each machine, from 1.")
-    arguments = (*_words("ssh_args", ssh_args), *_words("launcher_args", launcher_args))
-    machines = _machines(chosen, hosts, cluster_resolver)
+    machines = _machines(chosen, hosts, resolver)
     return HostOptions(
         machines.names,
         machines.engines if per_host is None else per_host,
-        interface,
-        arguments,
+        given.get("interface"),
+        (*given.get("ssh_args", ()), *given.get("launcher_args", ())),
         chosen,
-        secret_path(secret) if chosen == "server" else None,
+        secret_path(given.get("secret")) if chosen == "server" else None,
         machines.without_gpus,
     )
 
 
-def _check_launcher(launcher: str | None) -> None:
-    if launcher in _BATCH:
-        raise OptionError(
-            f"launcher={launcher!r}: engines are not submitted as batch jobs. Inside an allocation of your cluster "
-            "manager, launcher='mpi' (or 'ssh') with its machines as hosts=[…] starts them there."
-        )
-    if launcher is not None and launcher not in _LAUNCHERS:
-        raise OptionError(f"launcher={launcher!r}: the launchers are {', '.join(map(repr, _LAUNCHERS))}.")
-
-
-def _usual_launcher(hosts: str | Sequence[str] | None, resolver: ClusterResolver | None) -> str:
+def _usual_launcher(hosts: object, resolver: ClusterResolver | None) -> str:
     if isinstance(resolver, SlurmClusterResolver):
         return "slurm"
     if resolver is not None:
@@ -155,62 +122,24 @@ def _usual_launcher(hosts: str | Sequence[str] | None, resolver: ClusterResolver
     return "local" if hosts is None else "ssh"
 
 
-def _check_local(launcher: str | None, given: Mapping[str, Any]) -> None:
-    """What is for other machines is not given for this one."""
-    extra = _first_of(given, given)
-    if extra is None:
-        return
-    if launcher == "local":
-        raise OptionError(f"launcher='local' starts engines on this machine, and {extra} is for others. Leave one out.")
-    raise OptionError(f"{extra} is for engines on other machines: name them too, hosts=['a', 'b'].")
-
-
-_TAKEN_BY = {
-    "ssh": ("hosts", "cluster_resolver", "ssh_args"),
-    "mpi": ("hosts", "cluster_resolver", "launcher_args"),
-    "slurm": ("hosts", "cluster_resolver", "launcher_args"),
-    "server": ("cluster_resolver", "secret"),
-}
-
-
 def _check_given(launcher: str, given: Mapping[str, Any]) -> None:
-    """What is given is for this launcher, and says which machines."""
-    if given["cluster_resolver"] is not None and given["hosts"] is not None:
+    """What is given makes sense, is for this launcher, and says which machines."""
+    if "cluster_resolver" in given and "hosts" in given:
         raise OptionError(f"hosts={given['hosts']!r} cannot be given with cluster_resolver, which names the machines.")
-    strange = _first_of(given, [name for name in given if name not in (*_TAKEN_BY[launcher], "per_host", "interface")])
-    if strange is not None:
-        takes = " and ".join(_TAKEN_BY[launcher])
-        raise OptionError(f"{strange} is nothing for launcher={launcher!r}, which takes {takes}.")
-    if launcher == "server" and given["cluster_resolver"] is None:
-        raise OptionError("Engines of servers are started by cluster_resolver=…, which says where the servers are.")
-    if launcher in ("ssh", "mpi") and given["cluster_resolver"] is None and given["hosts"] is None:
-        raise OptionError(f"launcher={launcher!r} is for engines on other machines: name them too, hosts=['a', 'b'].")
-
-
-def _first_of(given: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    return next((f"{name}={given[name]!r}" for name in names if given[name] is not None), None)
-
-
-def _words(name: str, words: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(words, str) or not all(isinstance(word, str) for word in words):
-        raise OptionError(f"{name}={words!r}: give a list of words, such as ['-p', '2222'].")
-    return tuple(words)
-
-
-def _machines(launcher: str, hosts: str | Sequence[str] | None, resolver: ClusterResolver | None) -> Machines:
-    if launcher == "server":
-        assert resolver is not None
-        return machines_with_servers(resolver)
-    from distnb.cluster.remote.srun import allotted_nodes, tasks_of_nodes
-
-    nodes = allotted_nodes() if launcher == "slurm" else ()
-    machines = Machines(() if hosts is None else _read_names(hosts)) if resolver is None else machines_of(resolver)
-    if launcher != "slurm":
-        return machines
-    strange = [name for name in machines.names if name not in nodes]
-    if strange:
-        raise OptionError(f"{strange[0]!r} is no node of this Slurm allocation; those are {', '.join(nodes)}.")
-    return Machines(machines.names or nodes, machines.engines, machines.without_gpus or tasks_of_nodes())
+    takes = _TAKES[launcher]
+    for name, value in given.items():
+        if name not in (*takes, "per_host", "interface"):
+            raise OptionError(
+                f"{name}={value!r} is nothing for launcher={launcher!r}, which takes {' and '.join(takes)}."
+            )
+        if name.endswith("_args") and (isinstance(value, str) or not all(isinstance(word, str) for word in value)):
+            raise OptionError(f"{name}={value!r}: give a list of words, such as ['-p', '2222'].")
+    if launcher != "slurm" and "cluster_resolver" not in given and "hosts" not in given:
+        named = "cluster_resolver=…" if launcher == "server" else "hosts=['a', 'b']"
+        raise OptionError(f"launcher={launcher!r} is for engines on other machines: name them too, by {named}.")
+    per_host = given.get("per_host", 1)
+    if isinstance(per_host, bool) or not isinstance(per_host, int) or per_host < 1:
+        raise OptionError(f"per_host={per_host!r}: give a whole number of engines for each machine, from 1.")
 
 
 def _read_names(hosts: str | Sequence[str]) -> tuple[str, ...]:
@@ -223,10 +152,100 @@ def _read_names(hosts: str | Sequence[str]) -> tuple[str, ...]:
             raise OptionError(
                 f"{name!r} is no name of a machine. Give what the launcher understands: 'gpu1', for ssh 'me@gpu1'."
             )
-    doubles = [name for name in names if names.count(name) > 1]
-    if doubles:
-        raise OptionError(f"hosts names {doubles[0]!r} more than once. per_host says how many engines each one gets.")
+        if names.count(name) > 1:
+            raise OptionError(f"hosts names {name!r} more than once. per_host says how many engines each one gets.")
     return tuple(names)
+
+
+# -- what a resolver, or Slurm, says -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Machines:
+    """Machines, each once, and how many engines they should have.
+
+    Attributes:
+        engines: For each: one per accelerator of its tasks; None where that is not known.
+        without_gpus: For each: one per task; empty where that is not known.
+    """
+
+    names: tuple[str, ...]
+    engines: Mapping[str, int] | None = None
+    without_gpus: Mapping[str, int] = field(default_factory=dict)
+
+
+def _machines(launcher: str, hosts: str | Sequence[str] | None, resolver: ClusterResolver | None) -> _Machines:
+    if launcher == "server":
+        assert resolver is not None
+        return _machines_with_servers(resolver)
+    nodes = allotted_nodes() if launcher == "slurm" else ()
+    machines = (
+        _machines_of(resolver) if resolver is not None else _Machines(_read_names(hosts) if hosts is not None else ())
+    )
+    if launcher != "slurm":
+        return machines
+    for name in machines.names:
+        if name not in nodes:
+            raise OptionError(f"{name!r} is no node of this Slurm allocation; those are {', '.join(nodes)}.")
+    return _Machines(machines.names or nodes, machines.engines, machines.without_gpus or tasks_of_nodes())
+
+
+def _machines_with_servers(resolver: ClusterResolver) -> _Machines:
+    """The addresses of a cluster's chief and workers, without this process's own."""
+    found = [worker for worker in _workers(resolver) if not _is_own(worker, resolver)]
+    if not found:
+        raise OptionError(
+            f"The cluster {resolver.cluster_spec().as_dict()} has no worker beside this process, so there is no server."
+        )
+    for worker in found:
+        split_address(worker.address)
+    return _Machines(tuple(worker.address for worker in found), _engines(resolver, {w.address: [w] for w in found}))
+
+
+def _machines_of(resolver: ClusterResolver) -> _Machines:
+    """The machines of a cluster's chief and workers, without their ports."""
+    by_host: dict[str, list[Worker]] = {}
+    for worker in _workers(resolver):
+        by_host.setdefault(host_of(worker.address), []).append(worker)
+    tasks = {host: len(workers) for host, workers in by_host.items()}
+    return _Machines(tuple(by_host), _engines(resolver, by_host), tasks)
+
+
+def are_workers(machines: Sequence[str], resolver: ClusterResolver) -> bool:
+    """Whether these machines, as a launcher names them, are those of a cluster's workers; that of this process itself
+    may be lacking."""
+    there = {host_of(name.rpartition("@")[2]) for name in machines}
+    workers = workers_of(resolver.cluster_spec())
+    others = [worker for worker in workers if not _is_own(worker, resolver)]
+    return there in ({host_of(worker.address) for worker in group} for group in (workers, others))
+
+
+def _is_own(worker: Worker, resolver: ClusterResolver) -> bool:
+    return (worker.task_type, worker.task_id) == (resolver.task_type, resolver.task_id)
+
+
+def _workers(resolver: ClusterResolver) -> tuple[Worker, ...]:
+    spec = resolver.cluster_spec()
+    workers = workers_of(spec)
+    if not workers:
+        raise OptionError(
+            f"{resolver!r} tells of no chief and no worker, so there is no machine for engines: {spec.as_dict()}."
+        )
+    return workers
+
+
+def _engines(resolver: ClusterResolver, workers: Mapping[str, Sequence[Worker]]) -> Mapping[str, int] | None:
+    """One engine per accelerator, where the resolver knows other machines' accelerators."""
+    if not resolver.knows_accelerators:
+        return None
+    counts = {
+        name: sum(sum(resolver.num_accelerators(task.task_type, task.task_id).values()) for task in tasks)
+        for name, tasks in workers.items()
+    }
+    return {name: count for name, count in counts.items() if count} or None
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -251,8 +270,6 @@ class HostPlan:
         """What starts the engines of a cluster with this connection."""
         if self.options is None:
             return ThisMachine(self.devices)
-        from distnb.cluster.remote.base import Hosts
-
         return Hosts(self.hosts, connection, self.address, self.options.transport())
 
 
@@ -268,8 +285,6 @@ def make_plan(
 
     Args:
         n, devices, oversubscribe: As `plan_devices` takes them; with `options` they are each machine's.
-        options: The machines; None for this one.
-        on_progress: Told, in words, how far it is.
 
     Raises:
         OptionError: The numbers or names make no sense.
@@ -279,8 +294,6 @@ def make_plan(
         here, room = plan_devices(n, devices, oversubscribe=oversubscribe), this_machine()
         check_capacity(len(here), room, oversubscribe=oversubscribe)
         return HostPlan(here, notices=tuple(filter(None, [crowding(len(here), room)])))
-    from distnb.cluster.remote.base import plan_hosts
-
     on_progress(f"asking {', '.join(options.hosts)}")
     transport = options.transport()
     address = listening_address(map(transport.network_name, options.hosts), options.interface)

@@ -24,11 +24,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import IO
 
@@ -37,22 +35,20 @@ from distnb.cluster.connection import Connection
 from distnb.cluster.devices import available_gpus
 from distnb.cluster.local.capacity import this_machine
 from distnb.cluster.local.processes import Processes
-from distnb.cluster.local.watcher import Watcher
 from distnb.cluster.process_environment import (
+    DEVICE_VARIABLE,
+    ENGINE_VARIABLE,
     PYTHON_MODULE,
-    engine_environment,
     engines_environment,
     without_another_place,
 )
-from distnb.cluster.remote.heartbeat import Heartbeat
+from distnb.cluster.remote.heartbeat import heartbeat
 from distnb.cluster.remote.network import address_towards, interface_of
 from distnb.cluster.remote.wrapper import STATUS, beat_for_ever
-from distnb.cluster.run_directory import RunDirectory
 from distnb.cluster.worker_placement import network_environment
 from distnb.errors import StartError
-from distnb.topology import parse_device
 
-__all__ = ["KILLED", "Assignment", "NodeAgent", "main"]
+__all__ = ["KILLED", "Assignment", "main"]
 
 KILLED = 128
 """An engine that signal *n* ended gives the exit status 128 + *n*, as a shell says it: ssh carries no other."""
@@ -68,12 +64,10 @@ class Assignment:
     Attributes:
         connection: How the engine reaches the notebook. Its `notebook_pid` means nothing there.
         notebook: The notebook's address.
-        engine: The engine's id.
-        device: Its device on that machine.
+        device: The engine's device on that machine.
         engines: How many engines share that machine.
         agent: Module whose `install` makes an engine of a process.
-        replaces: Whether an engine of the same id was there before.
-        environment: Variables that are the same on every machine.
+        hash_seed: The same on every machine.
     """
 
     connection: Connection
@@ -82,8 +76,7 @@ class Assignment:
     device: str
     engines: int
     agent: str
-    replaces: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)
+    hash_seed: str
 
     def encode(self) -> bytes:
         """One line."""
@@ -91,11 +84,7 @@ class Assignment:
 
     @classmethod
     def decode(cls, line: bytes) -> Assignment:
-        """Read such a line.
-
-        Raises:
-            StartError: It is none.
-        """
+        """Read such a line. Raises StartError where it is none."""
         try:
             found = json.loads(line)
             return cls(**{**found, "connection": Connection(**found["connection"])})
@@ -103,15 +92,11 @@ class Assignment:
             raise StartError(f"This is no assignment of a distnb {__version__} notebook: {error}.") from error
 
 
-class NodeAgent:
-    """Keeps one engine.
-
-    Args:
-        assignment: What it was told.
-    """
+class _NodeAgent:
+    """Keeps one engine."""
 
     def __init__(self, assignment: Assignment) -> None:
-        self._assignment = assignment
+        self._told = assignment
         self._reasons: queue.SimpleQueue[tuple[str, int, bool]] = queue.SimpleQueue()
 
     def let_go(self, why: str = "", status: int = _LET_GO, *, asked: bool = False) -> None:
@@ -127,48 +112,38 @@ class NodeAgent:
 
     def keep(self) -> int:
         """Start the engine, wait for a reason to end, and leave nothing behind. Returns the exit status."""
-        directory = RunDirectory()
-        try:
-            address = address_towards(self._assignment.notebook)
-            with Heartbeat(self._assignment.connection, partial(self.let_go, status=_FAILED)):
-                return self._keep(directory, interface_of(address))
-        finally:
-            directory.remove()
-
-    def _keep(self, directory: RunDirectory, interface: str) -> int:
-        dataclasses.replace(self._assignment.connection, notebook_pid=os.getpid()).write(directory.path)
-        watcher = Watcher(directory.path, _report)
-        processes = Processes(watcher)
-        try:
-            # Not our own standard error: ssh would wait for every process of the user's that has inherited it.
-            engine = processes.start(
-                [*PYTHON_MODULE, "distnb.engine"],
-                lambda pid, words, expected: self.let_go(status=_status_of(processes, pid)),
-                env=self._environment(directory.path, interface),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-            directory.end_with_owner(engine.pid)
-            threading.Thread(target=_forward, args=(engine.stdout,), name="distnb-log", daemon=True).start()
-            why, status, asked = self._reasons.get()
-            if why:
-                with suppress(OSError):  # nobody may read it any more
-                    print(f"distnb: {why}", file=sys.stderr, flush=True)
-            if asked:
-                processes.end([engine.pid])
-            else:
-                processes.kill([engine.pid])
-        finally:
-            watcher.close()
-        return status
-
-    def _environment(self, directory: Path, interface: str) -> dict[str, str]:
-        told = self._assignment
-        device = parse_device(told.device)
-        own = engines_environment(told.engines, directory, agent=told.agent)
-        own |= engine_environment(told.engine, device, replaces=told.replaces)
-        return without_another_place(os.environ) | own | network_environment(interface) | dict(told.environment)
+        told = self._told
+        interface = interface_of(address_towards(told.notebook))
+        with heartbeat(told.connection, partial(self.let_go, status=_FAILED)):
+            processes = Processes(_report)
+            try:
+                dataclasses.replace(told.connection, notebook_pid=os.getpid()).write(processes.directory)
+                # Not our own standard error: ssh would wait for every process of the user's that has inherited it.
+                engine = processes.start(
+                    [*PYTHON_MODULE, "distnb.engine"],
+                    lambda pid, words, expected: self.let_go(status=_status_of(processes, pid)),
+                    env={
+                        **without_another_place(os.environ),
+                        **engines_environment(told.engines, processes.directory, agent=told.agent),
+                        **network_environment(interface),
+                        ENGINE_VARIABLE: str(told.engine),
+                        DEVICE_VARIABLE: told.device,
+                        "PYTHONHASHSEED": told.hash_seed,
+                    },
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
+                threading.Thread(target=_forward, args=(engine.stdout,), name="distnb-log", daemon=True).start()
+                why, status, asked = self._reasons.get()
+                if why:
+                    with suppress(OSError):  # nobody may read it any more
+                        print(f"distnb: {why}", file=sys.stderr, flush=True)
+                if asked:
+                    processes.end([engine.pid])
+                return status
+            finally:
+                processes.close()
 
 
 def _status_of(processes: Processes, pid: int) -> int:
@@ -188,13 +163,13 @@ def _forward(source: IO[bytes]) -> None:
             os.write(2, data)
 
 
-def _await_end_of_input(agent: NodeAgent) -> None:
+def _await_end_of_input(agent: _NodeAgent) -> None:
     """A word says that the engine is not wanted any more. Without one the notebook is gone, or the way to it."""
     asked = bool(os.read(0, 4096))
     agent.let_go("" if asked else "the notebook let go of its engine here without a word; it is ended.", asked=asked)
 
 
-def _probe() -> None:
+def _probe() -> int:
     found = {
         "distnb": __version__,
         "python": platform.python_version(),
@@ -202,44 +177,37 @@ def _probe() -> None:
         "capacity": dataclasses.asdict(this_machine()),
     }
     os.write(1, json.dumps(found).encode() + b"\n")  # at once: beats are written beside it
+    return 0
 
 
-def _wrapped(task: str) -> int:
-    """The same beside a wrapper."""
-    threading.Thread(target=beat_for_ever, name="distnb-beats", daemon=True).start()
-    status = _FAILED
-    try:
-        status = _do(task)
-        return status
-    finally:
-        with suppress(OSError):
-            os.write(1, STATUS + b"%d\n" % status)
+def _serve() -> int:
+    with open(0, "rb", buffering=0, closefd=False) as told:  # what comes after the line is for another reader
+        agent = _NodeAgent(Assignment.decode(told.readline()))
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # Not the notebook, which says so on standard input: whoever rules this machine, such as Slurm's scancel.
+        agent.let_go(f"told to end by {signal.Signals(number).name}; the engine here is ended.", KILLED + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, end)
+    threading.Thread(target=_await_end_of_input, args=(agent,), name="distnb-input", daemon=True).start()
+    return agent.keep()
 
 
 def main(task: str, wrapped: str = "") -> int:
     """Do what the first argument says; returns the exit status."""
-    return _wrapped(task) if wrapped else _do(task)
-
-
-def _do(task: str) -> int:
-    if task == "probe":
-        _probe()
-        return 0
+    if wrapped:
+        threading.Thread(target=beat_for_ever, name="distnb-beats", daemon=True).start()
+    status = _FAILED
     try:
-        with open(0, "rb", buffering=0, closefd=False) as told:  # what comes after the line is for another reader
-            agent = NodeAgent(Assignment.decode(told.readline()))
-
-        def end(number: int, frame: FrameType | None) -> None:
-            # Not the notebook, which says so on standard input: whoever rules this machine, such as Slurm's scancel.
-            agent.let_go(f"told to end by {signal.Signals(number).name}; the engine here is ended.", KILLED + number)
-
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(number, end)
-        threading.Thread(target=_await_end_of_input, args=(agent,), name="distnb-input", daemon=True).start()
-        return agent.keep()
+        status = _probe() if task == "probe" else _serve()
     except StartError as error:
         print(error, file=sys.stderr, flush=True)
-        return _FAILED
+    finally:
+        if wrapped:
+            with suppress(OSError):
+                os.write(1, STATUS + b"%d\n" % status)
+    return status
 
 
 if __name__ == "__main__":

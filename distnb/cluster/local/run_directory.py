@@ -24,9 +24,6 @@ class RunDirectory:
     The directory is made in XDG_RUNTIME_DIR where that exists (it lives in memory), else in the directory for temporary
     files; in /tmp where the path of that is too long for a UNIX socket's.
 
-    Attributes:
-        path: Where it is.
-
     Raises:
         StartError: It could not be made.
     """
