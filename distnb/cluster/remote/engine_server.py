@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from distnb.cluster.process_environment import import_environment
+from distnb.cluster.remote.base import NODE_AGENT
 from distnb.cluster.remote.heartbeat import LOST
 from distnb.cluster.remote.network import interface_of
 from distnb.cluster.remote.secret import read_secret, secret_path
@@ -33,43 +33,6 @@ _TASKS = (b"probe", b"serve")
 _END_S = 10.0
 _LOOK_MS = 500
 _CHUNK = 1 << 16
-
-
-class _NodeAgentProcess:
-    """A node agent, for one client."""
-
-    def __init__(self, task: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "distnb.cluster.remote.node_agent", task],
-            env=os.environ | import_environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        stdin, stdout, stderr = self.process.stdin, self.process.stdout, self.process.stderr
-        assert stdin is not None
-        assert stdout is not None
-        assert stderr is not None
-        self._input, self._outputs = stdin, (stdout, stderr)
-        self.open = {stdout.fileno(): OUTPUT, stderr.fileno(): ERROR}
-
-    def tell(self, data: bytes) -> None:
-        """Write to its standard input: an assignment, which fits into a pipe."""
-        with suppress(BrokenPipeError, ValueError):  # it has ended; its status says how
-            self._input.write(data)
-            self._input.flush()
-
-    def let_go(self) -> None:
-        """It ends its engine, and itself: nobody is there any more who wants it."""
-        with suppress(BrokenPipeError):
-            self._input.close()
-
-    def close(self) -> None:
-        """Free what it held here; it has ended."""
-        self.let_go()
-        for pipe in self._outputs:
-            pipe.close()
 
 
 class Server:
@@ -113,7 +76,8 @@ class Server:
         self.address = ClusterSpec(cluster_spec).task_address(job_name, task_index)
         self._who = f"{job_name} {task_index}"
         keys = read_secret(secret_path(secret))
-        self._agents: dict[bytes, _NodeAgentProcess] = {}
+        self._agents: dict[bytes, subprocess.Popen[bytes]] = {}  # by client
+        self._pipes: dict[int, tuple[bytes, bytes]] = {}  # by number: the client, and what is heard there
         self._listens = False
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
@@ -127,7 +91,7 @@ class Server:
         self._socket.router_mandatory = True
         self._socket.linger = 500
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closed = False
+        self._closed = self._stopping = False
         if start:
             self.start()
 
@@ -173,7 +137,7 @@ class Server:
         """Serve until told to stop: by `stop`, or by an interrupt, which is raised when all engines have ended."""
         self.start()
         try:
-            while not self._closed and not self._told_to_stop():
+            while not self._stopping:
                 self._serve_once()
         finally:
             self._close()
@@ -181,60 +145,64 @@ class Server:
     def stop(self) -> None:
         """Have `join` end the engines and return; from any thread, or a signal handler."""
         if not self._closed:
+            self._stopping = True
             os.eventfd_write(self._wake, 1)
 
     # -- one round ---------------------------------------------------------------------------------------------------
 
-    def _told_to_stop(self) -> bool:
-        try:
-            return bool(os.eventfd_read(self._wake))
-        except BlockingIOError:
-            return False
-
     def _serve_once(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        pipes = {number: client for client, agent in self._agents.items() for number in agent.open}
-        for number in pipes:
-            poller.register(number, zmq.POLLIN)
+        for source in (self._socket, self._wake, *self._pipes):
+            poller.register(source, zmq.POLLIN)
         ready = dict(poller.poll(_LOOK_MS))
-        if self._wake in ready:
-            return
         while self._socket.poll(0):
-            client, kind, *rest = self._socket.recv_multipart()
-            self._hear(client, kind, rest)
-        for number, client in pipes.items():
-            if number in ready and client in self._agents:
-                self._forward(client, number)
-        for client, agent in list(self._agents.items()):
-            self._look_after(client, agent)
+            self._hear(*self._socket.recv_multipart())
+        for number in [number for number in self._pipes if number in ready]:
+            data = os.read(number, _CHUNK)
+            if data:
+                self._send(*self._pipes[number], data)
+            else:
+                del self._pipes[number]
+        silent = self._agents.keys() - {client for client, _ in self._pipes.values()}
+        for client, agent in [*self._agents.items()]:
+            if client in silent and agent.poll() is not None:
+                self._send(client, STATUS, b"%d" % agent.returncode)
+                self._forget(client)
+            elif not self._send(client, ALIVE):
+                _let_go(agent)  # nobody is there any more who wants it
 
-    def _hear(self, client: bytes, kind: bytes, rest: list[bytes]) -> None:
+    def _hear(self, client: bytes, kind: bytes, *rest: bytes) -> None:
         agent = self._agents.get(client)
         if kind == START and agent is None and rest and rest[0] in _TASKS:
-            self._agents[client] = _NodeAgentProcess(rest[0].decode())
+            self._start_node_agent(client, rest[0].decode())
         elif kind == INPUT and agent is not None:
-            agent.tell(rest[0])
+            assert agent.stdin is not None
+            with suppress(BrokenPipeError, ValueError):  # it has ended; its status says how
+                agent.stdin.write(rest[0])  # an assignment, which fits into a pipe
         elif kind == END and agent is not None:
-            agent.let_go()
+            _let_go(agent)
 
-    def _forward(self, client: bytes, number: int) -> None:
-        agent = self._agents[client]
-        data = os.read(number, _CHUNK)
-        if data:
-            self._send(client, agent.open[number], data)
-        else:
-            del agent.open[number]
+    def _start_node_agent(self, client: bytes, task: str) -> None:
+        agent = subprocess.Popen(
+            [*NODE_AGENT, task],
+            env=os.environ | import_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert agent.stdout is not None
+        assert agent.stderr is not None
+        self._agents[client] = agent
+        self._pipes |= {agent.stdout.fileno(): (client, OUTPUT), agent.stderr.fileno(): (client, ERROR)}
 
-    def _look_after(self, client: bytes, agent: _NodeAgentProcess) -> None:
-        """Tell of a node agent that has ended; let one go whose client cannot be reached any more."""
-        if not agent.open and agent.process.poll() is not None:
-            self._send(client, STATUS, b"%d" % agent.process.returncode)
-            agent.close()
-            del self._agents[client]
-        elif not self._send(client, ALIVE):
-            agent.let_go()
+    def _forget(self, client: bytes) -> None:
+        """Free what a node agent that has ended held here."""
+        agent = self._agents.pop(client)
+        for pipe in (agent.stdin, agent.stdout, agent.stderr):
+            assert pipe is not None
+            pipe.close()
 
     def _send(self, client: bytes, *frames: bytes) -> bool:
         try:
@@ -250,31 +218,32 @@ class Server:
     def _close(self) -> None:
         if self._closed:
             return
-        self._closed = True
+        self._closed = self._stopping = True
         for agent in self._agents.values():
-            agent.let_go()
+            _let_go(agent)
         until = time.monotonic() + _END_S
-        for client, agent in self._agents.items():
+        for client, agent in [*self._agents.items()]:
             try:
-                agent.process.wait(max(0.0, until - time.monotonic()))
+                agent.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                agent.process.kill()  # its guardian ends its engine
-                agent.process.wait()
-            agent.close()
+                agent.kill()  # its guardian ends its engine
+                agent.wait()
             self._send(client, STATUS, b"%d" % LOST)  # as ssh would say it
-        self._agents.clear()
+            self._forget(client)
         self._socket.close()
         self._authenticator.stop()
         self._context.term()
         os.close(self._wake)
 
 
-def _own_url(address: str) -> str:
-    """Where to listen for an address of the cluster, as a number; port 0 is one that the system chooses.
+def _let_go(agent: subprocess.Popen[bytes]) -> None:
+    """A node agent whose input ends, ends its engine, and itself."""
+    assert agent.stdin is not None
+    agent.stdin.close()
 
-    Raises:
-        StartError: It is none of this machine's.
-    """
+
+def _own_url(address: str) -> str:
+    """Where to listen for an address of the cluster, as a number; port 0 is one that the system chooses."""
     anywhere = address.endswith(":0")
     host, port = split_address(f"{address}1" if anywhere else address)
     try:

@@ -13,14 +13,7 @@ __all__ = ["ServerTransport"]
 
 
 class ServerTransport(Transport):
-    """Machines whose servers share a secret with this notebook; hosts are their addresses, host:port.
-
-    Args:
-        secret: The secret file.
-
-    Raises:
-        StartError: It is none.
-    """
+    """Machines whose servers share a secret file with this notebook; hosts are their addresses, host:port."""
 
     def __init__(self, secret: Path) -> None:
         read_secret(secret)
