@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import NoReturn
 
+from distnb import __version__
 from distnb.errors import DistnbError, OptionError
 
 __all__ = ["main"]
 
 _USAGE_ERROR = 2
 _INTERRUPTED = 128 + signal.SIGINT
+_NUMBER = re.compile(r"-n-?[0-9]+")
 
 _RUN_TEXT = """\
 Runs SCRIPT once per replica, as torchrun does on one machine: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
@@ -64,18 +66,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="distnb",
         description="Distributed training from notebooks: one cell, any strategy. In a notebook: %load_ext distnb",
     )
-    parser.add_argument("--version", action="version", version=f"distnb {_version()}")
+    parser.add_argument("--version", action="version", version=f"distnb {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     commands.add_parser("run", help="run a script on several replicas of this machine", add_help=False)
     commands.add_parser("worker", help="wait for a notebook that uses this machine", add_help=False)
     return parser
-
-
-def _version() -> str:
-    try:
-        return version("distnb")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _run_parser() -> argparse.ArgumentParser:
@@ -99,14 +94,13 @@ def _run_parser() -> argparse.ArgumentParser:
 
 def _run(words: list[str]) -> int:
     parser = _run_parser()
-    ours, script, theirs = _split(words)
+    ours, command = _split(words)
     options = parser.parse_args(ours)
-    if script is None and options.module is None:
+    if not command:
         parser.error("a script is missing: distnb run train.py -n 2")
-    command = ["-m", options.module, *theirs] if options.module else [str(script), *theirs]
     try:
-        if options.module is None:
-            _check_script(str(script))
+        if command[0] != "-m":
+            _check_script(command[0])
         # Late, so that `distnb --help` answers at once.
         from distnb.cluster.devices import plan_devices
         from distnb.cluster.local.capacity import check_capacity, this_machine
@@ -129,45 +123,33 @@ def _run(words: list[str]) -> int:
         return _INTERRUPTED
 
 
-def _split(words: list[str]) -> tuple[list[str], str | None, list[str]]:
-    """Part distnb's options from the script and what is the script's: (ours, script, theirs).
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Part distnb's options from the script's command.
 
     Ours stand before the script and directly after it; the first word that is none of ours begins the script's. With
     -m the module takes the script's place.
     """
-    with_value, plain = ("-n", "--devices", "-m"), ("--oversubscribe", "-h", "--help")
     ours: list[str] = []
-    script: str | None = None
-    module = False
-    index = 0
-    while index < len(words):
-        word = words[index]
+    command: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
         if word == "--":
-            index += 1
-            if script is None and not module and index < len(words):
-                script = words[index]
-                index += 1
             break
-        if word in with_value and not (module and word == "-m"):
-            ours += words[index : index + 2]
-            index += 2
-            module = module or word == "-m"
-        elif (word in plain and script is None and not module) or word == "--oversubscribe" or _has_value(word):
+        if word in ("-n", "--devices") and left:
+            ours += [word, left.pop(0)]
+        elif word == "--oversubscribe" or word.startswith("--devices=") or _NUMBER.fullmatch(word):
             ours.append(word)
-            index += 1
-        elif script is None and not module and (not word.startswith("-") or word == "-"):
-            script = word
-            index += 1
-        elif script is None and not module:
-            ours.append(word)  # no option of ours: the parser says so
-            index += 1
-        else:
+        elif command:
+            left.insert(0, word)
             break
-    return ours, script, words[index:]
-
-
-def _has_value(word: str) -> bool:
-    return word.startswith("--devices=") or (word.startswith("-n") and word[2:].lstrip("-").isdigit())
+        elif word == "-m" and left:
+            command = ["-m", left.pop(0)]
+        elif word.startswith("-") and word != "-":
+            ours.append(word)  # no option of ours, or help: the parser says so
+        else:
+            command = [word]
+    return ours, command + left
 
 
 def _count(text: str | None) -> int | None:

@@ -8,7 +8,7 @@ import pytest
 
 import distnb
 from distnb.cluster.local import capacity
-from distnb.cluster.local.capacity import CAP_VARIABLE, ENGINE_NBYTES, Capacity, check_capacity, crowding, this_machine
+from distnb.cluster.local.capacity import CAP_VARIABLE, ENGINE_NBYTES, Capacity, check_capacity, this_machine
 from distnb.errors import StartError
 
 GIB = 2**30
@@ -27,11 +27,11 @@ def no_administrator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 )
 def test_more_engines_than_cores_start_with_a_notice(engines: int, cores: int, told: bool) -> None:
     room = Capacity(cores, 64 * GIB)
-    check_capacity(engines, room, oversubscribe=False)
-    assert bool(crowding(engines, room)) == told
-    if told:
-        assert f"{engines} engines share the {cores} core" in crowding(engines, room, "gpu1")
-        assert "of gpu1" in crowding(engines, room, "gpu1")
+    notices = check_capacity(engines, room, "gpu1", oversubscribe=False)
+    assert len(notices) == told
+    for notice in notices:
+        assert f"{engines} engines share the {cores} core" in notice
+        assert "of gpu1" in notice
 
 
 @pytest.mark.parametrize(("engines", "cores"), [(9, 2), (200, 2), (9, 4), (17, 8)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import psutil
 from distnb.cluster.process_environment import cores
 from distnb.errors import StartError
 
-__all__ = ["CAP_FILE", "CAP_VARIABLE", "Capacity", "check_capacity", "crowding", "this_machine"]
+__all__ = ["CAP_FILE", "CAP_VARIABLE", "Capacity", "check_capacity", "this_machine"]
 
 CAP_VARIABLE = "DISTNB_MAX_ENGINES"
 """Environment variable: how many engines a cluster may have on this machine."""
@@ -35,7 +34,6 @@ class Capacity:
     """What a machine has for engines.
 
     Attributes:
-        cores: CPU cores that this user's processes may use.
         memory_nbytes: Memory that is free, or can be made free.
         most_engines: How many engines a cluster may have there; None for as many as fit.
         said_by: Who says that: the variable's or file's name.
@@ -48,63 +46,55 @@ class Capacity:
 
 
 def this_machine() -> Capacity:
-    """What this machine has now.
-
-    Raises:
-        StartError: What the administrator has written is no number.
-    """
-    most, said_by = min(_caps(), default=(None, ""))
+    """What this machine has now. Raises StartError where what the administrator has written is no number."""
+    written = {}
+    if os.environ.get(CAP_VARIABLE):
+        written[CAP_VARIABLE] = os.environ[CAP_VARIABLE]
+    with suppress(FileNotFoundError):
+        written[str(CAP_FILE)] = CAP_FILE.read_text()
+    caps = []
+    for said_by, text in written.items():
+        if not re.fullmatch(r"0*[1-9][0-9]*", text.strip()):
+            raise StartError(
+                f"{said_by} says how many engines a cluster may have on this machine, and {text.strip()[:80]!r} is "
+                "no such number. Write one, from 1, or take it away."
+            )
+        caps.append((int(text), said_by))
+    most, said_by = min(caps, default=(None, ""))
     return Capacity(cores(), _available_nbytes(), most, said_by)
 
 
-def check_capacity(engines: int, capacity: Capacity, *, oversubscribe: bool) -> None:
-    """Refuse a cluster that would take a machine down.
+def check_capacity(
+    engines: int, capacity: Capacity, where: str = "this machine", *, oversubscribe: bool
+) -> tuple[str, ...]:
+    """Refuse a cluster that would take a machine down, with the figures. Returns what its user should know else.
 
-    Args:
-        engines: How many are to be started there.
-        capacity: What the machine has.
-        oversubscribe: The user wants more than it can take; but no more than its administrator allows.
-
-    Raises:
-        StartError: They are too many; the text has the figures.
+    With `oversubscribe` the user wants more than it can take, but gets no more than its administrator allows.
 
     Example:
         >>> check_capacity(4, Capacity(cores=2, memory_nbytes=2**32), oversubscribe=False)
+        ('4 engines share the 2 cores of this machine: they take turns, so more engines make nothing faster.',)
     """
-    most = capacity.most_engines
+    most, shared = capacity.most_engines, _count(capacity.cores, "core")
     if most is not None and engines > most:
         raise StartError(
             f"{engines} engines were asked for, and {capacity.said_by} allows {most} on this machine. Start at most "
             f"{most}, or ask its administrator."
         )
-    if oversubscribe:
-        return
     cure = "Start fewer; or, if this machine is to be so crowded, say so: --oversubscribe, or oversubscribe=True."
-    if engines > max(_FEW, 2 * capacity.cores):
+    if engines > max(_FEW, 2 * capacity.cores) and not oversubscribe:
         raise StartError(
-            f"{engines} engines were asked for on a machine with {_count(capacity.cores, 'core')}. More than {_FEW}, "
-            f"and more than two for each core, slow each other and everyone else down. {cure}"
+            f"{engines} engines were asked for on a machine with {shared}. More than {_FEW}, and more than two for "
+            f"each core, slow each other and everyone else down. {cure}"
         )
-    if engines * ENGINE_NBYTES > capacity.memory_nbytes:
+    if engines * ENGINE_NBYTES > capacity.memory_nbytes and not oversubscribe:
         raise StartError(
             f"{_count(engines, 'engine')} need {_mib(engines * ENGINE_NBYTES)} MiB of memory before any cell has run "
             f"({_mib(ENGINE_NBYTES)} MiB each), and {_mib(capacity.memory_nbytes)} MiB are free on this machine. {cure}"
         )
-
-
-def crowding(engines: int, capacity: Capacity, where: str = "this machine") -> str:
-    """What the user should know of a cluster that was not refused; empty if nothing.
-
-    Example:
-        >>> crowding(4, Capacity(cores=2, memory_nbytes=2**32))
-        '4 engines share the 2 cores of this machine: they take turns, so more engines make nothing faster.'
-    """
     if engines <= capacity.cores:
-        return ""
-    return (
-        f"{engines} engines share the {_count(capacity.cores, 'core')} of {where}: they take turns, so more engines "
-        "make nothing faster."
-    )
+        return ()
+    return (f"{engines} engines share the {shared} of {where}: they take turns, so more engines make nothing faster.",)
 
 
 def _count(number: int, thing: str) -> str:
@@ -113,25 +103,6 @@ def _count(number: int, thing: str) -> str:
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes // 2**20:,}"
-
-
-def _caps() -> Iterator[tuple[int, str]]:
-    """What the variable and the administrator's file say, and which of them says it."""
-    try:
-        written = CAP_FILE.read_text()
-    except FileNotFoundError:
-        written = None
-    except OSError as error:
-        raise StartError(f"{CAP_FILE} says how many engines may start here, and cannot be read: {error}.") from error
-    for text, said_by in ((os.environ.get(CAP_VARIABLE) or None, CAP_VARIABLE), (written, str(CAP_FILE))):
-        if text is None:
-            continue
-        if not re.fullmatch(r"0*[1-9][0-9]*", text.strip()):
-            raise StartError(
-                f"{said_by} says how many engines a cluster may have on this machine, and {text.strip()[:80]!r} is no "
-                "such number. Write one, from 1, or take it away."
-            )
-        yield int(text), said_by
 
 
 def _available_nbytes() -> int:

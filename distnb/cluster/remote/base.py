@@ -26,7 +26,7 @@ from distnb import __version__
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
 from distnb.cluster.launcher import EngineEnded, EngineOrder, Launched, Launcher
-from distnb.cluster.local.capacity import Capacity, check_capacity, crowding
+from distnb.cluster.local.capacity import Capacity, check_capacity
 from distnb.cluster.local.orphans import end_group
 from distnb.cluster.local.processes import REPORT_PIPE, Processes, describe_status
 from distnb.cluster.process_environment import PYTHON_MODULE, hash_seed, import_environment
@@ -249,10 +249,9 @@ def plan_hosts(
             count = (without_gpus or {}).get(host)
         try:
             there = plan_devices(count, devices, oversubscribe=oversubscribe, gpus=gpus)
-            check_capacity(len(there), capacity, oversubscribe=oversubscribe)
+            notices += check_capacity(len(there), capacity, host, oversubscribe=oversubscribe)
         except DistnbError as error:
             raise type(error)(f"{host}: {error}") from None
         hosts += [host] * len(there)
         planned += there
-        notices += filter(None, [crowding(len(there), capacity, host)])
     return tuple(hosts), tuple(planned), tuple(notices)

@@ -11,7 +11,7 @@ from typing import Any
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
 from distnb.cluster.launcher import Launcher
-from distnb.cluster.local.capacity import check_capacity, crowding, this_machine
+from distnb.cluster.local.capacity import check_capacity, this_machine
 from distnb.cluster.local.forking import ThisMachine
 from distnb.cluster.remote.base import Hosts, Transport, plan_hosts
 from distnb.cluster.remote.mpiexec import MPI
@@ -291,9 +291,8 @@ def make_plan(
         StartError: A machine cannot be reached, or does not have what was asked for.
     """
     if options is None:
-        here, room = plan_devices(n, devices, oversubscribe=oversubscribe), this_machine()
-        check_capacity(len(here), room, oversubscribe=oversubscribe)
-        return HostPlan(here, notices=tuple(filter(None, [crowding(len(here), room)])))
+        here = plan_devices(n, devices, oversubscribe=oversubscribe)
+        return HostPlan(here, notices=check_capacity(len(here), this_machine(), oversubscribe=oversubscribe))
     on_progress(f"asking {', '.join(options.hosts)}")
     transport = options.transport()
     address = listening_address(map(transport.network_name, options.hosts), options.interface)
