@@ -14,7 +14,7 @@ from pathlib import Path
 
 from distnb.errors import StartError
 
-__all__ = ["CONNECTION_VARIABLE", "Connection", "Keys", "connection_path", "make_keys"]
+__all__ = ["CONNECTION_VARIABLE", "Connection", "Keys", "connection_path", "make_keys", "read_private_file"]
 
 CONNECTION_VARIABLE = "DISTNB_CONNECTION"
 """Environment variable that holds the path of the connection file."""
@@ -74,17 +74,27 @@ class Connection:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Connection:
         """Read a connection file. Raises StartError where it is none, or others could have read or written it."""
+        text = read_private_file(path, f"connection file {os.fspath(path)}", "Start the cluster anew.")
         try:
-            status = os.stat(path)
-            if status.st_uid != os.getuid() or status.st_mode & 0o077:
-                raise StartError(
-                    f"The connection file {os.fspath(path)} can be read or changed by other users (mode "
-                    f"{status.st_mode & 0o777:o}, owner {status.st_uid}), so its keys "
-                    "are no secret. Start the cluster anew."
-                )
-            return cls(**json.loads(Path(path).read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError) as error:
             raise StartError(f"{os.fspath(path)} is no connection file of a running cluster: {error}.") from error
+
+
+def read_private_file(path: str | os.PathLike[str], what: str, cure: str) -> bytes:
+    """What is in a file that nobody but the user can have read or written. Raises StartError where it is none."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            text = file.read()
+    except OSError as error:
+        raise StartError(f"The {what} cannot be read: {error}. {cure}") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise StartError(
+            f"The {what} can be read or changed by other users (mode {status.st_mode & 0o777:o}, owner "
+            f"{status.st_uid}), so it is no secret. {cure}"
+        )
+    return text
 
 
 def connection_path(directory: Path) -> Path:

@@ -47,14 +47,7 @@ class EngineStatus:
 class Engines:
     """Owns the processes, both channels to them, and the store where those on other machines find each other.
 
-    Args:
-        plan: How many, on which devices of which machines.
-        namespace: Told of engines that end, and of those that take their place.
-
-    Attributes:
-        supervisor: Speaks the control channel.
-        dispatch: Sends the programs.
-        teams: Which engines meet in which process group.
+    It tells the namespace of engines that end, and of those that take their place.
     """
 
     def __init__(self, plan: HostPlan, namespace: NotebookNamespace) -> None:
@@ -77,14 +70,7 @@ class Engines:
     # -- coming up -------------------------------------------------------------------------------------------------
 
     def start(self, on_progress: Callable[[str], None]) -> None:
-        """Start the processes, and wait until every engine is ready.
-
-        Args:
-            on_progress: Told, in words, how far the start is.
-
-        Raises:
-            StartError: One did not come up. `stop` frees what there is.
-        """
+        """Start the processes, and wait until every engine is ready. Where one is not, `stop` frees what there is."""
         connection = Connection(
             program_url=self._switchboard.program_url,
             control_url=self._switchboard.control_url,
@@ -95,9 +81,9 @@ class Engines:
             listener_name=self._switchboard.programs.listener.name,
             listener_token=self._switchboard.programs.listener.token,
         )
-        plan, launcher = self._plan, self._plan.launcher(connection)
+        launcher = self._plan.launcher(connection)
         self._cluster = Cluster(
-            plan.devices, connection, on_exit=self._on_exit, on_progress=on_progress, launcher=launcher
+            self._plan.devices, connection, on_exit=self._on_exit, on_progress=on_progress, launcher=launcher
         )
         # torch loads here while it loads in the engines.
         self._cluster.start(meanwhile=_load_torch if self._store is None else self._store.serve)
@@ -126,11 +112,7 @@ class Engines:
 
     @property
     def cluster(self) -> Cluster:
-        """The processes.
-
-        Raises:
-            NoClusterError: They were stopped.
-        """
+        """The processes; NoClusterError where they were stopped."""
         if self._cluster is None:
             raise NoClusterError("The cluster was stopped. Start one with %distnb start, or distnb.start().")
         return self._cluster
@@ -195,15 +177,7 @@ class Engines:
         self.supervisor.engine_died(engine, pid, status)
 
     def choose(self, engines: Iterable[int] | None, *, missing: bool) -> tuple[int, ...]:
-        """Which engines a restart means. Who calls it has the turn.
-
-        Args:
-            engines: Their ids; None for all of them (or, with `missing`, those that have ended).
-            missing: Only engines whose process has ended.
-
-        Raises:
-            OptionError: There is no such engine.
-        """
+        """Which engines a restart means, whose arguments these are. Who calls it has the turn."""
         self._await_word()
         known = self.ids
         if missing:
@@ -217,13 +191,7 @@ class Engines:
     def replace(self, chosen: Sequence[int], on_progress: Callable[[str], None], *, awaited: bool) -> None:
         """Put new processes in the place of some engines. Who calls it has the turn.
 
-        Args:
-            chosen: The engines.
-            on_progress: Told, in words, how far the start is.
-            awaited: Whether they may have calls under way, whose replies will not come.
-
-        Raises:
-            StartError: A new process did not start.
+        With `awaited` they may have calls under way, whose replies will not come.
         """
         ended = self._ended
         survivors = tuple(engine for engine in self.ids if engine not in chosen and engine not in ended)

@@ -89,7 +89,7 @@ def _adopt(
     here: socket.socket, template: int, engines: int, processes: Processes, launched: Launched, ended: EngineEnded
 ) -> None:
     """Once each engine says that it leads a group of its own, take them all over, and let them begin."""
-    with here:
+    with here, suppress(ConnectionResetError):  # where the template ended unheard
         pids: dict[int, int] = {}
         while len(pids) < engines:
             said = here.recv(_REPORT_NBYTES)

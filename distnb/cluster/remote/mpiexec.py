@@ -19,11 +19,7 @@ _SESSIONS = "OMPI_MCA_orte_local_tmpdir_base"
 
 
 class MPI(Transport):
-    """Machines that mpiexec reaches.
-
-    Args:
-        arguments: More arguments for mpiexec.
-    """
+    """Machines that mpiexec reaches; `arguments` are more for it."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self._arguments = tuple(arguments)

@@ -24,11 +24,7 @@ def addresses_by_interface() -> dict[str, list[str]]:
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine from which packets to a host leave, as a number.
-
-    Raises:
-        StartError: The host is unknown, or there is no way to it.
-    """
+    """The address of this machine from which packets to a host leave, as a number."""
     try:
         family, kind, _, _, there = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asked:
@@ -52,17 +48,17 @@ def interface_of(address: str) -> str:
 
 
 def listening_address(hosts: Iterable[str], interface: str | None) -> str:
-    """Where this machine listens for engines on other ones.
-
-    Args:
-        hosts: Names or numbers of the machines.
-        interface: An interface of this machine, or one of its addresses; None for the one that leads to the hosts.
-
-    Raises:
-        StartError: There is no such interface, or the hosts are reached by different ones.
-    """
+    """Where this machine listens for engines on other ones: at the interface, or address, that the user named, else at
+    the one that leads to all of the hosts."""
     if interface is not None:
-        return _named_address(interface)
+        there = addresses_by_interface()
+        if there.get(interface):
+            return min(there[interface], key=lambda address: ":" in address)
+        if any(interface in addresses for addresses in there.values()):
+            return interface
+        raise StartError(
+            f"There is no network interface, and no address, {interface!r} here; there are {_list(there)}."
+        )
     found = {host: address_towards(host) for host in hosts}
     if len(set(found.values())) > 1:
         raise StartError(
@@ -71,15 +67,6 @@ def listening_address(hosts: Iterable[str], interface: str | None) -> str:
             "one. Name the interface, or the address, that all of them can reach: interface='eth0'."
         )
     return next(iter(found.values()))
-
-
-def _named_address(interface: str) -> str:
-    there = addresses_by_interface()
-    if there.get(interface):
-        return min(there[interface], key=lambda address: ":" in address)
-    if any(interface in addresses for addresses in there.values()):
-        return interface
-    raise StartError(f"There is no network interface, and no address, {interface!r} here; there are {_list(there)}.")
 
 
 def _list(there: dict[str, list[str]]) -> str:

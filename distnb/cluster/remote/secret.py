@@ -6,7 +6,10 @@ import hashlib
 import os
 from pathlib import Path
 
-from distnb.cluster.connection import Keys
+import zmq
+from zmq.utils import z85
+
+from distnb.cluster.connection import Keys, read_private_file
 from distnb.errors import StartError
 
 __all__ = ["SECRET_VARIABLE", "read_secret", "secret_path"]
@@ -22,11 +25,7 @@ _CURE = (
 
 
 def secret_path(given: str | os.PathLike[str] | None) -> Path:
-    """The file that was named, else the one that the environment names.
-
-    Raises:
-        StartError: Neither names one.
-    """
+    """The file that was named, else the one that the environment names."""
     path = given if given is not None else os.environ.get(SECRET_VARIABLE)
     if not path:
         raise StartError(f"A server and its notebook authenticate by a secret file, and none is named. {_CURE}")
@@ -34,26 +33,8 @@ def secret_path(given: str | os.PathLike[str] | None) -> Path:
 
 
 def read_secret(path: Path) -> Keys:
-    """The key pairs of servers and of those that may call them.
-
-    Raises:
-        StartError: The file is not there, too short to be a secret, or others can read or change it.
-    """
-    import zmq
-    from zmq.utils import z85
-
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            secret = file.read().strip()
-    except OSError as error:
-        raise StartError(f"The secret file {path} cannot be read: {error}. {_CURE}") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise StartError(
-            f"The secret file {path} can be read or changed by other users (mode {status.st_mode & 0o777:o}, owner "
-            f"{status.st_uid}), so it is no secret. {_CURE}"
-        )
+    """The key pairs of servers and of those that may call them. Raises StartError where the file is no secret."""
+    secret = read_private_file(path, f"secret file {path}", _CURE).strip()
     if len(secret) < _LEAST_NBYTES:
         raise StartError(
             f"The secret file {path} has {len(secret)} bytes; at least {_LEAST_NBYTES} are needed. {_CURE}"

@@ -36,11 +36,7 @@ _ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
 
 
 class Slurm(Transport):
-    """The nodes of this process's allocation. What srun is told leaves nothing of the allocation out.
-
-    Args:
-        arguments: More arguments for srun.
-    """
+    """The nodes of this process's allocation; `arguments` are more for srun."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self._arguments = tuple(arguments)
@@ -48,17 +44,8 @@ class Slurm(Transport):
     def command(self, host: str, task: str) -> list[str]:
         """An srun that stays."""
         # Of an option that is given twice srun takes the last: the user's before ours only where ours are but usual.
-        return [
-            *WRAPPER,
-            "srun",
-            *_USUAL,
-            *self._arguments,
-            *_NEEDED,
-            f"--nodelist={host}",
-            *NODE_AGENT,
-            task,
-            "wrapped",
-        ]
+        srun = ["srun", *_USUAL, *self._arguments, *_NEEDED, f"--nodelist={host}"]
+        return [*WRAPPER, *srun, *NODE_AGENT, task, "wrapped"]
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
         """srun reads its options from variables too: those of the step that this process may be are not meant."""
@@ -67,11 +54,7 @@ class Slurm(Transport):
         }
 
     def network_name(self, host: str) -> str:
-        """The address by which Slurm itself reaches a node.
-
-        Raises:
-            StartError: Slurm does not say.
-        """
+        """The address by which Slurm itself reaches a node."""
         command = ["scontrol", "show", "node", host, "--oneliner"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -97,11 +80,7 @@ class Slurm(Transport):
 
 
 def allotted_nodes() -> tuple[str, ...]:
-    """The nodes of the allocation in which this process runs.
-
-    Raises:
-        OptionError: It runs in none.
-    """
+    """The nodes of the allocation in which this process runs."""
     text = os.environ.get("SLURM_JOB_NODELIST", "")
     if not text or not os.environ.get("SLURM_JOB_ID"):
         raise OptionError(

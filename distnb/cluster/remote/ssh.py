@@ -27,34 +27,22 @@ _OPTIONS = {
 }
 
 
-def _ssh_arguments(user_arguments: Sequence[str]) -> list[str]:
-    """For ssh the first of several values counts: ours, since the promises rest on them."""
-    ours = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
-    return [*ours, *user_arguments, "-o", "ConnectTimeout=20"]
-
-
 class SSH(Transport):
-    """Machines that ssh reaches without a password.
-
-    Args:
-        arguments: More arguments for ssh.
-    """
+    """Machines that ssh reaches without a password; `arguments` are more for it."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
-        self._user_arguments = tuple(arguments)
-        self._arguments = _ssh_arguments(arguments)
+        self._arguments = tuple(arguments)
 
     def command(self, host: str, task: str) -> list[str]:
         """An ssh that stays; by `exec`, so that no shell of that machine stands between."""
-        return ["ssh", *self._arguments, host, f"exec {shlex.join([*NODE_AGENT, task])}"]
+        # Of several values ssh takes the first: ours, since the promises rest on them.
+        ours = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
+        ssh = ["ssh", *ours, *self._arguments, "-o", "ConnectTimeout=20"]
+        return [*ssh, host, f"exec {shlex.join([*NODE_AGENT, task])}"]
 
     def network_name(self, host: str) -> str:
-        """What ssh's configuration makes of the name.
-
-        Raises:
-            StartError: ssh does not understand its arguments, or is not there.
-        """
-        command = ["ssh", "-G", *self._user_arguments, host]
+        """What ssh's configuration makes of the name."""
+        command = ["ssh", "-G", *self._arguments, host]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except FileNotFoundError as error:

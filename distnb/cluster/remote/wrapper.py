@@ -28,7 +28,7 @@ import psutil
 from distnb.cluster.local.orphans import adopt_orphans, signalled_at_end_of_parent
 from distnb.cluster.remote.heartbeat import LOST, LOST_AFTER_S
 
-__all__ = ["BEAT", "STATUS", "Wrapper", "beat_for_ever", "main"]
+__all__ = ["BEAT", "STATUS", "beat_for_ever", "main"]
 
 BEAT: Final = b"distnb-beat"
 STATUS: Final = b"distnb-status "
@@ -48,19 +48,19 @@ def beat_for_ever() -> None:
             time.sleep(_BEAT_S)
 
 
-class Wrapper:
-    """One command, from its start to its end.
+class _Wrapper:
+    """One command, from its start to its end. It inherits standard input and standard error.
 
     Args:
-        command: Its words. It inherits standard input and standard error.
         silence_s: After so long without a word from the node agent its machine is lost.
         first_word_s: So long its first word may take.
     """
 
     def __init__(self, command: Sequence[str], silence_s: float, first_word_s: float) -> None:
-        self._silence_s, self._first_word_s = silence_s, first_word_s
+        self._silence_s = silence_s
+        self._limit_s = first_word_s
+        self._since = time.monotonic()
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        self._heard: float | None = None
         self._status: int | None = None
         self._rest = b""
 
@@ -68,21 +68,18 @@ class Wrapper:
         """Until the node agent has ended, or is lost. Returns the exit status."""
         assert self._process.stdout is not None
         source = self._process.stdout.fileno()
-        started = time.monotonic()
         try:
             while True:
-                heard, limit = (started, self._first_word_s) if self._heard is None else (self._heard, self._silence_s)
-                wait_s = heard + limit - time.monotonic()
+                wait_s = self._since + self._limit_s - time.monotonic()
                 # It looks before it judges: it may itself have stood still, while words came.
-                if not select.select([source], [], [], max(0.0, wait_s))[0]:
-                    if wait_s > 0:
-                        continue
-                    print(f"Nothing was heard from there for {limit:.0f} s.", file=sys.stderr, flush=True)
+                if select.select([source], [], [], max(0.0, wait_s))[0]:
+                    data = os.read(source, _CHUNK)
+                    if not data:
+                        return self._last_word()
+                    self._take(data)
+                elif wait_s <= 0:
+                    print(f"Nothing was heard from there for {self._limit_s:.0f} s.", file=sys.stderr, flush=True)
                     return LOST
-                data = os.read(source, _CHUNK)
-                if not data:
-                    return self._last_word()
-                self._take(data)
         except SystemExit:
             # The notebook lets go, or is gone. The node agent hears so by its standard input, and leaves nothing behind
             # if it is given the time: srun, once it is ended, has it killed.
@@ -97,8 +94,8 @@ class Wrapper:
             return self._status
         self._wait(_ENDING_S)
         status = self._process.poll()
-        # Who rules the machine, such as Slurm's scancel, ended the node agent: the machine is there.
-        if self._heard is not None and status is not None and 128 < status < 128 + signal.NSIG:
+        # Who rules the machine, such as Slurm's scancel, ended a node agent that was heard: the machine is there.
+        if self._limit_s == self._silence_s and status is not None and 128 < status < 128 + signal.NSIG:
             return status
         return LOST
 
@@ -111,7 +108,7 @@ class Wrapper:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line == BEAT:
-                self._heard = time.monotonic()
+                self._since, self._limit_s = time.monotonic(), self._silence_s
             elif line.startswith(STATUS) and line[len(STATUS) :].isdigit():
                 self._status = int(line[len(STATUS) :])
             else:
@@ -141,48 +138,37 @@ def _on_sigterm(act: Callable[[], object]) -> None:
     signal.signal(signal.SIGTERM, told)
 
 
-def _stand_beside(group: int) -> None:
-    """Leave the group of the process that forked this one, be told of its end by SIGTERM, and adopt all orphans below.
-
-    Args:
-        group: The pid of that process.
-    """
+def _run_beside(group: int, command: Sequence[str], silence_s: float, first_word_s: float) -> int:
+    """Run the command outside the group of the process with that pid, which forked this one, until either ends; and end
+    all that is left below."""
     os.setsid()
     adopt_orphans()
     signalled_at_end_of_parent(signal.SIGTERM)
     if os.getppid() != group:  # it ended before the kernel was told to tell
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _end_all_below() -> None:
-    while below := psutil.Process().children(recursive=True):
-        for process in below:
-            with suppress(psutil.Error):
-                process.kill()
-        with suppress(ChildProcessError):
-            os.wait()
-
-
-def _run_beside(command: Sequence[str], silence_s: float, first_word_s: float) -> int:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     try:
-        return Wrapper(command, silence_s, first_word_s).run()
+        return _Wrapper(command, silence_s, first_word_s).run()
     except OSError as error:
         print(f"{command[0]} cannot be started: {error}.", file=sys.stderr, flush=True)
         return LOST
     finally:
-        _end_all_below()
+        while below := psutil.Process().children(recursive=True):
+            for process in below:
+                with suppress(psutil.Error):
+                    process.kill()
+            with suppress(ChildProcessError):
+                os.wait()
 
 
 def main(command: Sequence[str], silence_s: float = LOST_AFTER_S, first_word_s: float = _FIRST_WORD_S) -> int:
-    """Run the command in a process beside this one, as `Wrapper` does; returns the exit status in both."""
+    """Run the command in a process beside this one, as `_Wrapper` does; returns the exit status in both."""
     group = os.getpid()
     _on_sigterm(lambda: sys.exit(LOST))  # on its way out the command is ended
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     beside = os.fork()
     if beside == 0:
-        _stand_beside(group)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        return _run_beside(command, silence_s, first_word_s)
+        return _run_beside(group, command, silence_s, first_word_s)
     _on_sigterm(lambda: os.kill(beside, signal.SIGTERM))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     return os.waitstatus_to_exitcode(os.waitpid(beside, 0)[1])
