@@ -34,10 +34,6 @@ class DistributedValues:
     __slots__ = ("__weakref__", "_components", "_global_batch_size", "_kinds", "_num_replicas")
 
     _word: ClassVar[str]  # what messages call it, also where a handle stands for it
-    _components: dict[int, Any]
-    _num_replicas: int
-    _global_batch_size: int | None
-    _kinds: tuple[str, ...] | None
 
     def __init__(
         self,
@@ -58,7 +54,7 @@ class DistributedValues:
         self._components = here
         self._num_replicas = total
         self._global_batch_size = global_batch_size
-        self._kinds = None
+        self._kinds: tuple[str, ...] | None = None
 
     @classmethod
     def own(
@@ -69,10 +65,9 @@ class DistributedValues:
         global_batch_size: int | None = None,
         kinds: tuple[str, ...] | None = None,
     ) -> Self:
-        """The value as replica `replica_id` holds it: with its own component only.
+        """The value as a replica holds it: with its own component only. Unchecked, because each `run` makes one.
 
-        Unchecked, because it is made once per `run`. `kinds` says what each replica holds, where they are known to hold
-        unlike things.
+        `kinds` says what each replica holds, where they are known to hold unlike things.
         """
         value = cls.__new__(cls)
         value._components = {replica_id: component}
@@ -107,10 +102,8 @@ class DistributedValues:
         Raises:
             DistributedValueError: It is not here, or there is no such replica.
         """
-        try:
+        if replica_id in self._components:
             return self._components[replica_id]
-        except KeyError:
-            pass
         name = type(self).__name__
         if not 0 <= replica_id < self._num_replicas:
             raise DistributedValueError(
@@ -208,11 +201,11 @@ class PerReplica(DistributedValues):
     """
 
     __slots__ = ()
-    _word: ClassVar[str] = "PerReplica"
+    _word = "PerReplica"
 
 
 class Mirrored(DistributedValues):
     """A value whose components are kept equal on all replicas."""
 
     __slots__ = ()
-    _word: ClassVar[str] = "Mirrored"
+    _word = "Mirrored"

@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date, time, timedelta
 from enum import Enum
 from pathlib import PurePath
@@ -21,7 +20,6 @@ from distnb.values.distributed import DistributedValues, PerReplica
 
 __all__ = [
     "LEAF",
-    "Spec",
     "flatten",
     "has_distributed",
     "is_immutable",
@@ -29,7 +27,6 @@ __all__ = [
     "paths",
     "regroup",
     "replace_distributed",
-    "same_value",
     "select",
     "structure_of",
     "unflatten",
@@ -38,15 +35,13 @@ __all__ = [
 
 _Kind = Literal["leaf", "value", "dict", "list", "tuple", "named", "data"]
 
+
 _kinds: dict[type, _Kind] = {}
 
 
 def _kind_of(cls: type) -> _Kind:
-    """How instances of a class are taken apart; remembered per class, because `select` asks for every leaf."""
-    kind = _kinds.get(cls)
-    if kind is None:
-        kind = _kinds[cls] = _classify(cls)
-    return kind
+    """How instances of a class are taken apart; remembered, because `select` asks for every leaf."""
+    return _kinds.get(cls) or _kinds.setdefault(cls, _classify(cls))
 
 
 def _classify(cls: type) -> _Kind:
@@ -60,231 +55,113 @@ def _classify(cls: type) -> _Kind:
         if cls.__module__ == "torch" and cls.__name__ == "Size":
             return "leaf"
         return "named" if hasattr(cls, "_fields") else "tuple"
-    if dataclasses.is_dataclass(cls):
-        return "data"
-    return "leaf"
+    return "data" if dataclasses.is_dataclass(cls) else "leaf"
 
 
 def _children(kind: _Kind, tree: Any) -> list[tuple[Any, Any]]:
-    """(key, child) pairs; the key is what a path shows."""
+    """(key, child) pairs, in an order that does not depend on how a dict was filled; the key is what a path shows."""
     if kind == "dict":
-        return list(tree.items())
+        try:
+            return sorted(tree.items(), key=lambda pair: pair[0])
+        except TypeError:
+            return sorted(tree.items(), key=lambda pair: (type(pair[0]).__name__, repr(pair[0])))
     if kind == "data":
-        return [
-            (field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree) if hasattr(tree, field.name)
-        ]
+        names = (field.name for field in dataclasses.fields(tree))
+        return [(name, getattr(tree, name)) for name in names if hasattr(tree, name)]
     return list(zip(tree._fields, tree, strict=True)) if kind == "named" else list(enumerate(tree))
 
 
 def _rebuild(kind: _Kind, model: Any, children: Sequence[Any]) -> Any:
     """A container like `model`, with other children in the order of `_children`."""
     cls = type(model)
-    if kind == "list":
-        return list(children) if cls is list else cls(children)
-    if kind == "tuple":
-        return tuple(children) if cls is tuple else cls(children)
+    if kind in ("list", "tuple"):
+        return cls(children)
     if kind == "named":
         return cls._make(children)
+    keys = [key for key, _ in _children(kind, model)]
     if kind == "dict":
-        if cls is dict:
-            return dict(zip(model, children, strict=True))
-        copied = model.copy()  # keeps a defaultdict's factory, a user class's attributes
-        for key, child in zip(list(model), children, strict=True):
+        copied = model.copy()  # keeps the order, a defaultdict's factory, a user class's attributes
+        for key, child in zip(keys, children, strict=True):
             copied[key] = child
         return copied
     copied = object.__new__(cls)
-    for name, value in getattr(model, "__dict__", {}).items():
-        object.__setattr__(copied, name, value)
-    for (name, _), child in zip(_children("data", model), children, strict=True):
-        object.__setattr__(copied, name, child)  # frozen ones too
+    for name, value in [*getattr(model, "__dict__", {}).items(), *zip(keys, children, strict=True)]:
+        object.__setattr__(copied, name, value)  # frozen ones too
     return copied
 
 
-# -- structure as a value of its own -----------------------------------------------------------------------------------
+LEAF = "*"
 
 
-@dataclass(frozen=True)
-class Spec:
-    """The structure of a tree without its leaves. Equal specs are equal structures; it can be pickled and hashed.
+def structure_of(tree: Any) -> str:
+    """The structure of a tree without its leaves, as text: equal texts are equal structures.
 
-    Attributes:
-        kind: What sort of container, or "leaf".
-        name: The container's class name (containers of different classes differ).
-        keys: Keys or field names, in canonical order.
-        children: Their structures, in the same order.
+    A distributed value is a leaf. Containers of different classes differ.
     """
-
-    kind: str
-    name: str = ""
-    keys: tuple[Any, ...] = ()
-    children: tuple[Spec, ...] = ()
-
-    def __str__(self) -> str:
-        if self.kind == "leaf":
-            return "*"
-        if self.kind == "dict":
-            pairs = zip(self.keys, self.children, strict=True)
-            inner = "{" + ", ".join(f"{key!r}: {child}" for key, child in pairs) + "}"
-            return inner if self.name == "dict" else f"{self.name}({inner})"
-        if self.kind in ("named", "data"):
-            pairs = zip(self.keys, self.children, strict=True)
-            return f"{self.name}({', '.join(f'{key}={child}' for key, child in pairs)})"
-        inner = ", ".join(map(str, self.children))
-        if self.kind == "list":
-            return f"[{inner}]"
-        return f"({inner},)" if len(self.children) == 1 else f"({inner})"
-
-
-LEAF = Spec("leaf")
-
-
-def _ordered(kind: _Kind, tree: Any) -> list[tuple[Any, Any]]:
-    """`_children` in an order that does not depend on how a dict was filled."""
-    children = _children(kind, tree)
-    if kind == "dict":
-        try:
-            children.sort(key=lambda pair: pair[0])
-        except TypeError:
-            children.sort(key=lambda pair: (type(pair[0]).__name__, repr(pair[0])))
-    return children
-
-
-def structure_of(tree: Any) -> Spec:
-    """The structure of a tree. A distributed value is a leaf of it."""
-    kind = _kind_of(type(tree))
+    kind, name = _kind_of(type(tree)), type(tree).__name__
     if kind in ("leaf", "value"):
         return LEAF
-    pairs = _ordered(kind, tree)
-    return Spec(
-        kind, type(tree).__name__, tuple(key for key, _ in pairs), tuple(structure_of(child) for _, child in pairs)
-    )
+    pairs = [(key, structure_of(child)) for key, child in _children(kind, tree)]
+    if kind in ("named", "data"):
+        return f"{name}({', '.join(f'{key}={child}' for key, child in pairs)})"
+    if kind == "dict":
+        inner = "{" + ", ".join(f"{key!r}: {child}" for key, child in pairs) + "}"
+    else:
+        inner = ", ".join(child for _, child in pairs)
+        inner = f"[{inner}]" if kind == "list" else f"({inner}{',' if len(pairs) == 1 else ''})"
+    return inner if name == kind else f"{name}({inner})"
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """What `unflatten` needs: the structure, and the containers as they were."""
-
-    spec: Spec
-    model: Any
-
-
-def flatten(tree: Any) -> tuple[list[Any], _Shape]:
+def flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves of a tree in canonical order, and what `unflatten` needs to put others in their place."""
     leaves: list[Any] = []
     _collect(tree, leaves)
-    return leaves, _Shape(structure_of(tree), tree)
+    return leaves, tree
 
 
 def _collect(tree: Any, leaves: list[Any]) -> None:
     kind = _kind_of(type(tree))
     if kind in ("leaf", "value"):
         leaves.append(tree)
-        return
-    for _, child in _ordered(kind, tree):
-        _collect(child, leaves)
+    else:
+        for _, child in _children(kind, tree):
+            _collect(child, leaves)
 
 
-def unflatten(shape: _Shape, leaves: Iterable[Any]) -> Any:
+def unflatten(shape: Any, leaves: Iterable[Any]) -> Any:
     """A tree of the structure that `flatten` found, with these leaves."""
-    return _fill(shape.model, iter(leaves))
+    return _filled(shape, iter(leaves))
 
 
-def _fill(model: Any, leaves: Any) -> Any:
+def _filled(model: Any, leaves: Iterator[Any]) -> Any:
     kind = _kind_of(type(model))
     if kind in ("leaf", "value"):
         return next(leaves)
-    if kind != "dict":
-        return _rebuild(kind, model, [_fill(child, leaves) for _, child in _children(kind, model)])
-    filled = {key: _fill(child, leaves) for key, child in _ordered(kind, model)}
-    return _rebuild(kind, model, [filled[key] for key in model])
+    return _rebuild(kind, model, [_filled(child, leaves) for _, child in _children(kind, model)])
 
 
 def paths(tree: Any) -> list[str]:
     """Where each leaf of `flatten` is, as one would write it after a name: `['loss'][0]`."""
-    found: list[str] = []
-
-    def walk(node: Any, path: str) -> None:
-        kind = _kind_of(type(node))
-        if kind in ("leaf", "value"):
-            found.append(path)
-            return
-        for key, child in _ordered(kind, node):
-            walk(child, f"{path}.{key}" if kind in ("data", "named") else f"{path}[{key!r}]")
-
-    walk(tree, "")
-    return found
-
-
-def map_structure(function: Callable[..., Any], *trees: Any) -> Any:
-    """Call a function on the corresponding leaves of trees; the result has the first one's containers.
-
-    Raises:
-        StructureError: The trees differ in structure.
-    """
-    specs = [structure_of(tree) for tree in trees]
-    for other in specs[1:]:
-        if other != specs[0]:
-            raise StructureError(f"These structures do not match: {specs[0]} and {other}.")
-    leaves, shape = flatten(trees[0])
-    others = [flatten(tree)[0] for tree in trees[1:]]
-    return unflatten(shape, (function(*group) for group in zip(leaves, *others, strict=True)))
-
-
-def has_distributed(tree: Any) -> bool:
-    """Whether a distributed value is anywhere in the tree."""
     kind = _kind_of(type(tree))
-    if kind == "leaf":
-        return False
-    return kind == "value" or any(has_distributed(child) for _, child in _children(kind, tree))
+    if kind in ("leaf", "value"):
+        return [""]
+    fields = kind in ("data", "named")
+    pairs = _children(kind, tree)
+    return [(f".{key}" if fields else f"[{key!r}]") + path for key, child in pairs for path in paths(child)]
+
+
+def map_structure(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with what a function makes of each leaf."""
+    leaves, shape = flatten(tree)
+    return unflatten(shape, map(function, leaves))
 
 
 # -- distributed values in structures ----------------------------------------------------------------------------------
 
 
-def select(
-    tree: Any,
-    replica_id: int,
-    num_replicas: int | None = None,
-    seen: Callable[[DistributedValues, Any], None] | None = None,
-) -> Any:
-    """The tree as one replica sees it: every distributed value replaced by that replica's component.
-
-    Containers without distributed values are passed through as the objects they are.
-
-    Args:
-        tree: Any structure.
-        replica_id: The replica.
-        num_replicas: What every distributed value must have; None takes any.
-        seen: Called with each distributed value and the component taken from it.
-
-    Raises:
-        StructureError: A value has components for more or for fewer replicas.
-    """
-    kind = _kinds.get(type(tree)) or _kind_of(type(tree))
-    if kind == "leaf":
-        return tree
-    if kind == "value":
-        if num_replicas is not None and tree.num_replicas != num_replicas:
-            raise StructureError(
-                f"A {type(tree).__name__} with components for {tree.num_replicas} replica(s) was given to a strategy "
-                f"of {num_replicas}. Each replica takes the component of its own id; make the value with this "
-                "strategy (distribute_dataset, distribute_values_from_function, run)."
-            )
-        component = tree.component(replica_id)
-        if seen is not None:
-            seen(tree, component)
-        return component
-    if kind == "dict":
-        children = [select(child, replica_id, num_replicas, seen) for child in tree.values()]
-        changed = any(new is not old for new, old in zip(children, tree.values(), strict=True))
-    elif kind == "data":
-        pairs = _children(kind, tree)
-        children = [select(child, replica_id, num_replicas, seen) for _, child in pairs]
-        changed = any(new is not old for new, (_, old) in zip(children, pairs, strict=True))
-    else:
-        children = [select(child, replica_id, num_replicas, seen) for child in tree]
-        changed = any(new is not old for new, old in zip(children, tree, strict=True))
-    return _rebuild(kind, tree, children) if changed else tree
+def has_distributed(tree: Any) -> bool:
+    """Whether a distributed value is anywhere in the tree."""
+    return any(isinstance(leaf, DistributedValues) for leaf in flatten(tree)[0])
 
 
 def replace_distributed(tree: Any, function: Callable[[DistributedValues], Any]) -> Any:
@@ -299,6 +176,39 @@ def replace_distributed(tree: Any, function: Callable[[DistributedValues], Any])
     return _rebuild(kind, tree, after) if any(new is not old for new, old in zip(after, before, strict=True)) else tree
 
 
+def select(
+    tree: Any,
+    replica_id: int,
+    num_replicas: int | None = None,
+    seen: Callable[[DistributedValues, Any], None] | None = None,
+) -> Any:
+    """The tree as one replica sees it: every distributed value replaced by that replica's component.
+
+    Args:
+        tree: Any structure.
+        replica_id: The replica.
+        num_replicas: What every distributed value must have; None takes any.
+        seen: Called with each distributed value and the component taken from it.
+
+    Raises:
+        StructureError: A value has components for more or for fewer replicas.
+    """
+
+    def pick(value: DistributedValues) -> Any:
+        if num_replicas is not None and value.num_replicas != num_replicas:
+            raise StructureError(
+                f"A {type(value).__name__} with components for {value.num_replicas} replica(s) was given to a strategy "
+                f"of {num_replicas}. Each replica takes the component of its own id; make the value with this "
+                "strategy (distribute_dataset, distribute_values_from_function, run)."
+            )
+        component = value.component(replica_id)
+        if seen is not None:
+            seen(value, component)
+        return component
+
+    return replace_distributed(tree, pick)
+
+
 def is_immutable(value: Any) -> bool:
     """Whether a leaf is a plain immutable Python value: a number, text, an enum member, a dtype, None, …"""
     if value is None or isinstance(value, (bool, int, float, str, bytes, complex, Enum, range)):
@@ -307,13 +217,6 @@ def is_immutable(value: Any) -> bool:
         return True
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, (torch.dtype, torch.device, torch.Size))
-
-
-def same_value(first: Any, second: Any) -> bool:
-    """Whether two immutable leaves are the same value of the same type; NaN is the same as NaN."""
-    if type(first) is not type(second):
-        return False
-    return bool(first == second) or (first != first and second != second)
 
 
 def regroup(trees: Sequence[Any]) -> Any:
@@ -328,23 +231,24 @@ def regroup(trees: Sequence[Any]) -> Any:
     first = trees[0]
     if len(trees) == 1:
         return first
-    spec = structure_of(first)
-    for replica, tree in enumerate(trees):
-        if (other := structure_of(tree)) != spec:
-            raise unlike_structures({0: spec, replica: other})
-    flat = [flatten(tree)[0] for tree in trees]
-    return unflatten(flatten(first)[1], (regroup_leaf(group) for group in zip(*flat, strict=True)))
+    specs = [structure_of(tree) for tree in trees]
+    for replica, spec in enumerate(specs):
+        if spec != specs[0]:
+            raise unlike_structures({0: specs[0], replica: spec})
+    leaves = zip(*(flatten(tree)[0] for tree in trees), strict=True)
+    return unflatten(first, (group[0] if _all_same(group) else PerReplica(group) for group in leaves))
 
 
-def regroup_leaf(components: Sequence[Any]) -> Any:
-    """One leaf of the replicas' components of it."""
-    first = components[0]
-    if is_immutable(first) and all(same_value(first, other) for other in components[1:]):
-        return first
-    return PerReplica(components)
+def _all_same(leaves: Sequence[Any]) -> bool:
+    """Whether they are the same immutable value of the same type; NaN is the same as NaN."""
+    first = leaves[0]
+    return is_immutable(first) and all(
+        type(other) is type(first) and (bool(first == other) or (first != first and other != other))
+        for other in leaves[1:]
+    )
 
 
-def unlike_structures(specs: Mapping[int, object]) -> StructureError:
+def unlike_structures(specs: dict[int, str]) -> StructureError:
     """The error for results whose structures differ by replica."""
     shown = "\n".join(f"  replica {replica}: {spec}" for replica, spec in specs.items())
     return StructureError(

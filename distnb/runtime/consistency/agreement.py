@@ -20,7 +20,7 @@ from distnb.errors import CollectiveError, CollectiveMismatchError
 from distnb.objects.plain import SCALARS
 from distnb.runtime import loader_batches
 from distnb.values.distributed import DistributedValues, PerReplica
-from distnb.values.structure import Spec, flatten, is_immutable, unflatten, unlike_structures
+from distnb.values.structure import LEAF, flatten, is_immutable, structure_of, unflatten, unlike_structures
 from distnb.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -67,14 +67,15 @@ class Agreement:
             return None
         leaves, shape = flatten(result)
         kinds = tuple([_kind(leaf) for leaf in leaves])
+        structure = structure_of(result)
         plain, unlike = [kind != "tensor" for kind in kinds], [None] * len(kinds)
-        if self._is_left_to_caller or ((shape.spec, kinds) in seen and "plain" not in kinds):
+        if self._is_left_to_caller or ((structure, kinds) in seen and "plain" not in kinds):
             return _wrap(group, shape, leaves, plain, unlike)
         batch = 0 if self._told_of_batch else loader_batches.digest_of_batch(args)
         values = [digest_of_text(_describe(kind, leaf)) for kind, leaf in zip(kinds, leaves, strict=True)]
         try:
             group.note("strategy.run's result", ())
-            told = group.all_gather_object((_described(shape.spec), kinds, values, list(map(_held, leaves)), batch))
+            told = group.all_gather_object((structure, kinds, values, list(map(_held, leaves)), batch))
         except CollectiveMismatchError as error:
             error.add_note(
                 f"strategy.run compared what {getattr(fn, '__name__', 'the function')} returned, since this replica's "
@@ -93,8 +94,8 @@ class Agreement:
             self._told_of_batch = True
             loader_batches.tell(group.size)
         if set(all_kinds) == {kinds}:
-            seen.add((shape.spec, kinds))
-            if shape.spec.kind == "leaf":
+            seen.add((structure, kinds))
+            if structure == LEAF:
                 seen.add(kinds[0])
         columns = zip(plain, zip(*all_values, strict=True), strict=True)
         equal = [is_plain and len(set(column)) == 1 for is_plain, column in columns]
@@ -136,15 +137,10 @@ def _describe(kind: str, leaf: Any) -> str:
     return f"{type(leaf).__module__}.{type(leaf).__qualname__} {leaf!r}" if kind == "plain" else kind
 
 
-def _described(spec: Spec) -> tuple[int, str]:
-    """A structure, to be compared and to be shown. Its keys may be of classes that every replica has for itself."""
-    return digest_of_text(repr(spec)), str(spec)
-
-
-def _require_same_structure(described: Sequence[tuple[int, str]]) -> None:
-    for replica, other in enumerate(described):
-        if other != described[0]:
-            raise unlike_structures({0: described[0][1], replica: other[1]})
+def _require_same_structure(structures: Sequence[str]) -> None:
+    for replica, other in enumerate(structures):
+        if other != structures[0]:
+            raise unlike_structures({0: structures[0], replica: other})
 
 
 def _held(leaf: Any) -> str:
@@ -166,6 +162,6 @@ def distributed(group: Group, tree: Any) -> Any:
         StructureError: The replicas made different structures.
     """
     leaves, shape = flatten(tree)
-    told = group.all_gather_object((_described(shape.spec), list(map(_held, leaves))))
+    told = group.all_gather_object((structure_of(tree), list(map(_held, leaves))))
     _require_same_structure([structure for structure, _ in told])
     return _wrap(group, shape, leaves, [False] * len(leaves), _unlike_kinds([each for _, each in told]))
