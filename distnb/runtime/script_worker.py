@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 
 from distnb.cluster.devices import available_gpus
@@ -37,14 +36,9 @@ def resolver_of(spec: StrategySpec) -> ClusterResolver:
 
 
 def enter(spec: StrategySpec, launched: bool) -> str | None:
-    """Join the other workers, once per process.
+    """Join the other workers, once per process; `launched` by torchrun, `distnb run` or the like, or alone.
 
-    Args:
-        spec: The strategy's.
-        launched: Whether torchrun, `distnb run` or the like started this process as one of several.
-
-    Returns:
-        None if this process is one replica of several from now on; else the device on which it trains alone.
+    Returns None if this process is one replica of several from now on; else the device on which it trains alone.
 
     Raises:
         OptionError: The cluster makes no sense, differs between the workers, or contradicts the launcher.
@@ -53,39 +47,24 @@ def enter(spec: StrategySpec, launched: bool) -> str | None:
     """
     placement = placement_of(resolver_of(spec))
     if placement is None and not launched:
-        return _alone(spec)
+        device = "cuda:0" if available_gpus() else "cpu:0"
+        check_communication(spec, (device,), nccl=device != "cpu:0")
+        return device
     from distnb.runtime import spmd
 
     options = spec.option("communication_options", CommunicationOptions())
     sockets_only = options.implementation is CommunicationImplementation.RING
     if placement is None:
         spmd.join_from_env(sockets_only=sockets_only)
-        return None
-    _join(placement, launched, sockets_only)
+    else:
+        _join(placement, launched, sockets_only)
     return None
-
-
-def _alone(spec: StrategySpec) -> str:
-    gpus = available_gpus()
-    device = "cuda:0" if gpus else "cpu:0"
-    check_communication(spec, (device,), nccl=bool(gpus))
-    _tell_of_idle_gpus(gpus)
-    return device
-
-
-def _tell_of_idle_gpus(gpus: int) -> None:
-    if gpus > 1:
-        warnings.warn(
-            f"This process is one replica, on one of {gpus} GPUs. `distnb run script.py` starts one replica for each.",
-            UserWarning,
-            stacklevel=2,
-        )
 
 
 def _join(placement: WorkerPlacement, launched: bool, sockets_only: bool) -> None:
     global _joined, _store
     from distnb.runtime import spmd
-    from distnb.runtime.cluster_meeting import ClusterMeeting, connect
+    from distnb.runtime.cluster_meeting import connect, meet_workers
 
     if launched:
         _check_launched(placement)
@@ -100,9 +79,8 @@ def _join(placement: WorkerPlacement, launched: bool, sockets_only: bool) -> Non
         os.environ.update(
             rank_environment(0, 1, Seat(host, port, worker=placement.index, workers=len(placement.workers)))
         )
-        _tell_of_idle_gpus(available_gpus())
     store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), placement)
-    ClusterMeeting(store, placement, int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))).hold()
+    meet_workers(store, placement, int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     spmd.join_from_env(sockets_only=sockets_only, timeout_s=_FORMING_S)
     _joined = placement
 
@@ -136,44 +114,31 @@ def check_still(spec: StrategySpec) -> None:
 def check_notebook(spec: StrategySpec, machines: Sequence[str]) -> None:
     """Raise OptionError in a notebook whose engines are the replicas, while a cluster of other machines is described.
 
-    Args:
-        spec: The strategy's.
-        machines: Those of the engines, as they were named at the start; empty for the notebook's own.
+    `machines` are the engines', as they were named at the start; empty for the notebook's own.
     """
     resolver = resolver_of(spec)
     cluster = resolver.cluster_spec()
-    if len(workers_of(cluster)) < 2 or are_workers(machines, resolver):
-        return
-    if resolver.task_type == "evaluator":
+    if len(workers_of(cluster)) < 2 or are_workers(machines, resolver) or resolver.task_type == "evaluator":
         return
     own = f"it is {resolver.task_type} {resolver.task_id} of" if resolver.task_type is not None else "there is"
     where = f"on {', '.join(machines)}" if machines else "on this machine"
+    source = "the cluster_resolver" if spec.option("cluster_resolver") is not None else "TF_CONFIG"
     raise OptionError(
-        f"This notebook's strategies run on its engines, {where}, and {_source(spec)} says that {own} the cluster "
+        f"This notebook's strategies run on its engines, {where}, and {source} says that {own} the cluster "
         f"{cluster.as_dict()}. Start the engines there (distnb.start(cluster_resolver=…)), run the program as a script "
         "on each machine, or take TF_CONFIG (the resolver) away."
     )
 
 
-def _source(spec: StrategySpec) -> str:
-    return "the cluster_resolver" if spec.option("cluster_resolver") is not None else "TF_CONFIG"
-
-
 def check_communication(spec: StrategySpec, devices: tuple[str, ...], nccl: bool) -> None:
-    """Raise OptionError if the replicas cannot communicate as the strategy was told to.
-
-    Args:
-        spec: The strategy's.
-        devices: The replicas'.
-        nccl: Whether they have NCCL.
-    """
-    options = spec.option("communication_options", CommunicationOptions())
-    if options.implementation is CommunicationImplementation.NCCL and not nccl:
+    """Raise OptionError if replicas on these devices cannot communicate as the strategy was told to."""
+    implementation = spec.option("communication_options", CommunicationOptions()).implementation
+    if implementation is CommunicationImplementation.NCCL and not nccl:
         raise OptionError(
             f"implementation='NCCL' needs a GPU of its own for each replica, and they are on {', '.join(devices)}. Use "
             "'AUTO' or 'RING'."
         )
-    if options.implementation is CommunicationImplementation.RING and nccl:
+    if implementation is CommunicationImplementation.RING and nccl:
         raise OptionError(
             f"implementation='RING' cannot be honoured: the replicas ({', '.join(devices)}) are connected by NCCL. "
             "Make this strategy first in the program, or use 'AUTO'."

@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import socket
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -199,16 +197,14 @@ class Meetings:
         self._threads: list[threading.Thread] = []
 
     def come(self, name: str, cluster: Any, index: int, replicas: int = 1, local: int = 0) -> None:
-        from distnb.runtime.cluster_meeting import ClusterMeeting
+        from distnb.runtime.cluster_meeting import meet_workers
 
         found = place(cluster, "worker", index)
         assert found is not None
-        meeting = ClusterMeeting(self.store, found, index * replicas + local, replicas)
-        meeting._me = f"{meeting._me.rpartition(' ')[0]} {os.getpid() if name != 'dead' else 2**22 + 1}"
 
         def go() -> None:
             try:
-                meeting.hold()
+                meet_workers(self.store, found, index * replicas + local, replicas)
                 self.ended[name] = None
             except Exception as error:
                 self.ended[name] = error
@@ -253,23 +249,18 @@ def test_different_numbers_of_replicas_are_told_to_all():
 
 
 def test_a_second_process_of_a_task_is_refused_and_a_restarted_one_is_not():
-    from distnb.runtime.cluster_meeting import ClusterMeeting
+    from distnb.runtime.cluster_meeting import meet_workers
 
     meetings = Meetings()
     found = place(TWO, "worker", 1)
     assert found is not None
-    # It came, and was killed.
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    first = ClusterMeeting(meetings.store, found, 1, 1)
-    meetings.store.set("cluster/here/1", first._me.rpartition(" ")[0] + f" {gone.pid}")
+    meetings.store.set("cluster/here/1", "")  # it came, and was killed
     meetings.come("chief", TWO, 0)
     meetings.come("restarted", TWO, 1)
     assert meetings.all() == {"chief": None, "restarted": None}
-    second = ClusterMeeting(meetings.store, found, 1, 1)
-    second._me += "0"
-    with pytest.raises(errors.CollectiveError, match=rf"Another process is worker 1 .*pid {os.getpid()}"):
-        second.hold()
+    meetings.store.set("cluster/formed/1", "77 on elsewhere/0")
+    with pytest.raises(errors.CollectiveError, match=r"Another process is worker 1 .*pid 77 on elsewhere"):
+        meet_workers(meetings.store, found, 1, 1)
 
 
 def test_a_chief_that_goes_away_is_told():
