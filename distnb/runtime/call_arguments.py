@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from distnb.errors import DistributedValueError, OptionError
 from distnb.options import AutoShardPolicy, InputOptions, InputReplicationMode, RunOptions
@@ -17,49 +16,13 @@ __all__ = [
     "check_fits",
     "check_input_function",
     "check_input_options",
-    "explained",
-    "leading_size",
 ]
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def explained(cure: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make a method whose arguments do not fit say what it got, and the cure.
-
-    Args:
-        cure: A sentence.
-    """
-
-    def decorate(method: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(method)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            __tracebackhide__ = True
-            try:
-                return method(*args, **kwargs)
-            except TypeError as error:
-                if not _of_the_call(error):
-                    raise
-                raise DistributedValueError(f"{error}; it got ({_listed(args[1:], kwargs)}). {cure}") from None
-
-        return call
-
-    return decorate
 
 
 def check_fits(error: TypeError, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise an error with the cure if a function that `run` called does not take these arguments.
-
-    Args:
-        error: What the call raised.
-        fn, args, kwargs: The call.
-
-    Raises:
-        DistributedValueError: (a TypeError) It does not.
-    """
-    if not _of_the_call(error):
-        return
+    """Raise a DistributedValueError with the cure if it is that `run`'s function does not take these arguments."""
+    if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+        return  # something that was called raised it, and not the call itself
     try:
         inspect.signature(fn).bind(*args, **kwargs)
     except ValueError:
@@ -70,11 +33,6 @@ def check_fits(error: TypeError, fn: Any, args: Sequence[Any], kwargs: Mapping[s
             f"strategy.run called {name}({_listed(args, kwargs)}): {error}. args holds what {name} is called with, one "
             f"by one, so a batch that is a tuple is one of them: strategy.run({name}, args=(batch,))."
         ) from None
-
-
-def _of_the_call(error: TypeError) -> bool:
-    """Whether the call itself raised it, in our frame, and nothing that was called."""
-    return error.__traceback__ is not None and error.__traceback__.tb_next is None
 
 
 def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -89,12 +47,7 @@ def _kind(value: Any) -> str:
 
 
 def check_call(fn: Any, args: Any, kwargs: Any, options: Any) -> None:
-    """Check the arguments of `run`.
-
-    Raises:
-        DistributedValueError: (a TypeError) `fn` cannot be called, `args` is no tuple or list, `kwargs` no dict.
-        OptionError: `options` is no RunOptions.
-    """
+    """Check the arguments of `run`."""
     if not callable(fn):
         raise DistributedValueError(
             f"strategy.run needs a function and got {fn!r}. Write strategy.run(fn, args=(x,)), without calling fn."
@@ -110,12 +63,7 @@ def check_call(fn: Any, args: Any, kwargs: Any, options: Any) -> None:
 
 
 def check_input_function(fn: Any, options: Any) -> None:
-    """Check the arguments of `distribute_datasets_from_function`.
-
-    Raises:
-        DistributedValueError: (a TypeError) `fn` cannot be called.
-        OptionError: `options` is no InputOptions, or has one that is for datasets which distnb cuts.
-    """
+    """Check the arguments of `distribute_datasets_from_function`."""
     if not callable(fn):
         raise DistributedValueError(
             f"distribute_datasets_from_function needs a function of an InputContext and got a {type(fn).__name__}. For "
@@ -142,11 +90,7 @@ def _check_options(options: Any, method: str) -> None:
 
 
 def check_input_options(options: Any, batch_size: Any) -> None:
-    """Check the arguments of `distribute_dataset`.
-
-    Raises:
-        OptionError: They are of the wrong kind, or for datasets that a function makes.
-    """
+    """Check the arguments of `distribute_dataset`."""
     _check_options(options, "distribute_dataset")
     if options is not None and options.replication_mode is InputReplicationMode.PER_REPLICA:
         raise OptionError(
@@ -155,14 +99,6 @@ def check_input_options(options: Any, batch_size: Any) -> None:
         )
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
         raise OptionError(f"batch_size={batch_size!r}: give the size of the global batch, a whole number from 1.")
-
-
-def leading_size(component: Any) -> int | None:
-    """Examples in a leaf of a batch: the size of its first axis, or its length; None for a scalar."""
-    shape = getattr(component, "shape", None)
-    if shape is not None:
-        return int(shape[0]) if len(shape) else None
-    return len(component) if isinstance(component, Sequence) and not isinstance(component, (str, bytes)) else None
 
 
 class BatchNote:
@@ -189,4 +125,8 @@ class BatchNote:
             self._mixed = True
             return
         self.batch_size = total
-        self.slice_size = leading_size(component)
+        shape = getattr(component, "shape", None)
+        if shape is not None:
+            self.slice_size = int(shape[0]) if len(shape) else None
+        elif isinstance(component, Sequence) and not isinstance(component, (str, bytes)):
+            self.slice_size = len(component)

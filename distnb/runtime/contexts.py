@@ -24,8 +24,6 @@ __all__ = [
     "mixing",
     "renew_standing",
     "require_cross_replica",
-    "require_not_in_run",
-    "require_not_mixed",
 ]
 
 
@@ -49,9 +47,6 @@ _CURES = {
     "distribute_values_from_function": "make the value before strategy.run, and give it to run in args",
     "assert_in_sync": "call it after strategy.run, in cross-replica context",
 }
-
-
-_NOT_IN_DEFAULT_RUN = ("run", "reduce", "gather", "scope")
 
 
 def entries() -> list[tuple[Any, ReplicaContext | None]]:
@@ -99,54 +94,23 @@ def in_replica() -> bool:
 
 
 def require_cross_replica(strategy: Any, method: str) -> None:
-    """Refuse a call that replicas cannot make, or that mixes strategies.
-
-    Raises:
-        ContextError: It names the call to use instead.
-    """
+    """Raise a ContextError for a call that replicas cannot make, or that mixes strategies."""
     stack = _here.stack
-    if not stack:
-        if _here.in_default_run:
-            require_not_in_run(strategy, method)
-        return
-    owner, replica = stack[-1]
-    if replica is not None:
-        raise _in_replica(method)
+    owner, replica = stack[-1] if stack else (strategy, None)
+    if replica is not None or (
+        _here.in_default_run and strategy.spec.kind == "default" and method in ("run", "reduce", "gather", "scope")
+    ):
+        raise ContextError(
+            f"strategy.{method} was called in a replica context, inside a function that strategy.run called. "
+            f"There, {_CURES.get(method, 'leave the function first')}."
+        )
     if owner is not strategy:
         raise mixing(owner, strategy)
-
-
-def _in_replica(method: str) -> ContextError:
-    return ContextError(
-        f"strategy.{method} was called in a replica context, inside a function that strategy.run called. "
-        f"There, {_CURES.get(method, 'leave the function first')}."
-    )
 
 
 def in_default_run(inside: bool) -> None:
     """Say whether this thread is in a function that the default strategy's `run` called."""
     _here.in_default_run = inside
-
-
-def require_not_in_run(strategy: Any, method: str) -> None:
-    """Refuse what the default strategy cannot do in the function that its own `run` called.
-
-    Raises:
-        ContextError: It names the call to use instead.
-    """
-    if _here.in_default_run and method in _NOT_IN_DEFAULT_RUN and strategy.spec.kind == "default":
-        raise _in_replica(method)
-
-
-def require_not_mixed(strategy: Any) -> None:
-    """Refuse to enter a strategy's scope within another one's.
-
-    Raises:
-        ContextError: Another strategy is in force.
-    """
-    stack = _here.stack
-    if stack and stack[-1][0] is not strategy:
-        raise mixing(stack[-1][0], strategy)
 
 
 def mixing(outer: Any, inner: Any) -> ContextError:

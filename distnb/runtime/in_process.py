@@ -21,31 +21,24 @@ __all__ = ["InProcess", "local_components"]
 
 
 class InProcess:
-    """One replica, here.
-
-    Args:
-        strategy: Whose.
-        device: Where it computes; None leaves everything as it is (the default strategy, whose `run` is its own).
-    """
+    """One replica, here. Without a device everything stays as it is (the default strategy, whose `run` is its own)."""
 
     def __init__(self, strategy: Owner, device: str | None = None) -> None:
         self._strategy = strategy
         self._device: Device | None = None if device is None else parse_device(device)
 
     def num_replicas(self) -> int:
-        """One."""
         return 1
 
     def worker_devices(self) -> tuple[str, ...]:
-        """The one device."""
         return (str(self._device or Device("cpu")),)
 
     def scope(self) -> AbstractContextManager[Any]:
         """New tensors and modules land on the device; nothing else happens."""
-        return nullcontext(self._strategy) if self._device is None else self._placed(self._device)
+        return nullcontext(self._strategy) if self._device is None else self._scope(self._device)
 
     @contextmanager
-    def _placed(self, device: Device) -> Iterator[Owner]:
+    def _scope(self, device: Device) -> Iterator[Owner]:
         checked(device)
         with contexts.enter_cross_replica(self._strategy), placed_on(device):
             yield self._strategy
@@ -57,7 +50,6 @@ class InProcess:
         kwargs: Mapping[str, Any],
         options: RunOptions | None,
     ) -> Any:
-        """Call the function."""
         __tracebackhide__ = True  # see Strategy.run
         device, note = self._device, BatchNote()
         assert device is not None
@@ -94,17 +86,14 @@ class InProcess:
         return value
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """The value itself."""
         if source != 0:
             raise OptionError(f"broadcast from replica {source}: there is one replica, replica 0.")
         return select(value, 0, 1)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The value itself, in a tuple."""
         return local_components(value)
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
-        """What the function returns."""
         return fn(ValueContext(0, 1))
 
     def distribute_dataset(self, dataset: Any, batch_size: int | None, options: InputOptions | None) -> Any:

@@ -43,8 +43,7 @@ from distnb.runtime.this_process import this_process
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.values.distributed import DistributedValues
 from distnb.values.structure import flatten, map_structure, select, unflatten
-from distnb.variables.sync_on_read import SyncOnReadVariable
-from distnb.variables.variable import Variable, component_of
+from distnb.variables.variable import SyncOnReadVariable, Variable, component_of
 
 if TYPE_CHECKING:
     from distnb.runtime.spmd import SpmdProcess
@@ -67,7 +66,6 @@ class Spmd:
     def __init__(self, process: SpmdProcess, strategy: Owner) -> None:
         self._process = process
         self._strategy = strategy
-        self._reduction = strategy.spec.option("gradient_reduction", "sum")
         options = strategy.spec.option("communication_options", CommunicationOptions())
         self._ops = strategy.spec.option("cross_device_ops")
         self._packs = Packs.larger_than(options.bytes_per_pack)
@@ -77,7 +75,7 @@ class Spmd:
         self.preferences = (options.timeout_seconds, options.implementation is not CommunicationImplementation.RING)
         self._sync = GradientSync(
             self._aggregation,
-            self._reduction,
+            strategy.spec.option("gradient_reduction", "sum"),
             check_mean_loss=strategy.spec.option("check_mean_loss", True),
             in_replica=contexts.in_replica,
             after_pass=lambda reached: self._registration.average_statistics(reached),
@@ -110,11 +108,9 @@ class Spmd:
         return {} if self._shared is not None else self._sync.changed_by_hand()
 
     def num_replicas(self) -> int:
-        """As many as the team has."""
         return self._process.team.size
 
     def worker_devices(self) -> tuple[str, ...]:
-        """The device of each replica, in order."""
         return tuple(map(str, self._process.team.devices))
 
     # Where variables are made -----------------------------------------------------------------------------------
@@ -170,10 +166,12 @@ class Spmd:
         __tracebackhide__ = True  # see Strategy.run
         process = self._process
         if process.team.size == 1:
-            return self._run_alone(fn, args, kwargs)
+            return self._run(fn, args, kwargs)
         regions = process.group.regions
         regions.enter()
         try:
+            if self._generation != process.group.generation:
+                self._resynchronise("strategy.run")
             result = self._run(fn, args, kwargs)
         except BaseException as error:
             regions.leave("strategy.run", error)
@@ -183,58 +181,33 @@ class Spmd:
             self._resynchronise("strategy.run")  # an error was caught before, and the replicas met again in this call
         return result
 
-    def _run_alone(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """One replica has nobody to agree with: little more than a call."""
-        __tracebackhide__ = True  # see Strategy.run
-        note = BatchNote()
-        own_args = [select(arg, 0, 1, note) for arg in args]
-        own_kwargs = {name: select(arg, 0, 1, note) for name, arg in kwargs.items()} if kwargs else {}
-        replica = ReplicaContext(
-            self._strategy, 0, 1, self._of_group or self._aggregation(), note.batch_size, note.slice_size
-        )
-        with step_count.calling:
-            result = self._call(replica, fn, own_args, own_kwargs)
-        step_count.examples += note.slice_size or 0
-        return result
-
     def _run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         __tracebackhide__ = True  # see Strategy.run
-        process = self._process
-        if self._generation != process.group.generation:
-            self._resynchronise("strategy.run")
+        process, note, stack = self._process, BatchNote(), contexts.entries()
         rank, size = process.rank, process.team.size
-        note = BatchNote()
         own_args = [select(arg, rank, size, note) for arg in args]
         own_kwargs = {name: select(arg, rank, size, note) for name, arg in kwargs.items()} if kwargs else {}
         aggregation = self._aggregation()
         replica = ReplicaContext(self._strategy, rank, size, aggregation, note.batch_size, note.slice_size)
-        self._unmanaged.before_run(fn, own_args, own_kwargs)
-        self._sync.weight(note.slice_size, note.batch_size)
+        if size > 1:
+            self._unmanaged.before_run(fn, own_args, own_kwargs)
+            self._sync.weight(note.slice_size, note.batch_size)
         with step_count.calling:
-            result = self._call(replica, fn, own_args, own_kwargs)
-        if note.slice_size:
-            step_count.examples += note.slice_size
-        return process.agreement.regroup(process.group, fn, result, (args, kwargs))
-
-    def _call(self, replica: ReplicaContext, fn: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        __tracebackhide__ = True  # see Strategy.run
-        stack = contexts.entries()
-        several = replica.num_replicas_in_sync > 1
-        stack.append((self._strategy, replica))
-        if several:
-            streams.enter(replica.replica_id_in_sync_group)
-        try:
-            if self._process.device.type == "cpu":
-                return fn(*args, **kwargs)
-            with placed_on(self._process.device):
-                return fn(*args, **kwargs)
-        except TypeError as error:
-            check_fits(error, fn, args, kwargs)
-            raise
-        finally:
-            if several:
-                streams.leave()
-            stack.pop()
+            stack.append((self._strategy, replica))
+            if size > 1:
+                streams.enter(rank)
+            try:
+                with placed_on(process.device):
+                    result = fn(*own_args, **own_kwargs)
+            except TypeError as error:
+                check_fits(error, fn, own_args, own_kwargs)
+                raise
+            finally:
+                if size > 1:
+                    streams.leave()
+                stack.pop()
+        step_count.examples += note.slice_size or 0
+        return result if size == 1 else process.agreement.regroup(process.group, fn, result, (args, kwargs))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes within gather gradients on this replica only."""
@@ -243,7 +216,6 @@ class Spmd:
     # Bringing values together -----------------------------------------------------------------------------------
 
     def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
-        """Combine the replicas' components."""
         process = self._process
         if process.size == 1:
             return map_structure(lambda leaf: reduce_alone(op, leaf, axis), select(value, 0, 1))
@@ -277,7 +249,6 @@ class Spmd:
         return component_of(leaf) if isinstance(leaf, Variable) else leaf
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenate the replicas' components."""
         process = self._process
 
         def one(leaf: Any) -> torch.Tensor:
@@ -296,7 +267,6 @@ class Spmd:
         return map_structure(one, value)
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """Replica `source`'s component, on all."""
         process = self._process
         if not 0 <= source < process.size:
             raise OptionError(f"broadcast from replica {source}: the replicas are 0 to {process.size - 1}.")
@@ -310,7 +280,6 @@ class Spmd:
         return local_components(value)
 
     def assert_in_sync(self, value: Any) -> None:
-        """Compare the replicas' bits."""
         if self._process.size > 1:
             assert_in_sync(self._process.group, select(value, self._process.rank, self._process.size))
 

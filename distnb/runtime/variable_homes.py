@@ -9,7 +9,6 @@ from distnb.errors import ContextError
 from distnb.options import ReduceOp
 from distnb.runtime import contexts
 from distnb.runtime.base import DEFAULT, is_in_process
-from distnb.runtime.contexts import mixing
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import map_structure
 from distnb.variables.homes import Home, homes
@@ -24,25 +23,15 @@ if TYPE_CHECKING:
 __all__ = ["ReplicaHome"]
 
 
-class _Alone:
-    """One copy, in this process: under the default and one-device strategies, and of a copy fetched from replicas.
+class _Alone(Home):
+    """One copy, in this process: under the default and one-device strategies, and of a copy fetched from replicas."""
 
-    Args:
-        strategy: Which one it is.
-        is_copy: It was made on replicas, and this process is none.
-    """
-
-    alone = True
-    once = False
-    num_replicas = 1
-
-    def __init__(self, strategy: Any, *, is_copy: bool) -> None:
+    def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self._is_copy = is_copy
+        self._is_copy = not is_in_process(strategy.spec)  # it was made on replicas, and this process is none
 
     @property
     def device(self) -> torch.device | None:
-        """That of a one-device strategy."""
         if not self._strategy.spec.devices or self._is_copy:
             return None
         from distnb.accelerators import torch_device
@@ -51,7 +40,6 @@ class _Alone:
         return torch_device(parse_device(self._strategy.spec.devices[0]))
 
     def in_replica(self, *, writing: bool) -> bool:
-        """Whether a function that `run` called is under way."""
         innermost = contexts.innermost()
         if innermost is None:
             return False
@@ -59,7 +47,7 @@ class _Alone:
         if self._is_copy or strategy is self._strategy:
             return replica is not None
         if self._strategy.spec.kind != DEFAULT:
-            raise mixing(strategy, self._strategy)
+            raise contexts.mixing(strategy, self._strategy)
         if writing and replica is not None and replica.num_replicas_in_sync > 1:
             raise ContextError(
                 f"A variable that was made outside strategy.scope() was assigned to in strategy.run of {strategy!r}: "
@@ -67,28 +55,11 @@ class _Alone:
             )
         return replica is not None
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor."""
-        return tensor
 
-    def first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor."""
-        return tensor
+class ReplicaHome(Home):
+    """The variables of one strategy, as this replica holds them: `registration` keeps them in sync.
 
-    def every(self, value: Any) -> Sequence[Any]:
-        """The value alone."""
-        return [value]
-
-    def register(self, variable: Variable) -> None:
-        """Nothing: there is nobody to be in sync with."""
-
-
-class ReplicaHome:
-    """The variables of one strategy, as this replica holds them.
-
-    Args:
-        registration: What keeps them in sync.
-        aggregation: Gives the way in which the strategy adds up, on the group of the present generation.
+    `aggregation` gives the way in which the strategy adds up, on the group of the present generation.
     """
 
     alone = False
@@ -96,35 +67,27 @@ class ReplicaHome:
     def __init__(self, registration: Registration, aggregation: Callable[[], Aggregation]) -> None:
         self._registration = registration
         self._aggregation = aggregation
-
-    @property
-    def once(self) -> bool:
-        """Whether the replicas' variables are the same memory."""
-        return self._registration.shared is not None
+        self.once = registration.shared is not None
 
     @property
     def num_replicas(self) -> int:
-        """As many as the team has."""
         return self._registration.group.size
 
     @property
     def device(self) -> torch.device | None:
-        """This replica's."""
         from distnb.accelerators import torch_device
 
         return torch_device(self._registration.group.device)
 
     def in_replica(self, *, writing: bool) -> bool:
-        """Whether a function that `run` called is under way; outside every scope is cross-replica context."""
         innermost = contexts.innermost()
-        if innermost is None:
+        if innermost is None:  # outside every scope is cross-replica context
             return False
         if innermost[0] is not self._registration.strategy:
-            raise mixing(innermost[0], self._registration.strategy)
+            raise contexts.mixing(innermost[0], self._registration.strategy)
         return innermost[1] is not None
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Over the replicas."""
         from distnb.collectives.algorithms.sums import combine
 
         if self.num_replicas == 1:
@@ -132,35 +95,23 @@ class ReplicaHome:
         return combine(self._aggregation(), ReduceOp.SUM, [tensor])[0]
 
     def first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Replica 0's."""
         from distnb.runtime.reduction.gathering import broadcast_like
 
         group = self._registration.group
         return broadcast_like(group, tensor, 0) if group.size > 1 else tensor
 
     def every(self, value: Any) -> Sequence[Any]:
-        """Each replica's, on the host where they travel: rows, whose number differs."""
-        from distnb.accelerators import torch_device
-
         group = self._registration.group
-        if group.size == 1:
-            return [value]
-        device = torch_device(group.device)
-        every = group.all_gather_object(map_structure(lambda one: one.detach().cpu(), value))
-        return [map_structure(lambda one: one.to(device), one) for one in every]
+        every = group.all_gather_object(map_structure(lambda one: one.detach().cpu(), value))  # rows: sizes differ
+        return [map_structure(lambda one: one.to(self.device), one) for one in every]
 
     def register(self, variable: Variable) -> None:
-        """Replica 0's value for all; a mirrored one is kept in sync from then on."""
         self._registration.take_variable(variable)
 
 
 def _home_of(strategy: Any) -> Home:
-    if is_in_process(strategy.spec):
-        return _Alone(strategy, is_copy=False)
     process = this_process.replica
-    if process is None:
-        return _Alone(strategy, is_copy=True)
-    return process.home_of(strategy)
+    return _Alone(strategy) if process is None or is_in_process(strategy.spec) else process.home_of(strategy)
 
 
 homes.of = _home_of

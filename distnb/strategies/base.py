@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 from distnb.errors import OptionError, UnknownNameError
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
 from distnb.runtime import choice, contexts, variable_homes  # noqa: F401  (finds homes from its import on)
-from distnb.runtime.base import DEFAULT, Runtime
-from distnb.runtime.call_arguments import check_call, check_input_function, check_input_options, explained
+from distnb.runtime.base import Runtime
+from distnb.runtime.call_arguments import check_call, check_input_function, check_input_options
 from distnb.runtime.this_process import this_process
 from distnb.strategies.aliases import METHODS
 from distnb.values.structure import flatten
-from distnb.variables.homes import homes
 
 if TYPE_CHECKING:
     from distnb.cluster.resolvers import ClusterResolver
@@ -85,8 +84,6 @@ class Strategy:
             strategy = object.__new__(cls)
             strategy.spec = spec
             _made[spec] = strategy
-            if sum(each.kind != DEFAULT for each in _made) > 1:
-                homes.several()
         return cast("Self", strategy)
 
     def __reduce__(self) -> tuple[Callable[[StrategySpec], Strategy], tuple[StrategySpec]]:
@@ -214,10 +211,6 @@ class Strategy:
         contexts.renew_standing()
         return self.runtime.run(fn, args, kwargs if kwargs is not None else {}, options)
 
-    @explained(
-        "Write strategy.reduce('sum', value, axis=None), or 'mean': axis=None combines the replicas' components "
-        "element by element, axis=0 also the examples that each of them holds."
-    )
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
         """Combine what the replicas hold into one value.
 
@@ -241,7 +234,6 @@ class Strategy:
         contexts.require_cross_replica(self, "reduce")
         return self.runtime.reduce(op, value, tuple(axis) if isinstance(axis, list) else axis)
 
-    @explained("Write strategy.gather(value, axis=0): the axis along which the components are put together.")
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate what the replicas hold, in replica order.
 

@@ -23,13 +23,8 @@ class DefaultStrategy(Strategy):
         return cls._of(StrategySpec(cls.kind))
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Changes nothing.
-
-        Raises:
-            ContextError: In another strategy's scope.
-        """
-        contexts.require_not_in_run(self, "scope")
-        contexts.require_not_mixed(self)
+        """Changes nothing. A ContextError in a function that `run` called, or in another strategy's scope."""
+        contexts.require_cross_replica(self, "scope")
         return nullcontext(self)
 
     def run(self, fn: Any, args: Sequence[Any] = (), kwargs: Any = None, options: Any = None) -> Any:

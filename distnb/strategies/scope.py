@@ -40,7 +40,7 @@ def is_mirrored(value: Any) -> bool:
 
 
 def _is_on_read(value: Any) -> bool:
-    variables = sys.modules.get("distnb.variables.sync_on_read")
+    variables = sys.modules.get("distnb.variables.variable")
     if this_process.replica is None or variables is None:
         return False
     return isinstance(value, variables.SyncOnReadVariable)

@@ -22,20 +22,9 @@ _AVERAGED = {"scatter_add", "scatter_sub"}
 def rows_and_updates(
     variable: torch.Tensor, label: str, method: str, indices: Any, updates: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row numbers `[rows]`, and a value for each of them `[rows, ...]`.
+    """Row numbers `[rows]`, and a value for each of them `[rows, ...]`, of what `Variable.scatter_add` was given.
 
-    Args:
-        variable: Its own component.
-        label: How errors call it.
-        method: The user's call, for errors.
-        indices: Row numbers, of any shape; or, with `updates=None`, both in one: an object with `indices` and `values`,
-            a sparse (COO) tensor, or a pair.
-        updates: Of the shape of the indices and the variable's other axes, or what can be broadcast to it.
-
-    Raises:
-        DistributedValueError: A PerReplica, or a dtype that does not fit.
-        OptionError: A row that the variable does not have, or a variable without rows.
-        StructureError: A shape that does not fit.
+    `label` is how errors call the variable, and `method` the user's call.
     """
     if updates is None:
         indices, updates = _taken_apart(indices, label, method)
@@ -76,11 +65,7 @@ def _taken_apart(slices: Any, label: str, method: str) -> Sequence[Any]:
 def of_all_replicas(
     home: Home, settings: Settings, method: str, rows: torch.Tensor, updates: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the replicas change together, of what each of them gives. All of them call this.
-
-    Raises:
-        OptionError: The variable's aggregation does not say what that is.
-    """
+    """What the replicas change together, of what each of them gives. All of them call this."""
     how = settings.aggregation
     if how is VariableAggregation.ONLY_FIRST_REPLICA:
         first, changes = home.every((rows, updates))[0]

@@ -11,7 +11,7 @@ from distnb.errors import DistributedValueError, OptionError, StructureError
 from distnb.options import VariableAggregation, VariableSynchronization
 from distnb.values.distributed import DistributedValues, Mirrored
 
-__all__ = ["Settings", "initial_tensor", "parse_settings", "shown_dtype", "value_for"]
+__all__ = ["Settings", "initial_tensor", "parse_settings", "value_for"]
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,7 @@ class Settings:
 
 
 def parse_settings(trainable: Any, name: Any, dtype: torch.dtype, synchronization: Any, aggregation: Any) -> Settings:
-    """Check the options of a variable of some dtype.
-
-    Raises:
-        OptionError: An unknown name, or options that do not go together.
-    """
+    """The options of a variable of some dtype. Raises OptionError where they do not go together."""
     how, when = VariableAggregation.parse(aggregation), VariableSynchronization.parse(synchronization)
     if when is VariableSynchronization.NONE:
         raise OptionError(
@@ -63,10 +59,10 @@ def parse_settings(trainable: Any, name: Any, dtype: torch.dtype, synchronizatio
             "step. Leave the synchronization out, or say trainable=False."
         )
     if trainable and not floating:
-        raise OptionError(f"trainable=True for {shown_dtype(dtype)}: only floating-point numbers have gradients.")
+        raise OptionError(f"trainable=True for {dtype}: only floating-point numbers have gradients.")
     if how is VariableAggregation.MEAN and not floating:
         raise OptionError(
-            f"aggregation='MEAN' for {shown_dtype(dtype)}: a mean is no whole number. Say dtype=torch.float32, or "
+            f"aggregation='MEAN' for {dtype}: a mean is no whole number. Say dtype=torch.float32, or "
             "another aggregation."
         )
     if how is VariableAggregation.SUM and dtype is torch.bool:
@@ -76,45 +72,25 @@ def parse_settings(trainable: Any, name: Any, dtype: torch.dtype, synchronizatio
     return Settings(bool(trainable), name, when, how)
 
 
-def shown_dtype(dtype: torch.dtype) -> str:
-    """A dtype's name, without the module."""
-    return str(dtype).removeprefix("torch.")
-
-
 def initial_tensor(value: Any, dtype: Any, device: torch.device | None) -> torch.Tensor:
-    """A new tensor with the initial value of a variable.
-
-    Args:
-        value: A number, a list, an array, a tensor, or a function of no arguments that returns one of them.
-        dtype: What it becomes; None leaves it.
-        device: Where it lands; None leaves it.
-    """
+    """A new tensor with the initial value of a variable: what it, or its function, gives, of a dtype, on a device."""
     if callable(value) and not isinstance(value, (torch.Tensor, DistributedValues)):
         value = value()
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise OptionError(f"dtype={dtype!r}: give a torch.dtype, such as torch.float32.")
-    tensor = _as_tensor(value, "The initial value of a variable")
-    tensor = tensor.detach().to(device=device, dtype=dtype)
+    tensor = _as_tensor(value, "The initial value of a variable").detach().to(device=device, dtype=dtype)
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def value_for(variable: torch.Tensor, label: str, method: str, value: Any) -> torch.Tensor:
     """A value as it can be assigned to a variable: of its shape, dtype and device.
 
-    Args:
-        variable: Its own component.
-        label: How errors call it.
-        method: The user's call, for errors.
-        value: A number, a list, an array or a tensor, whose shape is the variable's or can be broadcast to it.
-
-    Raises:
-        DistributedValueError: A PerReplica, or a dtype that does not fit.
-        StructureError: A shape that does not fit.
+    `label` is how errors call the variable, and `method` the user's call.
     """
     tensor = _as_tensor(value, f"{method} of {label}").detach()
     if not torch.can_cast(tensor.dtype, variable.dtype):
         raise DistributedValueError(
-            f"{method} of {label} got {shown_dtype(tensor.dtype)}, and the variable is {shown_dtype(variable.dtype)}: "
+            f"{method} of {label} got {tensor.dtype}, and the variable is {variable.dtype}: "
             "something would be lost. Convert the value first, or make the variable with another dtype."
         )
     try:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 import torch
 
-from distnb.errors import ContextError, OptionError
+from distnb.errors import CollectiveMismatchError, ContextError, OptionError
 from distnb.options import VariableAggregation, VariableSynchronization
-from distnb.values.structure import flatten
+from distnb.values.structure import map_structure
 from distnb.variables import scattering
 from distnb.variables.homes import Home, homes
 from distnb.variables.settings import Settings, initial_tensor, parse_settings, value_for
+from distnb.variables.torch_functions import changes, is_fact
 
-__all__ = ["Variable", "component_of", "is_fact", "make", "settings_of"]
+__all__ = ["SyncOnReadVariable", "Variable", "component_of", "make", "settings_of"]
+
+
+def _scattering(method: str, told: str) -> Callable[..., Any]:
+    def scatter(self: Variable, indices: Any, updates: Any = None) -> Variable:
+        return self._scatter(method, indices, updates)
+
+    scatter.__name__, scatter.__doc__ = method, f"{told}; see `scatter_add`."
+    return scatter
 
 
 class Variable(torch.nn.Parameter):
@@ -154,28 +162,24 @@ class Variable(torch.nn.Parameter):
             DistributedValueError: A PerReplica in cross-replica context, or a dtype that does not fit.
             StructureError: A shape that does not fit.
         """
-        changed = self._write("assign", value)
-        return changed if read_value else None
+        self._write("assign", value)
+        return self if read_value else None
 
     def assign_add(self, value: Any, *, read_value: bool = True) -> Any:
         """Add a value to it; see `assign`."""
-        changed = self._write("assign_add", value)
-        return changed if read_value else None
+        self._write("assign_add", value)
+        return self if read_value else None
 
     def assign_sub(self, value: Any, *, read_value: bool = True) -> Any:
         """Subtract a value from it; see `assign`."""
-        changed = self._write("assign_sub", value)
-        return changed if read_value else None
+        self._write("assign_sub", value)
+        return self if read_value else None
 
     def __iadd__(self, value: Any) -> Self:  # type: ignore[misc]
         return self._write("assign_add", value)
 
     def __isub__(self, value: Any) -> Self:  # type: ignore[misc]
         return self._write("assign_sub", value)
-
-    def scatter_update(self, indices: Any, updates: Any = None) -> Self:
-        """Set some rows. Of a row that is named twice the last value stays; see `scatter_add`."""
-        return self._scatter("scatter_update", indices, updates)
 
     def scatter_add(self, *args: Any, **kwargs: Any) -> Any:
         """Add to some rows: `variable[indices[i]] += updates[i]` for each i.
@@ -201,25 +205,12 @@ class Variable(torch.nn.Parameter):
             return super().scatter_add(*args, **kwargs)
         return self._scatter("scatter_add", *args, **kwargs)
 
-    def scatter_sub(self, indices: Any, updates: Any = None) -> Self:
-        """Subtract from some rows; see `scatter_add`."""
-        return self._scatter("scatter_sub", indices, updates)
-
-    def scatter_min(self, indices: Any, updates: Any = None) -> Self:
-        """Leave in some rows the smaller value; see `scatter_add`."""
-        return self._scatter("scatter_min", indices, updates)
-
-    def scatter_max(self, indices: Any, updates: Any = None) -> Self:
-        """Leave in some rows the larger value; see `scatter_add`."""
-        return self._scatter("scatter_max", indices, updates)
-
-    def scatter_mul(self, indices: Any, updates: Any = None) -> Self:
-        """Multiply some rows; see `scatter_add`."""
-        return self._scatter("scatter_mul", indices, updates)
-
-    def scatter_div(self, indices: Any, updates: Any = None) -> Self:
-        """Divide some rows; see `scatter_add`."""
-        return self._scatter("scatter_div", indices, updates)
+    scatter_update = _scattering("scatter_update", "Set some rows. Of a row that is named twice the last value stays")
+    scatter_sub = _scattering("scatter_sub", "Subtract from some rows")
+    scatter_min = _scattering("scatter_min", "Leave in some rows the smaller value")
+    scatter_max = _scattering("scatter_max", "Leave in some rows the larger value")
+    scatter_mul = _scattering("scatter_mul", "Multiply some rows")
+    scatter_div = _scattering("scatter_div", "Divide some rows")
 
     def _scatter(self, method: str, indices: Any, updates: Any = None) -> Self:
         home, settings = homes.of(self._strategy), self._settings
@@ -247,10 +238,8 @@ class Variable(torch.nn.Parameter):
         with torch.no_grad():
             if method == "assign":
                 own.copy_(new)
-            elif method == "assign_add":
-                own.add_(new)
             else:
-                own.sub_(new)
+                own.add_(new, alpha=1 if method == "assign_add" else -1)
         return self
 
     def _from_replica(self, home: Home, value: torch.Tensor, method: str) -> torch.Tensor:
@@ -280,6 +269,34 @@ class Variable(torch.nn.Parameter):
             "components: strategy.local_results(variable)."
         )
 
+    # In torch's operations ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # A variable of another strategy is not to be read, and one that is synchronized on reading is aggregated.
+        name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
+        if not is_fact(function, name):
+            target = args[0] if args else kwargs.get("tensor")  # as torch.nn.init's functions call it
+            if changes(name) and _is_parted(target):
+                return target._change_whole(function, name, args, kwargs)
+            if changes(name) and isinstance(target, (list, tuple)):  # as torch._foreach_add_ is given them
+                for each in filter(_is_parted, target):
+                    raise each._refused(name)
+            if _is_parted(out := kwargs.get("out")):
+                raise out._refused(f"{name} with out=variable")
+            args, kwargs = map_structure(
+                lambda leaf: leaf._operand(name) if isinstance(leaf, Variable) else leaf, (tuple(args), kwargs)
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    def _operand(self, name: str) -> torch.Tensor:
+        """What a torch function that is not for facts takes in its place."""
+        homes.of(self._strategy).in_replica(writing=False)
+        return self
+
     # Being an object ------------------------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -306,50 +323,80 @@ class Variable(torch.nn.Parameter):
         return make, (component_of(self), self._settings, self._strategy, self.number)
 
 
-_GETTERS = ("real", "imag", "T", "H", "mT", "mH")
-_SETTERS = ("grad", "requires_grad")
-_FACTS = frozenset(
-    {
-        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "__len__"),
-        *("data_ptr", "untyped_storage", "storage", "get_device", "is_pinned", "is_shared", "_is_view", "__hash__"),
-        *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_inference", "is_conj", "is_neg"),
-        *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "has_names"),
-        *("is_same_size", "_has_compatible_shallow_copy_type", "__dir__"),
-    }
-)
+class SyncOnReadVariable(Variable):
+    """A variable made with synchronization=ON_READ; see `Variable`."""
+
+    def _seen(self, method: str) -> torch.Tensor:
+        home = homes.of(self._strategy)
+        own = component_of(self)
+        if home.in_replica(writing=False) or home.alone:
+            return own
+        try:
+            return self._aggregate(home, own, method)
+        except CollectiveMismatchError as error:
+            error.add_note(
+                f"{method} of {self._settings.label} outside strategy.run brings the replicas' components together, so "
+                "all replicas read it. To use the value on one of them, read it before `if distnb.is_chief():`."
+            )
+            raise
+
+    def _from_replica(self, home: Home, value: torch.Tensor, method: str) -> torch.Tensor:
+        return value
+
+    def _from_outside(self, home: Home, value: torch.Tensor, method: str) -> torch.Tensor:
+        if self.aggregation is not VariableAggregation.SUM or home.num_replicas == 1:
+            return value
+        if method != "assign":
+            raise ContextError(
+                f"{method} of {self._settings.label} in cross-replica context: it is the sum of the replicas' "
+                "components, and each of them would change. Call it in the function that strategy.run calls, or "
+                "assign the new sum."
+            )
+        return _share(value, home.num_replicas, self._settings.label)
+
+    def _operand(self, name: str) -> torch.Tensor:
+        # What changes it in a replica is given the variable itself, and returns it.
+        return self if changes(name) else self._seen(name)
+
+    def _change_whole(self, function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A change in cross-replica context: the few that say what the whole variable becomes."""
+        if name in ("copy_", "fill_", "zero_"):
+            return self.assign(0 if name == "zero_" else args[1])
+        if name not in ("__set__", "__delete__"):
+            raise self._refused(name)
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(getattr(function, "__self__", None), "__name__", "") != "data":
+                return function(*args, **kwargs)
+            # As `module.to(...)` does: the whole value, converted or moved.
+            self.data = self._from_outside(homes.of(self._strategy), args[1], "assign")
+            return None
+
+    def _refused(self, what: str) -> ContextError:
+        return ContextError(
+            f"{what} of {self._settings.label} in cross-replica context would change each replica's component. Use "
+            "assign, which sets the whole variable, or call it in the function that strategy.run calls."
+        )
 
 
-def is_fact(function: Any, name: str) -> bool:
-    """Whether a function of torch has to do with shapes, dtypes, flags or gradients, and not with the value.
-
-    Gradients are put aside during every backward pass, whichever strategy's.
-    """
-    if name == "__get__":
-        owner = getattr(function, "__self__", None)
-        return not (isinstance(owner, types.GetSetDescriptorType) and owner.__name__ in _GETTERS)
-    if name in ("__set__", "__delete__"):
-        return getattr(getattr(function, "__self__", None), "__name__", "") in _SETTERS
-    return name in _FACTS
+def _is_parted(value: Any) -> TypeGuard[SyncOnReadVariable]:
+    """Whether this is a variable whose components are other replicas', too, in the calling context."""
+    if not isinstance(value, SyncOnReadVariable):
+        return False
+    home = homes.of(value.distribute_strategy)
+    return not (home.in_replica(writing=True) or home.alone)
 
 
-def _refusing_others(
-    cls: type[Variable], function: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> Any:
-    """`Variable.__torch_function__` once there are several strategies: another one's variable is not to be read."""
-    kwargs = dict(kwargs or {})
-    if not is_fact(function, getattr(function, "__name__", "")):
-        for leaf in flatten((tuple(args), kwargs))[0]:
-            if isinstance(leaf, Variable):
-                homes.of(leaf._strategy).in_replica(writing=False)  # raises where another strategy is in force
-    with torch._C.DisableTorchFunctionSubclass():
-        return function(*args, **kwargs)
-
-
-def _look_at_reads() -> None:
-    Variable.__torch_function__ = classmethod(_refusing_others)  # type: ignore[assignment]
-
-
-homes.once_several(_look_at_reads)
+def _share(value: torch.Tensor, num_replicas: int, label: str) -> torch.Tensor:
+    """What each replica takes of a sum."""
+    if value.is_floating_point() or value.is_complex():
+        return value / num_replicas
+    if bool((value % num_replicas).any()):
+        raise OptionError(
+            f"assign of {label} in cross-replica context: {value.tolist()} is to be the sum of {num_replicas} whole "
+            "numbers that are equal, and cannot. Make the variable of floating-point numbers, or assign a multiple of "
+            "strategy.num_replicas_in_sync."
+        )
+    return value // num_replicas
 
 
 def component_of(variable: Variable) -> torch.Tensor:
@@ -365,11 +412,7 @@ def settings_of(variable: Variable) -> Settings:
 
 def make(component: torch.Tensor, settings: Settings, strategy: Any, number: int = 0) -> Variable:
     """A variable of a strategy that holds this tensor; nobody else is told."""
-    cls: type[Variable] = Variable
-    if settings.on_read:
-        from distnb.variables.sync_on_read import SyncOnReadVariable
-
-        cls = SyncOnReadVariable
+    cls = SyncOnReadVariable if settings.on_read else Variable
     variable: Variable = torch.Tensor._make_subclass(cls, component, settings.trainable)
     variable._settings = settings
     variable._strategy = strategy

@@ -10,7 +10,7 @@ from distnb.collectives.digests import digest
 from distnb.errors import OutOfSyncError
 from distnb.runtime.scopes.registration import is_scope_buffer
 from distnb.values.structure import flatten, paths
-from distnb.variables.sync_on_read import SyncOnReadVariable
+from distnb.variables.variable import SyncOnReadVariable
 
 if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group

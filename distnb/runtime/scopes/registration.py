@@ -20,8 +20,7 @@ from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts
 from distnb.runtime.consistency.equal_values import make_equal
 from distnb.runtime.scopes import metric_binding, running_statistics
-from distnb.variables.sync_on_read import SyncOnReadVariable
-from distnb.variables.variable import Variable, component_of, settings_of
+from distnb.variables.variable import SyncOnReadVariable, Variable, component_of, settings_of
 
 if TYPE_CHECKING:
     from distnb.collectives.gradients.gradient_sync import GradientSync
