@@ -72,6 +72,7 @@ class Agent:
         self._shell = shell
         self._engine = engine
         self._device = device
+        self._process: spmd.SpmdProcess  # from the first program on
         self._guard = Guard()
         self._failure: BaseException | None = None  # keeps the frames of a failed program until its reply is out
         place = str(torch_device(device))
@@ -245,7 +246,7 @@ class Agent:
         return Reply(program, "error", report, value=value)
 
     def _join(self, team: Team, replica: int) -> None:
-        spmd.enter(team, replica, self._device, groups.join(team, replica, self._device))
+        self._process = spmd.enter(team, replica, self._device, groups.join(team, replica, self._device))
 
     def _run_cell(self, message: RunCell, replica: int) -> Reply:
         program, mark = message.program, None
@@ -276,7 +277,7 @@ class Agent:
         failed = interrupt or failed
         try:
             if failed is None:
-                return Reply(program, "ok", value=results, renew=renew, changed=spmd.changed_by_hand())
+                return Reply(program, "ok", value=results, renew=renew, changed=self._process.changed_by_hand())
             return self._failed(program, failed, results)
         finally:
             failed = interrupt = None  # its traceback holds this frame: a cycle would keep all that the cell held
@@ -299,7 +300,7 @@ class Agent:
         def body() -> Any:
             args, kwargs = self._namespace.open_call(message.snapshot, replica)
             strategy = strategies.resolve(message.strategy)
-            with spmd.results_left_to_caller():
+            with self._process.agreement.left_to_caller():
                 if message.method:
                     result = getattr(strategy, message.method)(*args, **kwargs)
                 else:

@@ -97,9 +97,8 @@ def require_cross_replica(strategy: Any, method: str) -> None:
     """Raise a ContextError for a call that replicas cannot make, or that mixes strategies."""
     stack = _here.stack
     owner, replica = stack[-1] if stack else (strategy, None)
-    if replica is not None or (
-        _here.in_default_run and strategy.spec.kind == "default" and method in ("run", "reduce", "gather", "scope")
-    ):
+    in_default_run = not stack and _here.in_default_run and strategy.spec.kind == "default"
+    if replica is not None or (in_default_run and method in ("run", "reduce", "gather", "scope")):
         raise ContextError(
             f"strategy.{method} was called in a replica context, inside a function that strategy.run called. "
             f"There, {_CURES.get(method, 'leave the function first')}."

@@ -32,85 +32,69 @@ __all__ = ["Streams", "share", "streams"]
 
 
 class Streams:
-    """torch's default generators, of the CPU and of this replica's device, switched together.
-
-    There is one instance, `streams`.
-
-    Attributes:
-        generators: The CPU's first.
-    """
+    """torch's default generators, of the CPU and of this replica's device, switched together."""
 
     def __init__(self) -> None:
-        self._devices: dict[Device, Any] = {}
         self.generators: list[Any] = [torch.default_generator]
+        self._devices: set[Device] = set()
         self._replica_id = -1
-        self._shared: list[torch.Tensor] = []
         self._shared_bytes = b""
-        self._own: list[torch.Tensor] = []
-        self._inside = self._lent = False
+        self._other: list[torch.Tensor] = []  # the states of the stream that is not in use
+        self._is_own = False
+        self._runs = 0  # under way: run within merge_call within run
 
     def use_device(self, device: Device) -> None:
         """Switch this device's generator too, if it has one."""
-        if device in self._devices:
-            return
-        found = generator(device)
-        if found is not None:
-            self._devices[device] = found
+        if device not in self._devices and (found := generator(device)) is not None:
+            self._devices.add(device)
             self.generators.append(found)
 
     def enter(self, replica_id: int) -> None:
         """From the shared stream to the replica's own."""
-        if self._inside:  # run within merge_call within run
-            self._swap(to_shared=False)
+        self._runs += 1
+        if self._runs > 1:
+            self._swap()
             return
         shared = self.read()
         found = _bytes(shared)
         if found == self._shared_bytes and replica_id == self._replica_id:
-            self.write(self._own)
+            self.write(self._other)
         else:
             self._replica_id = replica_id
             for each in self.generators:
                 each.manual_seed(_fold(found, replica_id))
             if _mark_is_safe():
                 shared[0] = _with_mark(shared[0])
-            self._shared, self._shared_bytes = shared, _bytes(shared)
-        self._inside = True
+            self._shared_bytes = _bytes(shared)
+        self._other, self._is_own = shared, True
 
     def leave(self) -> None:
         """Back to the shared stream."""
-        if self._lent:
-            self._swap(to_shared=True)
-            return
-        self._own = self.read()
-        self.write(self._shared)
-        self._inside = False
+        self._runs -= 1
+        self._swap()
 
     def reset(self) -> None:
         """Be outside replicas: what runs now may follow on a program that was ended in their midst."""
-        if self._inside and not self._lent:
-            self.leave()
-        self._inside = self._lent = False
+        if self._is_own:
+            self._swap()
+        self._runs = 0
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Draw from the shared stream, also in the midst of a `run`."""
-        if not self._inside or self._lent:
+        if not self._is_own:
             yield
             return
-        self._swap(to_shared=True)
+        self._swap()
         try:
             yield
         finally:
-            self._swap(to_shared=False)
+            self._swap()
 
-    def _swap(self, *, to_shared: bool) -> None:
-        if to_shared:
-            self._own = self.read()
-            self.write(self._shared)
-        else:
-            self._shared = self.read()
-            self.write(self._own)
-        self._lent = to_shared
+    def _swap(self) -> None:
+        here = self.read()
+        self.write(self._other)
+        self._other, self._is_own = here, not self._is_own
 
     def read(self) -> list[torch.Tensor]:
         """The generators' states."""

@@ -24,16 +24,10 @@ class ReplicaContext:
         strategy: Whose replica this is.
         replica_id_in_sync_group: From 0 to `num_replicas_in_sync - 1`.
         num_replicas_in_sync: How many there are.
+        global_batch_size: Examples in the distributed batch that `run` was given; None when there was none, or several
+            of different sizes.
+        slice_size: Examples in this replica's slice of it.
     """
-
-    __slots__ = (
-        "_aggregation",
-        "_batch_size",
-        "_slice_size",
-        "num_replicas_in_sync",
-        "replica_id_in_sync_group",
-        "strategy",
-    )
 
     def __init__(
         self,
@@ -48,8 +42,8 @@ class ReplicaContext:
         self.replica_id_in_sync_group = replica_id
         self.num_replicas_in_sync = num_replicas
         self._aggregation = aggregation
-        self._batch_size = batch_size
-        self._slice_size = slice_size
+        self.global_batch_size = batch_size
+        self.slice_size = slice_size
 
     def __repr__(self) -> str:
         own, total = self.replica_id_in_sync_group, self.num_replicas_in_sync
@@ -60,16 +54,6 @@ class ReplicaContext:
         """The device on which this replica computes, such as `("cpu:0",)`."""
         device = self.strategy.worker_devices[self.replica_id_in_sync_group]
         return (device,)
-
-    @property
-    def global_batch_size(self) -> int | None:
-        """Examples in the distributed batch that `run` was given; None when there was none, or several sizes."""
-        return self._batch_size
-
-    @property
-    def slice_size(self) -> int | None:
-        """Examples in this replica's slice of it."""
-        return self._slice_size
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
         """Combine a value of every replica; each gets the result. Gradients flow through.
@@ -88,8 +72,7 @@ class ReplicaContext:
             DistributedValueError: The value is boolean, or no number at all.
             ContextError: Called outside the function of `run` that this context belongs to.
         """
-        op = ReduceOp.parse(reduce_op)
-        aggregation = self._communicating(options)
+        op, aggregation = ReduceOp.parse(reduce_op), self._communicating(options)
         if aggregation is None:
             return value
         from distnb.runtime.reduction.reducing import all_reduce_tree
@@ -136,17 +119,15 @@ class ReplicaContext:
             raise ContextError(f"merge_call needs args as a tuple or list and got {args!r}. Write args=(value,).")
         own, total = self.replica_id_in_sync_group, self.num_replicas_in_sync
 
-        def wrap(leaf: Any) -> Any:
-            return leaf if total == 1 else PerReplica.own(own, leaf, total)
-
-        merged = [map_structure(wrap, arg) for arg in args]
-        named = {name: map_structure(wrap, arg) for name, arg in (kwargs or {}).items()}
         with contexts.enter_cross_replica(self.strategy):
             if total == 1:
-                return merge_fn(self.strategy, *merged, **named)
+                return merge_fn(self.strategy, *args, **(kwargs or {}))
             from distnb.runtime.randomness import streams
 
             assert self._aggregation is not None
+            merged, named = map_structure(
+                lambda leaf: PerReplica.own(own, leaf, total), (tuple(args), dict(kwargs or {}))
+            )
             self._aggregation.group.note("merge_call", ())  # all replicas come here, or it is an error
             with streams.shared():
                 result = merge_fn(self.strategy, *merged, **named)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from distnb.runtime.this_process import this_process
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.topology import Device, Team
 
-__all__ = ["SpmdProcess", "register_restored", "changed_by_hand", "enter", "join_from_env", "results_left_to_caller"]
+__all__ = ["SpmdProcess", "register_restored", "enter", "join_from_env"]
 
 
 class SpmdProcess:
@@ -81,7 +80,7 @@ class SpmdProcess:
         return strategy in self._runtimes
 
     def changed_by_hand(self) -> dict[str, int]:
-        """The mirrored parameters that may differ between replicas, with numbers to compare."""
+        """The mirrored parameters that may differ between replicas since the last look, with numbers to compare."""
         return {name: number for each in self._runtimes.values() for name, number in each.changed_by_hand().items()}
 
     def strategy_of(self, parameter: torch.Tensor) -> Owner | None:
@@ -94,14 +93,7 @@ _restored: dict[Any, list[Any]] = {}
 
 
 def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
-    """Become a replica of a team, or of another one, for the program that begins.
-
-    Args:
-        team: All replicas.
-        rank: This one's number.
-        device: This one's device, which becomes the process's current one.
-        group: The team's process group.
-    """
+    """Become a replica of a team, or of another one, for the program that begins."""
     process = this_process.replica
     if process is None:
         process = SpmdProcess(team, rank, device, group)
@@ -123,28 +115,8 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
 
 
 def register_restored(strategy: Owner, value: Any) -> None:
-    """Keep in sync, from the next program on, what was copied to this process from another replica.
-
-    Args:
-        strategy: The one in whose scope it was made.
-        value: A module, an optimizer or a parameter, with the values that the other replicas hold.
-    """
+    """Keep in sync, from the next program on, what was made in a strategy's scope and copied here from a replica."""
     _restored.setdefault(strategy, []).append(value)
-
-
-def changed_by_hand() -> dict[str, int]:
-    """The mirrored parameters that may differ between replicas since the last look, with numbers to compare."""
-    process = this_process.replica
-    return {} if process is None else process.changed_by_hand()
-
-
-def results_left_to_caller() -> AbstractContextManager[None]:
-    """A context in which `run` compares no results between the replicas: the notebook, which gets them all, does.
-
-    Plain Python values stay as this replica returned them, everything else becomes a PerReplica.
-    """
-    process = this_process.replica
-    return nullcontext() if process is None else process.agreement.left_to_caller()
 
 
 def _numbered(names: Sequence[str]) -> tuple[int, ...]:
@@ -154,11 +126,7 @@ def _numbered(names: Sequence[str]) -> tuple[int, ...]:
 
 
 def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None) -> SpmdProcess:
-    """Become the replica that torchrun's (or `distnb run`'s) environment says, once per process.
-
-    Args:
-        sockets_only, timeout_s: See `groups.join_from_env`.
-    """
+    """Become the replica that torchrun's (or `distnb run`'s) environment says, once per process."""
     process = this_process.replica
     if process is not None:
         return process
