@@ -6,7 +6,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,69 +76,63 @@ def evaluate_checkpoints(
     def is_last(path: Path) -> bool:
         return path.name == last if isinstance(last, str) else last is not None and last(path)
 
-    if any(is_last(path) for path, saved_ns in _checkpoints(folder, pattern) if (path.name, saved_ns) in done):
-        return lines
-    for path, saved_ns in _appearing(folder, pattern, target, done, timeout_s, poll_s):
-        ends, began = is_last(path), time.time()  # asked before, since the name may be written anew meanwhile
-        try:
-            results = evaluate(path)
-        except FileNotFoundError:
-            if path.exists():
-                raise
-            continue  # the chief deleted it before it was read
-        line = {"checkpoint": path.name, "saved": saved_ns / 1e9, "saved_ns": saved_ns, "evaluated": began}
-        line |= {"seconds": time.time() - began, "results": _numbers(results)}
-        _append(target, line)
-        lines.append(line)
-        if ends:
-            break
+    ended = any(is_last(path) for key, path in _checkpoints(folder, pattern, target).items() if key in done)
+    heard = time.monotonic()
+    while not ended:
+        found = _checkpoints(folder, pattern, target)
+        new = found.keys() - done
+        if not new:
+            if timeout_s is None or time.monotonic() - heard <= timeout_s:
+                time.sleep(poll_s)
+                continue
+            if found:
+                break
+            raise ClusterError(
+                f"No checkpoint appeared in {folder} within {timeout_s:g} s (names like {pattern!r}). Is that where "
+                "the chief saves?"
+            )
+        newest = max(new, key=lambda key: key[::-1])
+        done |= new  # those that it overtook are not evaluated later, when nothing newer has come
+        is_end = is_last(found[newest])  # asked before, since the name may be written anew meanwhile
+        line = _evaluated(evaluate, found[newest], newest)
+        if line is not None:
+            _append(target, line)
+            lines.append(line)
+            ended = is_end
+        heard = time.monotonic()
     return lines
 
 
-def _appearing(
-    folder: Path, pattern: str, log: Path, done: set[_Key], timeout_s: float | None, poll_s: float
-) -> Iterator[tuple[Path, int]]:
-    """The newest checkpoint, each time that there are new ones; until none has appeared for `timeout_s`.
-
-    Raises:
-        ClusterError: There is none at all.
-    """
-    heard = time.monotonic()
-    while True:
-        found = [each for each in _checkpoints(folder, pattern) if each[0] != log]
-        new = [(path, saved_ns) for path, saved_ns in found if (path.name, saved_ns) not in done]
-        if new:
-            yield max(new, key=lambda each: (each[1], each[0].name))
-            # Those that it overtook are not evaluated later, when nothing newer has come.
-            done.update((path.name, saved_ns) for path, saved_ns in new)
-            heard = time.monotonic()
-        elif timeout_s is None or time.monotonic() - heard <= timeout_s:
-            time.sleep(poll_s)
-        elif found:
-            return
-        else:
-            raise ClusterError(
-                f"No checkpoint appeared in {folder} within {timeout_s:g} s (names like {pattern!r}). Is that "
-                "where the chief saves?"
-            )
+def _evaluated(evaluate: Callable[[Path], Any], path: Path, key: _Key) -> dict[str, Any] | None:
+    """The log's line for a checkpoint; None if the chief deleted it before it was read."""
+    began = time.time()
+    try:
+        results = _numbers(evaluate(path))
+    except FileNotFoundError:
+        if path.exists():
+            raise
+        return None
+    line = {"checkpoint": key[0], "saved": key[1] / 1e9, "saved_ns": key[1], "evaluated": began}
+    return line | {"seconds": time.time() - began, "results": results}
 
 
 def _check(directory: Any, evaluate: Any, pattern: Any, last: Any, timeout_s: Any, poll_s: Any) -> None:
-    if not isinstance(directory, (str, os.PathLike)):
-        raise OptionError(f"directory={directory!r}: give the path of the directory where the chief saves.")
-    if Path(directory).is_file():
-        raise OptionError(f"directory={str(directory)!r} is a file: give the directory where the chief saves.")
-    if not callable(evaluate):
-        raise OptionError(f"evaluate={evaluate!r}: give a function that takes the path of a checkpoint.")
-    if last is not None and not isinstance(last, str) and not callable(last):
-        raise OptionError(f"last={last!r}: give the name of the last checkpoint, or a function of its path.")
-    if not isinstance(pattern, str):
-        raise OptionError(f"pattern={pattern!r}: give a pattern of names as in a shell, such as '*.pt'.")
-    for name, value in (("timeout_s", timeout_s), ("poll_s", poll_s)):
-        if value is None and name == "timeout_s":
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise OptionError(f"{name}={value!r}: give a positive number of seconds (timeout_s=None waits for ever).")
+    def is_time(value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+    def require(fits: bool, told: str) -> None:
+        if not fits:
+            raise OptionError(told)
+
+    seconds = "give a positive number of seconds (timeout_s=None waits for ever)."
+    is_folder = isinstance(directory, (str, os.PathLike)) and not Path(directory).is_file()
+    is_last = last is None or isinstance(last, str) or callable(last)
+    require(is_folder, f"directory={directory!r}: give the path of the directory where the chief saves.")
+    require(callable(evaluate), f"evaluate={evaluate!r}: give a function that takes the path of a checkpoint.")
+    require(is_last, f"last={last!r}: give the name of the last checkpoint, or a function of its path.")
+    require(isinstance(pattern, str), f"pattern={pattern!r}: give a pattern of names as in a shell, such as '*.pt'.")
+    require(timeout_s is None or is_time(timeout_s), f"timeout_s={timeout_s!r}: {seconds}")
+    require(is_time(poll_s), f"poll_s={poll_s!r}: {seconds}")
     process = this_process.replica
     if process is not None and process.size > 1:
         raise ContextError(
@@ -146,15 +141,13 @@ def _check(directory: Any, evaluate: Any, pattern: Any, last: Any, timeout_s: An
         )
 
 
-def _checkpoints(folder: Path, pattern: str) -> list[tuple[Path, int]]:
-    """What is in the folder now, without hidden and unfinished names, and when each was saved."""
-    found = []
+def _checkpoints(folder: Path, pattern: str, log: Path) -> dict[_Key, Path]:
+    """What is in the folder now, without hidden and unfinished names, by name and when it was saved."""
+    found = {}
     for path in folder.glob(pattern):
-        if not path.name.startswith(".") and not path.name.endswith(_UNFINISHED):
-            try:
-                found.append((path, path.stat().st_mtime_ns))
-            except FileNotFoundError:
-                continue  # deleted meanwhile
+        if not path.name.startswith(".") and not path.name.endswith(_UNFINISHED) and path != log:
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                found[path.name, path.stat().st_mtime_ns] = path
     return found
 
 
@@ -176,16 +169,14 @@ def _logged(target: Path) -> set[_Key]:
     """What earlier runs evaluated. A last line that was cut off counts for nothing."""
     known: set[_Key] = set()
     for line in target.read_text(encoding="utf-8").splitlines() if target.exists() else ():
-        try:
+        with suppress(ValueError, KeyError, TypeError):
             entry = json.loads(line)
             known.add((str(entry["checkpoint"]), int(entry["saved_ns"])))
-        except (ValueError, KeyError, TypeError):
-            continue
     return known
 
 
 def _append(target: Path, line: Mapping[str, Any]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    cut = target.exists() and not target.read_bytes().endswith(b"\n") and target.stat().st_size > 0
+    cut = target.exists() and target.read_bytes()[-1:] not in (b"", b"\n")  # the line of one that failed there
     with target.open("a", encoding="utf-8") as file:
-        file.write(("\n" if cut else "") + json.dumps(line) + "\n")  # a new line after one that a crash cut off
+        file.write(("\n" if cut else "") + json.dumps(line) + "\n")

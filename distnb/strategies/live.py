@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import Any, TextIO
 
 from distnb.errors import OptionError
@@ -61,8 +60,6 @@ def is_ready(point: Mapping[str, Any]) -> bool:
 class _OnDevice:
     """A number on its way from an accelerator to host memory. The copy is queued behind what computes it."""
 
-    __slots__ = ("_arrived", "_copy")
-
     def __init__(self, tensor: Any) -> None:
         import torch
 
@@ -90,15 +87,10 @@ def _scalar(name: str, value: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
-            raise _no_scalar(
-                name,
-                f"a tensor of shape {list(value.shape)}, {value.dtype}",
-                "Reduce it first, for example by .mean().",
-            )
+            told = f"a tensor of shape {list(value.shape)}, {value.dtype}"
+            raise _no_scalar(name, told, "Reduce it first, for example by .mean().")
         tensor = value.detach()
         return _OnDevice(tensor) if tensor.device.type == "cuda" else float(tensor)
-    if isinstance(value, Real):
-        return float(value)
     if isinstance(value, str | bytes):
         raise _no_scalar(name, repr(value)[:80], "Text can be printed; its lines are merged over the replicas.")
     try:
@@ -120,13 +112,12 @@ class TextProgress:
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream
-        self._clock = clock
-        self._began: float | None = None
-        self._drawn = 0.0
+        self._stream, self._clock = stream, clock
         self._axis = step_count.Axis()
-        self._step = self._first_step = 0
-        self._drawn_last = True
+        self._began: tuple[float, int] | None = None  # when, and the step
+        self._drawn = 0.0
+        self._step = 0
+        self._is_new = False  # what was not drawn yet
         self._point: Point = {}
         self._width = 0
 
@@ -134,47 +125,40 @@ class TextProgress:
         """Take a point; it is drawn if enough time has passed since the last."""
         now = self._clock()
         step, call = place
-        self._step, self._drawn_last = self._axis.put((max(step, 1), call), point), False
+        self._step = self._axis.put((max(step, 1), call), point)
+        self._point, self._is_new = {**self._point, **point}, True
         if self._began is None:
-            self._began = self._drawn = now
-            self._first_step = self._step
+            self._began, self._drawn = (now, self._step), now
             atexit.register(self.finish)
-        self._point = {**self._point, **point}
-        if now - self._drawn >= (0.1 if self._stream_now().isatty() else 10.0):
+        if now - self._drawn >= (0.1 if self._out.isatty() else 10.0):
             self._draw(now)
 
     def finish(self) -> None:
         """Draw the last values, and leave the line."""
-        if self._began is None:
-            return
-        if not self._drawn_last:
-            self._draw(self._clock())
-        if self._stream_now().isatty():
-            self._stream_now().write("\n")
-        self._began, self._axis, self._point, self._width = None, step_count.Axis(), {}, 0
         atexit.unregister(self.finish)
+        if self._is_new:
+            self._draw(self._clock())
+        if self._began is not None and self._out.isatty():
+            self._out.write("\n")
+        self._began, self._axis, self._point, self._width = None, step_count.Axis(), {}, 0
 
-    def _stream_now(self) -> TextIO:
+    @property
+    def _out(self) -> TextIO:
         return self._stream or sys.stderr
 
     def _draw(self, now: float) -> None:
-        stream = self._stream_now()
-        assert self._began is not None
-        rate = (self._step - self._first_step) / max(now - self._began, 1e-9)
-        parts = [
-            f"step {self._step}",
-            *(f"{name} {_shown(value)}" for name, value in self._point.items()),
-            f"{rate:,.1f} steps/s",
-        ]
-        line = " · ".join(parts)
-        if stream.isatty():
+        began, first = self._began or (now, self._step)
+        rate = (self._step - first) / max(now - began, 1e-9)
+        values = [f"{name} {_shown(value)}" for name, value in self._point.items()]
+        line = " · ".join([f"step {self._step}", *values, f"{rate:,.1f} steps/s"])
+        if self._out.isatty():
             line = line[: shutil.get_terminal_size().columns - 1]
-            stream.write("\r" + line.ljust(self._width))
+            self._out.write("\r" + line.ljust(self._width))
             self._width = len(line)
         else:
-            stream.write(line + "\n")
-        stream.flush()
-        self._drawn, self._drawn_last = now, True
+            self._out.write(line + "\n")
+        self._out.flush()
+        self._drawn, self._is_new = now, False
 
 
 def _shown(value: Any) -> str:

@@ -135,8 +135,8 @@ def test_mistakes_are_errors(tmp_path: Path):
     ]:
         with pytest.raises(errors.OptionError, match=told):
             distnb.evaluate_checkpoints(tmp_path, **{"evaluate": number, **arguments})  # type: ignore[arg-type]
-    for directory, told in [(5, "directory=5"), (tmp_path / "1", "is a file: give the directory")]:
-        with pytest.raises(errors.OptionError, match=told):
+    for directory in (5, tmp_path / "1"):
+        with pytest.raises(errors.OptionError, match="give the path of the directory where the chief saves"):
             distnb.evaluate_checkpoints(directory, number)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="could not convert"):
         distnb.evaluate_checkpoints(tmp_path, lambda path: float("x"))
