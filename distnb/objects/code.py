@@ -22,7 +22,8 @@ from typing import Any
 
 import cloudpickle
 
-from distnb.objects.plain import is_importable
+from distnb.objects.constructors import fill_class, make_class, make_function, make_type_variable
+from distnb.objects.plain import is_importable, is_plain
 
 __all__ = [
     "Classes",
@@ -124,8 +125,6 @@ def source_of(code: types.CodeType) -> tuple[str, str] | None:
 
 def is_simple(value: Any) -> bool:
     """Whether a function is nothing but its code: it closes over nothing, and has no mutable default or attribute."""
-    from distnb.objects.plain import is_plain
-
     return (
         type(value) is types.FunctionType
         and value.__closure__ is None
@@ -147,27 +146,6 @@ def _says_no_more(annotation: Any) -> bool:
     if isinstance(annotation, (types.GenericAlias, types.UnionType)):
         return all(map(_says_no_more, annotation.__args__))
     return annotation is None or type(annotation) is str or (isinstance(annotation, type) and is_importable(annotation))
-
-
-# What pickles name, and whoever opens them has methods for: see `opening.Opener`.
-def make_function(code: types.CodeType, globals_: dict[str, Any] | str | None, closure: Any) -> types.FunctionType:
-    """A function without its state, which may refer to it."""
-    raise NotImplementedError
-
-
-def make_class(identity: str, kind: str, args: tuple[Any, ...], where: str | None) -> type:
-    """A class that is known, or a new one without its attributes, which may refer to it."""
-    raise NotImplementedError
-
-
-def fill_class(cls: type, state: dict[str, Any]) -> None:
-    """Give a class its attributes."""
-    raise NotImplementedError
-
-
-def make_type_variable(identity: str, name: str, constraints: Any, bound: Any, kinds: Any, module: str) -> Any:
-    """A type variable that is known, or a new one."""
-    raise NotImplementedError
 
 
 # -- functions -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import sys
 import weakref
 from typing import Any
 
-__all__ = ["Memories", "Memory", "array_window", "dense_tensor", "plain_array", "tensor_window"]
+__all__ = ["Memories", "Memory", "array_window", "dense_tensor", "tensor_window"]
 
 _SMALL_NBYTES = 1 << 20
 _LARGER_BY_FAR = 4
@@ -19,69 +19,52 @@ _FEW = 100
 
 
 class Memory:
-    """A block of memory of this process.
+    """A block of this process's host memory.
 
     Args:
         owner: What keeps it alive: an array of bytes, or a torch tensor of bytes.
         start: Its address.
         nbytes: Its size in bytes.
-        device: "cpu", or "replica" for the memory of a replica's accelerator.
 
     Attributes:
         digest: Of the bytes as the other side has them; None if it does not.
     """
 
-    __slots__ = ("__weakref__", "device", "digest", "nbytes", "owner", "start")
+    __slots__ = ("__weakref__", "digest", "nbytes", "owner", "start")
 
-    def __init__(self, owner: Any, start: int, nbytes: int, device: str = "cpu") -> None:
+    def __init__(self, owner: Any, start: int, nbytes: int) -> None:
         self.owner = owner
         self.start = start
         self.nbytes = nbytes
-        self.device = device
         self.digest: bytes | None = None
 
     def bytes(self) -> Any:
-        """Its content as an array of bytes, on the host."""
-        owner = self.owner
-        return owner if not hasattr(owner, "cpu") else owner.cpu().numpy()
+        """It as an array of bytes."""
+        return self.owner.numpy() if hasattr(self.owner, "untyped_storage") else self.owner
+
+    def tensor(self) -> Any:
+        """It as a torch tensor of bytes."""
+        import torch
+
+        return self.owner if isinstance(self.owner, torch.Tensor) else torch.from_numpy(self.owner)
 
     def write(self, data: Any) -> None:
         """Give it other content, in place."""
         import numpy
 
         self.digest = None
-        if hasattr(self.owner, "cpu"):
-            import torch
-
-            with torch.inference_mode(self.owner.is_inference()), torch.no_grad():
-                self.owner.copy_(torch.frombuffer(data, dtype=torch.uint8))
-            return
-        self.owner[:] = numpy.frombuffer(data, dtype=numpy.uint8)
-
-    def tensor(self) -> Any:
-        """It as a torch tensor of bytes."""
-        if not hasattr(self.owner, "cpu"):
-            import torch
-
-            return torch.from_numpy(self.owner)
-        return self.owner
+        self.bytes()[:] = numpy.frombuffer(data, numpy.uint8)
 
     @staticmethod
-    def filled(data: Any, device: str, place: str) -> Memory:
-        """New memory with the bytes of a buffer that nobody else writes to.
-
-        Args:
-            data: The bytes.
-            device: What the sender said.
-            place: The accelerator where memory of a replica's is to lie here, or "cpu".
-        """
+    def filled(data: Any) -> Memory:
+        """New memory with the bytes of a buffer that nobody else writes to."""
         import numpy
 
         view = memoryview(data)
         torch = sys.modules.get("torch")
         if torch is None:
             owner: Any = numpy.frombuffer(bytearray(view) if view.readonly or view.nbytes == 0 else view, numpy.uint8)
-            return Memory(owner, owner.ctypes.data, owner.nbytes, device)
+            return Memory(owner, owner.ctypes.data, owner.nbytes)
         # torch's own where that costs little: memory of others cannot be resized.
         if view.nbytes > _SMALL_NBYTES and not view.readonly:
             owner = torch.frombuffer(view, dtype=torch.uint8)
@@ -89,9 +72,7 @@ class Memory:
             owner = torch.empty(view.nbytes, dtype=torch.uint8, device="cpu")
             if view.nbytes:
                 owner.numpy()[:] = numpy.frombuffer(view, dtype=numpy.uint8)
-        if device == "replica" and place != "cpu":
-            owner = owner.to(place)
-        return Memory(owner, owner.data_ptr(), view.nbytes, device)
+        return Memory(owner, owner.data_ptr(), view.nbytes)
 
 
 class Memories:
@@ -121,19 +102,14 @@ class Memories:
         return None
 
 
-def plain_array(value: Any) -> bool:
-    """Whether a value is an array of bytes: no objects in it."""
-    return not value.dtype.hasobject
-
-
 def dense_tensor(tensor: Any) -> bool:
-    """Whether a tensor is a window on plain memory."""
+    """Whether a tensor is a window on plain memory of the host."""
     import torch
 
     return (
         tensor.layout is torch.strided
         and not tensor.is_quantized
-        and tensor.device.type in ("cpu", "cuda")
+        and tensor.device.type == "cpu"
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not torch._is_functional_tensor(tensor)
@@ -180,21 +156,19 @@ def tensor_window(tensor: Any, memories: Memories) -> tuple[Memory, int]:
     """The block that a dense tensor lies in, and the offset in bytes of its first element."""
     import torch
 
-    storage = tensor.untyped_storage()
-    start, nbytes = storage.data_ptr(), storage.nbytes()
-    first = tensor.data_ptr()
-    device = "cpu" if tensor.device.type == "cpu" else "replica"
-    size = tensor.element_size()
+    first, size = tensor.data_ptr(), tensor.element_size()
     extent = size * (1 + sum(stride * (n - 1) for stride, n in zip(tensor.stride(), tensor.shape, strict=True)))
     if not tensor.numel():
-        return Memory(torch.empty(0, dtype=torch.uint8, device=tensor.device), 0, 0, device), 0
+        return Memory(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0), 0
     known = memories.of(first, extent)
     if known is not None:
         return known, first - known.start
+    storage = tensor.untyped_storage()
+    start, nbytes = storage.data_ptr(), storage.nbytes()
     with torch.no_grad():
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     if nbytes > max(_SMALL_NBYTES, _LARGER_BY_FAR * extent):
         whole, start, nbytes = whole[first - start : first - start + extent], first, extent
-    memory = Memory(whole, start, nbytes, device)
+    memory = Memory(whole, start, nbytes)
     memories.add(memory)
     return memory, first - start

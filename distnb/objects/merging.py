@@ -21,6 +21,7 @@ from typing import Any
 import cloudpickle
 
 from distnb.objects import code
+from distnb.objects.constructors import ByOpener
 from distnb.objects.memory import Memory
 from distnb.objects.placeholder import Placeholder
 
@@ -40,6 +41,7 @@ ATOMS: frozenset[type] = frozenset(
         type(NotImplemented),
         types.CodeType,
         types.ModuleType,
+        ByOpener,
         Memory,
     }
 )

@@ -7,6 +7,7 @@ import importlib
 import io
 import pickle
 import pickletools
+import sys
 import types
 import typing
 from array import array
@@ -15,10 +16,11 @@ from typing import Any
 
 import cloudpickle
 
-from distnb.objects import code, packing
+from distnb.objects import code
+from distnb.objects.constructors import ByOpener
 from distnb.objects.memory import Memory
 from distnb.objects.packing import Packed, Side
-from distnb.objects.placeholder import Placeholder
+from distnb.objects.placeholder import Placeholder, label_of
 
 __all__ = ["Opener", "pairs_in", "stands_for_lost"]
 
@@ -33,70 +35,67 @@ class Opener:
         side: This process.
         find: The object of a number that this side knows.
         place: Where the memory of an accelerator lies here: a device of torch's, or "cpu".
+        agreed: Names to be taken over; the values of others are copies, and nothing here becomes them.
+        in_place: Whether memory that is known is written to as it is read, for agreed names.
 
     Attributes:
-        in_place: Whether memory that is known is written to; else what arrives is a copy.
+        roots: What was read: a list with one value for each name.
+        failed: Why there are placeholders in what was read, by name.
         new_classes: Classes that were made.
         held_classes: Classes that were known, each with the state that arrived for it.
         new_memories: Memory that was made.
         resolved: What references stood for: handles, and objects that live here. They did not arrive.
         bound: Names in the namespace that classes were bound to on the way.
-        failed: Why the value that was read last could not be opened; None if all went well.
     """
 
-    def __init__(self, packed: Packed, side: Side, find: Callable[[int], Any], place: str) -> None:
-        self.in_place = True
-        self._bare_classes: set[type] = set()  # those made that have no attributes yet
+    def __init__(
+        self, packed: Packed, side: Side, find: Callable[[int], Any], place: str, agreed: set[str], *, in_place: bool
+    ) -> None:
+        self.packed = packed
+        self.agreed = agreed
+        self.find = find
+        self.roots: list[Any] = []
+        self.failed: dict[str, Exception] = {}
         self.new_classes: list[type] = []
         self.held_classes: list[tuple[type, dict[str, Any]]] = []
-        self.bound: list[str] = []
         self.new_memories: list[Memory] = []
         self.resolved: list[Any] = []
-        self.failed: Exception | None = None
+        self.bound: list[str] = []
+        self._in_place = in_place
+        self._writes = False
+        self._bare_classes: set[type] = set()  # those made that have no attributes yet
         self._side = side
-        self._find = find
         self._place = place
-        self._own: dict[tuple[str, str], Any] = {
-            (method.__module__, method.__name__): getattr(self, f"_{method.__name__}")
-            for method in (
-                *(packing.open_reference, packing.open_special, packing.open_from_host),
-                *(packing.open_memory, packing.update_memory),
-                *(code.make_function, code.make_class, code.fill_class, code.make_type_variable),
-            )
-        }
         self._buffers = [_writable(each) for each in packed.buffers]
         self._file = io.BytesIO(packed.data)
         self._reader: Any = _Unpickler(self._file, buffers=self._buffers)
-        self._reader.own, self._reader.find = self._own, find
+        self._reader.opener = self
 
     @property
     def memo(self) -> Any:
         """Every object by its place."""
         return self._reader.memo
 
-    def load(self, label: str = "A value") -> Any:
-        """The next value.
-
-        Args:
-            label: How messages call it.
-        """
-        start, self.failed = self._file.tell(), None
+    def load(self, name: str) -> Any:
+        """The next value, as it arrived; it is that of a name."""
+        start, self._writes = self._file.tell(), self._in_place and name in self.agreed
         try:
-            return self._reader.load()
+            root = self._reader.load()
         except Exception as error:  # whatever the user's classes raise  # noqa: BLE001
-            self.failed = error
+            self.failed[name] = error
             stands = Placeholder(
-                f"{label} cannot be opened here: {type(error).__name__}: {error}. The cure: make it inside the "
-                "distributed cell, or keep it out of what the cell reads."
+                f"{label_of(name)} cannot be opened here: {type(error).__name__}: {error}. The cure: make it inside "
+                "the distributed cell, or keep it out of what the cell reads."
             )
             vars(stands)["why"] = error.with_traceback(None)
             root = [stands]
             self._go_on_after(start, root)
-            return root
+        self.roots.append(root)
+        return root[0]
 
     def close(self) -> None:
         """Nothing is read any more. What was read is then held by nobody but those who got it: no cycle keeps it."""
-        self._own.clear()
+        self._reader.opener = None
 
     def _go_on_after(self, start: int, root: list[Placeholder]) -> None:
         """Read on behind a value that could not be opened. `root` stands for it, and its item for every part of it."""
@@ -108,45 +107,43 @@ class Opener:
         known = self._reader.memo.copy()
         # Python's own: C's crashes when it is given a memo (3.11).
         reader: Any = _PythonUnpickler(self._file, buffers=self._buffers[counts["NEXT_BUFFER"] :])
-        reader.own, reader.find = self._own, self._find
+        reader.opener = self
         lost = dict.fromkeys(range(sound, counts["MEMOIZE"]), root[0])
         reader.memo = _Memo({**{place: known[place] for place in range(sound)}, **lost, sound: root})
         self._reader = reader
 
     # -- what pickles name ---------------------------------------------------------------------------------------------
 
-    def _open_reference(self, token: Any) -> Any:
+    def open_reference(self, token: Any) -> Any:
+        """The object that lives elsewhere."""
         found = self._side.references.resolve(token)
         self.resolved.append(found)
         return found
 
-    def _open_special(self, word: str) -> Any:
-        return self._side.resolve_special(word)
-
-    def _open_from_host(self, host: Any, requires_grad: bool, is_parameter: bool) -> Any:
+    def open_from_host(self, host: Any, is_parameter: bool) -> Any:
+        """A tensor that was on an accelerator, on this side's."""
         tensor = host if self._place == "cpu" else host.to(self._place)
-        if is_parameter:
-            import torch
+        return sys.modules["torch"].nn.Parameter(tensor, False) if is_parameter else tensor
 
-            return torch.nn.Parameter(tensor, requires_grad)
-        return tensor.requires_grad_(requires_grad)
-
-    def _open_memory(self, data: Any, nbytes: int, device: str) -> Memory:
-        memory = Memory.filled(data, device, self._place)
+    def open_memory(self, data: Any) -> Memory:
+        """New memory."""
+        memory = Memory.filled(data)
         self.new_memories.append(memory)
         return memory
 
-    def _update_memory(self, number: int, data: Any) -> Memory:
-        known: Memory = self._find(number)
-        if not self.in_place:
-            return Memory.filled(bytes(known.bytes()) if data is None else data, known.device, self._place)
+    def update_memory(self, number: int, data: Any) -> Memory:
+        """Known memory, with other content unless data is None."""
+        known: Memory = self.find(number)
+        if not self._writes:
+            return Memory.filled(bytes(known.bytes()) if data is None else data)
         if data is not None:
             known.write(data)
         return known
 
-    def _make_function(
+    def make_function(
         self, code: types.CodeType, globals_: dict[str, Any] | str | None, closure: Any
     ) -> types.FunctionType:
+        """A function without its state, which may refer to it."""
         if globals_ is None:
             globals_ = self._side.user_ns
         elif isinstance(globals_, str):
@@ -154,7 +151,8 @@ class Opener:
         globals_.setdefault("__builtins__", __builtins__)
         return types.FunctionType(code, globals_, code.co_name, None, closure)
 
-    def _make_class(self, identity: str, kind: str, args: tuple[Any, ...], where: str | None) -> type:
+    def make_class(self, identity: str, kind: str, args: tuple[Any, ...], where: str | None) -> type:
+        """A class that is known, or a new one without its attributes, which may refer to it."""
         classes, user_ns = self._side.classes, self._side.user_ns
         cls: Any = classes.get(identity)
         if cls is None:
@@ -168,7 +166,8 @@ class Opener:
         made: type = cls
         return made
 
-    def _fill_class(self, cls: Any, state: dict[str, Any]) -> None:
+    def fill_class(self, cls: Any, state: dict[str, Any]) -> None:
+        """Give a class its attributes."""
         if cls in self._bare_classes:
             self._bare_classes.discard(cls)
             self.new_classes.append(cls)
@@ -176,9 +175,10 @@ class Opener:
         else:  # it is merged when all has arrived
             self.held_classes.append((cls, state))
 
-    def _make_type_variable(
+    def make_type_variable(
         self, identity: str, name: str, constraints: Any, bound: Any, kinds: dict[str, bool], module: str
     ) -> Any:
+        """A type variable that is known, or a new one."""
         found = self._side.classes.get(identity)
         if found is None:
             found = typing.TypeVar(name, *constraints, bound=bound, **kinds)  # type: ignore[misc]
@@ -208,15 +208,14 @@ def _new_class(kind: str, args: tuple[Any, ...], classes: code.Classes) -> type:
 
 
 class _ByNames:
-    own: dict[tuple[str, str], Any]
-    find: Callable[[int], Any]
+    opener: Opener
 
     def find_class(self, module: str, name: str) -> Any:
-        found = self.own.get((module, name))
-        return found if found is not None else super().find_class(module, name)  # type: ignore[misc]
+        found = super().find_class(module, name)  # type: ignore[misc]
+        return getattr(self.opener, name) if type(found) is ByOpener else found
 
     def persistent_load(self, pid: Any) -> Any:
-        return self.find(pid)
+        return self.opener.find(pid)
 
 
 class _Unpickler(_ByNames, pickle.Unpickler):

@@ -6,7 +6,6 @@ It is used in two ways. *Looking* at a value gives its digest: nothing is sent, 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import io
@@ -23,13 +22,14 @@ import cloudpickle
 import xxhash
 
 from distnb.errors import CannotTravelError
-from distnb.objects import code
-from distnb.objects.memory import Memories, Memory, array_window, dense_tensor, plain_array, tensor_window
+from distnb.objects import code, constructors
+from distnb.objects.constructors import ByOpener
+from distnb.objects.memory import Memories, Memory, array_window, dense_tensor, tensor_window
 from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, refusal
+from distnb.objects.plain import is_importable
 
-__all__ = ["Looker", "Packer", "Packed", "References", "Side", "out_of_band"]
+__all__ = ["Look", "Looker", "Packer", "Packed", "References", "Side", "open_module", "out_of_band"]
 
-_HEAP_TYPE = 1 << 9
 _INLINE_NBYTES = 1024  # below this a buffer of its own costs more than it saves
 
 
@@ -38,15 +38,12 @@ class References(Protocol):
 
     def token(self, obj: Any) -> Any:
         """What stands for an object; None for one that is sent by value."""
-        ...
 
     def look(self, obj: Any) -> Any:
         """What stands for an object in a digest; None for one whose content counts."""
-        ...
 
     def resolve(self, token: Any) -> Any:
         """The object, on this side, that a token of the other side stands for."""
-        ...
 
 
 @dataclass
@@ -65,22 +62,6 @@ class Side:
     references: References
     classes: code.Classes = field(default_factory=code.Classes)
     copying: bool = False
-
-    def special(self, obj: Any) -> str | None:
-        """The word for an object that every process has one of."""
-        if obj is sys.stdout:
-            return "stdout"
-        if obj is sys.stderr:
-            return "stderr"
-        ask = self.user_ns.get("get_ipython")
-        return "shell" if ask is not None and callable(ask) and obj is ask() else None
-
-    def resolve_special(self, word: str) -> Any:
-        """The object here that a word stands for."""
-        if word in ("stdout", "stderr"):
-            return getattr(sys, word)
-        ask = self.user_ns.get("get_ipython")
-        return ask() if callable(ask) else None
 
 
 @dataclass(frozen=True)
@@ -110,112 +91,44 @@ class Packed:
         return Packed, (self.serial, self.names, pickle.PickleBuffer(self.data), buffers, self.pairs)
 
 
-# Named in pickles; where they are opened the opener puts its own methods in their place.
-def open_reference(token: Any) -> Any:
-    """The object that lives elsewhere."""
-    raise NotImplementedError
+@dataclass
+class Look:
+    """How some values look.
 
+    Attributes:
+        digests: By name.
+        names: Global names of the namespace that functions on the way read.
+        attributes: Other names in their code, to tell submodules.
+        sources: Texts of the cells that defined those functions, by file name.
+        dynamic: Some function may read any name.
+        refused: Placeholders for values that cannot be packed at all, by name.
+        classes: Classes on the way that are sent by value: values of their own, by names of their own.
+    """
 
-def open_special(word: str) -> Any:
-    """The object that every process has one of."""
-    raise NotImplementedError
-
-
-def open_memory(data: Any, nbytes: int, device: str) -> Memory:
-    """New memory."""
-    raise NotImplementedError
-
-
-def update_memory(number: int, data: Any) -> Memory:
-    """Known memory, with other content."""
-    raise NotImplementedError
-
-
-def open_from_host(host: Any, requires_grad: bool, is_parameter: bool) -> Any:
-    """A tensor that was on an accelerator, on this side's."""
-    raise NotImplementedError
-
-
-def open_array(memory: Memory, dtype: Any, shape: Any, strides: Any, offset: int, writeable: bool) -> Any:
-    """An array on some memory."""
-    import numpy
-
-    if not memory.nbytes:
-        array = numpy.ndarray(shape, dtype)
-    else:
-        array = numpy.ndarray(shape, dtype, memory.bytes(), offset, strides)
-    array.flags.writeable = writeable
-    return array
-
-
-def open_tensor(memory: Memory, dtype: Any, shape: Any, stride: Any, offset: int, kind: type, pinned: Any) -> Any:
-    """A tensor on some memory; its gradient and attributes follow as state."""
-    import torch
-
-    whole = memory.tensor()
-    tensor = torch.empty(0, dtype=dtype, device=whole.device)
-    with torch.no_grad():
-        tensor.set_(whole.untyped_storage(), whole.storage_offset() // dtype.itemsize + offset, shape, stride)
-    return tensor if kind is torch.Tensor else kind(tensor, requires_grad=False)
-
-
-def fill_tensor(tensor: Any, state: tuple[bool, Any, dict[str, Any]]) -> None:
-    """Give a tensor its gradient and its attributes."""
-    requires_grad, gradient, attributes = state
-    if requires_grad:
-        tensor.requires_grad_()
-    tensor.grad = gradient
-    if attributes:
-        vars(tensor).update(attributes)
-
-
-def open_storage(memory: Memory) -> Any:
-    """A storage on some memory."""
-    return memory.tensor().untyped_storage()
-
-
-def open_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """An exception without a call of its own `__init__`, which may want other arguments; Python's own is called."""
-    error = kind.__new__(kind, *args)
-    base: Any = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
-    with contextlib.suppress(TypeError):
-        base.__init__(error, *args)
-    error.args = args
-    return error
-
-
-def open_module(name: str) -> Any:
-    """A module by its name; a placeholder where it cannot be imported."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        return Placeholder(
-            f"The module {name} cannot be imported on this replica ({error}). The cure: install it where the engines "
-            "run, or add its folder to sys.path in a cell."
-        )
+    digests: dict[str, bytes] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=set)
+    sources: dict[str, str] = field(default_factory=dict)
+    dynamic: bool = False
+    refused: dict[str, Placeholder] = field(default_factory=dict)
+    classes: dict[str, type] = field(default_factory=dict)
 
 
 class Looker(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles to be digested.
 
     Attributes:
-        names: Global names of the namespace that functions on the way read.
-        attributes: Other names in their code, to tell submodules.
-        dynamic: Some function may read any name.
-        sources: Texts of the cells that defined those functions, by file name.
-        classes: Those that are sent by value: their content is looked at by itself.
-        looked_at: The class whose content is looked at now.
+        seen: Takes what is found on the way.
+        looked_at: The class whose content is looked at now; that of others is looked at by itself.
         label, root: How messages call what is pickled, and what it is.
     """
 
-    def __init__(self, side: Side, keep: Callable[[pickle.PickleBuffer], bool] | None = None) -> None:
+    def __init__(
+        self, side: Side, seen: Look | None = None, keep: Callable[[pickle.PickleBuffer], bool] | None = None
+    ) -> None:
         self.file = io.BytesIO()
         self.side = side
-        self.names: set[str] = set()
-        self.attributes: set[str] = set()
-        self.dynamic = False
-        self.sources: dict[str, str] = {}
-        self.classes: dict[type, None] = {}
+        self.seen = Look() if seen is None else seen
         self.looked_at: type | None = None
         self.label = ""
         self.root: Any = None
@@ -251,18 +164,13 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
 
     def array(self, array: Any) -> Any:
         """An array's content."""
-        if not plain_array(array):
+        if array.dtype.hasobject:
             return NotImplemented
         data = array if array.flags.c_contiguous else array.copy(order="C")
-        nbytes = data.nbytes
-        if nbytes < _INLINE_NBYTES:
-            return _content, (
-                array.dtype.str if array.dtype.names is None else array.dtype.descr,
-                array.shape,
-                data.tobytes(),
-            )
+        kind = array.dtype.str if array.dtype.names is None else array.dtype.descr
         # As bytes: some kinds of elements (dates) have no buffers.
-        return _content, (array.dtype.str, array.shape, pickle.PickleBuffer(_bytes_view(data)))
+        small = data.nbytes < _INLINE_NBYTES
+        return _content, (kind, array.shape, data.tobytes() if small else pickle.PickleBuffer(_bytes_view(data)))
 
     def tensor(self, tensor: Any) -> Any:
         """A tensor's content, its gradient's, and its attributes."""
@@ -280,25 +188,13 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _tensor_by_bytes(self, tensor: Any) -> Any:
         """The same for any dense tensor."""
-        if not dense_tensor(tensor):
+        plain = tensor.detach().cpu() if _on_accelerator(tensor) else tensor.detach()
+        if not dense_tensor(plain):
             return self.other(tensor)
-        plain = tensor.detach()
-        if plain.device.type != "cpu":
-            plain = plain.cpu()
-        flat = plain if plain.is_contiguous() else plain.contiguous()
-        extra = (tensor.grad if tensor.is_leaf else None, tensor.__dict__ or None)
+        data = _bytes_of(plain.contiguous())
         kind = (str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad, type(tensor).__name__)
-        data = _bytes_of(flat)
-        if data.nbytes < _INLINE_NBYTES:
-            return _content, (kind, data.tobytes(), *extra)
-        return _content, (kind, pickle.PickleBuffer(data), *extra)
-
-    def storage(self, storage: Any) -> Any:
-        """A storage's bytes."""
-        import torch
-
-        data: Any = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy()
-        return _content, (pickle.PickleBuffer(data),)
+        shown = data.tobytes() if data.nbytes < _INLINE_NBYTES else pickle.PickleBuffer(data)
+        return _content, (kind, shown, tensor.grad if tensor.is_leaf else None, tensor.__dict__ or None)
 
     # -- what both are made of alike -----------------------------------------------------------------------------------
 
@@ -311,21 +207,22 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
 
     def look_into(self, function: types.FunctionType) -> None:
         """Note what a function of the namespace reads."""
-        used = code.names_of_code(function.__code__)
-        self.names |= used.names
-        self.attributes |= used.attributes
-        self.dynamic = self.dynamic or used.dynamic
+        used, seen = code.names_of_code(function.__code__), self.seen
+        seen.names |= used.names
+        seen.attributes |= used.attributes
+        seen.dynamic = seen.dynamic or used.dynamic
         found = code.source_of(function.__code__)
         if found is not None:
-            self.sources[found[0]] = found[1]
+            seen.sources[found[0]] = found[1]
 
     def a_class(self, cls: type) -> Any:
         """A class by its name, or as one that is looked at by itself."""
         reduced = code.reduce_class(cls, self.side.classes) if cls is self.looked_at else code.kind_of_class(cls)
         if reduced is not True:
             return reduced
-        self.classes[cls] = None
-        return _content, ("class", self.side.classes.id_of(cls))
+        identity = self.side.classes.id_of(cls)
+        self.seen.classes[f"%{identity}"] = cls
+        return _content, ("class", identity)
 
     def module(self, module: types.ModuleType) -> Any:
         """A module by its name."""
@@ -335,8 +232,6 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
 
     def cache(self, cached: Any) -> Any:
         """A function with a cache, and nothing in it."""
-        from distnb.objects.plain import is_importable
-
         if is_importable(cached):
             return NotImplemented
         state = {key: value for key, value in cached.__dict__.items() if key != "__wrapped__"}
@@ -347,13 +242,12 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
         reference = self.reference(obj)
         if reference is not None:
             return reference
-        word = self.side.special(obj)
-        if word is not None:
-            return open_special, (word,)
+        if obj is sys.stdout or obj is sys.stderr:
+            return getattr, (sys, "stdout" if obj is sys.stdout else "stderr")
         if is_unsendable(obj):
             return self.refused(obj, None)
         if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
-            return open_exception, (type(obj), obj.args), obj.__dict__ or None
+            return constructors.open_exception, (type(obj), obj.args), obj.__dict__ or None
         return self.other(obj)
 
     def other(self, obj: Any) -> Any:
@@ -372,6 +266,17 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
         if self.side.copying:
             raise CannotTravelError(text)
         return Placeholder, (text,)
+
+
+def open_module(name: str) -> Any:
+    """A module by its name; a placeholder where it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        return Placeholder(
+            f"The module {name} cannot be imported on this replica ({error}). The cure: install it where the engines "
+            "run, or add its folder to sys.path in a cell."
+        )
 
 
 def _content(*parts: Any) -> None:
@@ -393,22 +298,18 @@ def _bytes_of(flat: Any) -> Any:
     return flat.reshape(-1).view(torch.uint8).numpy()
 
 
+def _on_accelerator(tensor: Any) -> bool:
+    return tensor.device.type not in ("cpu", "meta")
+
+
 # The two callbacks are no methods of the pickler's: those would be a cycle that holds all that was packed.
 
 
 def _digests_into(digests: list[bytes]) -> Callable[[pickle.PickleBuffer], bool]:
-    """Keeps digests of buffers instead of these; of memory that is seen again, the one it had."""
-    seen: dict[tuple[int, int], bytes] = {}
+    """Keeps digests of buffers instead of these."""
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
-        import numpy
-
-        raw = buffer.raw()
-        key = numpy.frombuffer(raw, dtype=numpy.uint8).__array_interface__["data"][0], raw.nbytes
-        digest = seen.get(key)
-        if digest is None:
-            digest = seen[key] = xxhash.xxh3_128_digest(raw)
-        digests.append(digest)
+        digests.append(xxhash.xxh3_128_digest(buffer.raw()))
         return False
 
     return keep
@@ -448,40 +349,39 @@ class Packer(Looker):
         self._memories = memories
         if known is not None:
             self.persistent_id = known  # asked for every object: only where there is something to be found
-        super().__init__(side, out_of_band(self.buffers))
+        super().__init__(side, keep=out_of_band(self.buffers))
 
     def reference(self, obj: Any) -> Any:
         token = self.side.references.token(obj)
-        return None if token is None else (open_reference, (token,))
+        return None if token is None else (constructors.open_reference, (token,))
 
     def array(self, array: Any) -> Any:
-        if not plain_array(array):
+        if array.dtype.hasobject:
             return NotImplemented
         memory, offset = array_window(array, self._memories)
-        if offset < 0:
-            return open_array, (memory, array.dtype, array.shape, None, 0, bool(array.flags.writeable))
-        return open_array, (memory, array.dtype, array.shape, array.strides, offset, bool(array.flags.writeable))
+        strides = array.strides if offset >= 0 else None
+        shown = (memory, array.dtype, array.shape, strides, max(offset, 0), bool(array.flags.writeable))
+        return constructors.open_array, shown
 
     def tensor(self, tensor: Any) -> Any:
-        if tensor.device.type not in ("cpu", "cuda", "meta"):
-            # Memory that torch may not show as bytes goes as a copy on the host; views become tensors of their own.
-            requires_grad = tensor.is_leaf and tensor.requires_grad
-            return open_from_host, (tensor.detach().cpu(), requires_grad, type(tensor).__name__ == "Parameter")
-        if not dense_tensor(tensor):
-            return self.other(tensor)
         if tensor.grad_fn is not None or (tensor.requires_grad and not tensor.is_leaf):
             if not self.side.copying:
                 return self.graph(tensor)
             tensor = tensor.detach()
-        memory, offset = tensor_window(tensor, self._memories)
-        size = tensor.element_size()
-        if offset % size:
-            memory, offset = tensor_window(tensor.detach().clone(), Memories())
+        if _on_accelerator(tensor):
+            # A copy on the host: not all accelerators show their memory as bytes. Views become tensors of their own.
+            made: Any = constructors.open_from_host, (tensor.detach().cpu(), type(tensor).__name__ == "Parameter")
+        elif dense_tensor(tensor):
+            memory, offset = tensor_window(tensor, self._memories)
+            size = tensor.element_size()
+            if offset % size:
+                memory, offset = tensor_window(tensor.detach().clone(), Memories())
+            window = (memory, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset // size)
+            made = constructors.open_tensor, (*window, type(tensor))
+        else:
+            return self.other(tensor)
         state = (tensor.requires_grad, tensor.grad if tensor.is_leaf else None, tensor.__dict__ or None)
-        args = (memory, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset // size, type(tensor), None)
-        if state == (False, None, None):
-            return open_tensor, args
-        return open_tensor, args, state, None, None, fill_tensor
+        return made if state == (False, None, None) else (*made, state, None, None, constructors.fill_tensor)
 
     def a_class(self, cls: type) -> Any:
         return code.reduce_class(cls, self.side.classes)
@@ -492,21 +392,8 @@ class Packer(Looker):
         if reference is not None:
             return reference
         cure = "pass on tensor.detach(), or compute it inside the distributed cell"
-        return Placeholder, (
-            refusal(
-                self.label,
-                self.root,
-                tensor,
-                cure,
-                "it has a graph of operations behind it, which stays in its process",
-            ),
-        )
-
-    def storage(self, storage: Any) -> Any:
-        import torch
-
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return open_storage, (tensor_window(whole, self._memories)[0],)
+        why = "it has a graph of operations behind it, which stays in its process"
+        return Placeholder, (refusal(self.label, self.root, tensor, cure, why),)
 
     def memory(self, memory: Memory) -> Any:
         """The bytes, unless the other side has them."""
@@ -516,8 +403,8 @@ class Packer(Looker):
         shown = pickle.PickleBuffer(data) if data.nbytes else b""
         known, memory.digest = memory.digest, digest
         if number is None:
-            return open_memory, (shown, memory.nbytes, memory.device)
-        return update_memory, (number, None if known == digest else shown)
+            return constructors.open_memory, (shown,)
+        return constructors.update_memory, (number, None if known == digest else shown)
 
 
 def _reduce_tensor(pickler: Looker, tensor: Any) -> Any:
@@ -527,21 +414,17 @@ def _reduce_tensor(pickler: Looker, tensor: Any) -> Any:
 
 def _reduce_other_tensor(pickler: Looker, tensor: Any) -> Any:
     """A tensor of a class of its own: as a plain one where only a copy on the host can be sent."""
-    if tensor.device.type in ("cpu", "cuda", "meta"):
-        return pickler.instance(tensor)
-    return _reduce_tensor(pickler, tensor)
+    return _reduce_tensor(pickler, tensor) if _on_accelerator(tensor) else pickler.instance(tensor)
 
 
 def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
     """How objects of a type are reduced: a method of the pickler."""
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "UntypedStorage"):
-        if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        if kind in (torch.Tensor, torch.nn.Parameter):
             return _reduce_tensor
         if issubclass(kind, torch.Tensor) and kind.__reduce_ex__ is torch.Tensor.__reduce_ex__:
             return _reduce_other_tensor
-        if kind is torch.UntypedStorage:
-            return lambda pickler, obj: pickler.storage(obj)
     numpy = sys.modules.get("numpy")
     if numpy is not None and kind in (numpy.ndarray, numpy.memmap):
         return lambda pickler, obj: pickler.array(obj)
@@ -549,6 +432,11 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
         return lambda pickler, obj: pickler.a_class(obj)
     if issubclass(kind, types.ModuleType):
         return lambda pickler, obj: pickler.module(obj)
+    shells = sys.modules.get("IPython.core.interactiveshell")
+    if shells is not None and issubclass(kind, shells.InteractiveShell):
+        from IPython import get_ipython
+
+        return lambda pickler, obj: (get_ipython, ())  # every process has one
     return lambda pickler, obj: pickler.instance(obj)
 
 
@@ -565,5 +453,6 @@ _RULES: dict[type, Callable[[Any, Any], Any]] = {
     typing.TypeVar: lambda pickler, obj: code.reduce_type_variable(obj, pickler.side.classes),
     weakref.ref: lambda pickler, obj: (weakref.ref, (obj(),)),
     Memory: lambda pickler, obj: pickler.memory(obj),
+    ByOpener: lambda pickler, obj: obj.name,
     Placeholder: lambda pickler, obj: obj.__reduce__(),
 }

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from distnb.errors import CannotTravelError, DistnbError
 from distnb.objects.code import content_of
 
-__all__ = ["Placeholder", "cure_for", "is_unsendable", "refusal"]
+__all__ = ["Placeholder", "cure_for", "is_unsendable", "label_of", "refusal"]
 
 _LOOKED_AT = 10_000
 _DEPTH = 6
@@ -45,6 +45,13 @@ def is_unsendable(obj: Any) -> bool:
 def cure_for(obj: Any) -> str:
     """What the user can do about an object that cannot be sent."""
     return next((cure for kinds, cure in _CURES if isinstance(obj, kinds)), _ANY_CURE)
+
+
+def label_of(name: str) -> str:
+    """How messages call the value of a name: "@1" is an argument's, "%id" a class's, "x#3" a former one of `x`."""
+    if name[:1] in ("@", "%", ""):
+        return {"@": "An argument of the call", "%": "A class", "": "A value"}[name[:1]]
+    return f"`{name.partition('#')[0]}`"
 
 
 def refusal(label: str, value: Any, culprit: Any, cure: str, why: object = None) -> str:

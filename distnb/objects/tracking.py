@@ -17,41 +17,21 @@ import types
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from distnb.objects import code, opening, packing
+from distnb.objects import code
 from distnb.objects.memory import Memories, Memory
 from distnb.objects.merging import ATOMS, Merge
 from distnb.objects.opening import Opener, pairs_in, stands_for_lost
-from distnb.objects.packing import Looker, Packed, Packer, Side
-from distnb.objects.placeholder import Placeholder, cure_for, refusal
+from distnb.objects.packing import Look, Looker, Packed, Packer, Side
+from distnb.objects.placeholder import Placeholder, cure_for, label_of, refusal
 
-__all__ = ["Look", "Opening", "Tracker"]
+__all__ = ["Tracker"]
 
 _PLACE_BITS = 32
 _PLACES = (1 << _PLACE_BITS) - 1
 _IDLE_NBYTES = 1 << 20
-
-
-@dataclass
-class Look:
-    """How some values look.
-
-    Attributes:
-        digests: By name.
-        names, attributes, sources, dynamic: What functions on the way read: see `Looker`.
-        refused: Placeholders for values that cannot be packed at all, by name.
-        classes: Classes on the way that are sent by value: values of their own, by names of their own.
-    """
-
-    digests: dict[str, bytes] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)
-    attributes: set[str] = field(default_factory=set)
-    sources: dict[str, str] = field(default_factory=dict)
-    dynamic: bool = False
-    refused: dict[str, Placeholder] = field(default_factory=dict)
-    classes: dict[str, type] = field(default_factory=dict)
 
 
 @dataclass
@@ -100,11 +80,7 @@ class _Table:
                     memo = dict(memo.values())
                 roots = {id(root) for root in self._roots}
                 self._starts = sorted(place for place, obj in memo.items() if id(obj) in roots)
-                self._objects = {
-                    place: obj
-                    for place, obj in memo.items()
-                    if (type(obj) not in ATOMS or type(obj) is Memory) and id(obj) not in roots and not _is_ours(obj)
-                }
+                self._objects = {place: obj for place, obj in memo.items() if _has_number(obj) and id(obj) not in roots}
             # What arrived for an object that was here is not kept.
             self._coder, self._roots = None, []
         return self._objects
@@ -142,12 +118,11 @@ class _Table:
         return self.names[bisect.bisect_right(self._starts, number & _PLACES) - 1]
 
 
-_OURS = frozenset({code.__name__, packing.__name__, opening.__name__})
-
-
-def _is_ours(obj: Any) -> bool:
-    """Whether an object is a function that pickles name: where they are opened, a method of that opening's."""
-    return type(obj) in (types.FunctionType, types.MethodType) and obj.__module__ in _OURS
+def _has_number(obj: Any) -> bool:
+    """Whether an object gets a number. The last: pickles name functions for which an opening has methods."""
+    if type(obj) in ATOMS:
+        return type(obj) is Memory
+    return not (type(obj) is types.MethodType and type(obj.__self__) is Opener)
 
 
 @contextmanager
@@ -191,13 +166,9 @@ class Tracker:
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def look(self, values: Mapping[str, Any], look: Look | None = None) -> Look:
-        """How values look.
-
-        Args:
-            look: Where that is noted, beside what is there; None makes a new one.
-        """
+        """How values look; noted beside what is in `look`, if that is given."""
         look = Look() if look is None else look
-        looker = Looker(self.side)
+        looker = Looker(self.side, look)
         waiting = dict(values)
         while waiting:
             for name, value in waiting.items():
@@ -206,22 +177,14 @@ class Tracker:
                     looker.look_into(value)
                     look.digests[name] = record.digest
                     continue
-                looker.label, looker.root = _label(name), value
+                looker.label, looker.root = label_of(name), value
                 looker.looked_at = value if isinstance(value, type) else None
                 try:
                     look.digests[name] = looker.digest_of(value)
                 except Exception as error:  # whatever pickling it raises  # noqa: BLE001
                     look.refused[name] = _refused(name, value, error)
                     look.digests[name] = repr(look.refused[name]).encode()
-            waiting = {}
-            for cls in looker.classes:
-                name = f"%{self.side.classes.id_of(cls)}"
-                if name not in look.digests:
-                    waiting[name] = look.classes[name] = cls
-        look.names |= looker.names
-        look.attributes |= looker.attributes
-        look.sources |= looker.sources
-        look.dynamic = look.dynamic or looker.dynamic
+            waiting = {name: cls for name, cls in look.classes.items() if name not in look.digests}
         return look
 
     def lacking(self, values: Mapping[str, Any], look: Look) -> list[str]:
@@ -266,7 +229,7 @@ class Tracker:
             name = ""
             try:
                 for name, root in zip(names, roots, strict=True):
-                    packer.label, packer.root = _label(name), root[0]
+                    packer.label, packer.root = label_of(name), root[0]
                     packer.dump(root)
                 break
             except Exception as error:  # whatever pickling it raises
@@ -295,14 +258,10 @@ class Tracker:
 
     def open_loose(self, packed: Packed) -> dict[str, Any]:
         """What `pack_loose` was given; a value that cannot be opened is a placeholder."""
-        opener = self.opener(packed)
-        values = {name: opener.load(_label(name))[0] for name in packed.names}
-        for name in opener.bound:
-            self.side.user_ns.pop(name, None)
-        if opener.held_classes or opener.new_classes:
-            Merge({}).classes(opener.held_classes, opener.new_classes)
-        opener.close()
-        return values
+        opener = self.opening(packed, ())
+        for name in packed.names:
+            opener.load(name)
+        return self.merge(opener)
 
     def _add(self, table: _Table) -> None:
         self._keep_tables(table.wanted)
@@ -319,25 +278,68 @@ class Tracker:
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
-    def opening(self, packed: Packed, agreed: Iterable[str] | None = None, *, in_place: bool = True) -> Opening:
-        """Begin to open a pack.
+    def opening(self, packed: Packed, agreed: Iterable[str] | None = None, *, in_place: bool = True) -> Opener:
+        """Begin to open a pack; its values are to be loaded, and then merged.
 
         Args:
             packed: What the other end sent.
             agreed: Names to be taken over; the values of others are copies, and nothing here becomes them. All if None.
             in_place: Whether memory that is known is written to as it is read.
         """
-        return Opening(self, packed, agreed, in_place=in_place)
+        agreed = set(packed.names) if agreed is None else set(agreed)
+        return Opener(packed, self.side, self.find, self._place, agreed, in_place=in_place)
 
-    def opener(self, packed: Packed) -> Opener:
-        """What reads a pack."""
-        return Opener(packed, self.side, self.find, self._place)
+    def merge(self, opener: Opener, substitutes: Mapping[int, Any] | None = None) -> dict[str, Any]:
+        """All values of a pack, by name; what was here already is brought up to date.
 
-    def take_over(self, table: _Table, memories: Iterable[Memory]) -> None:
-        """Both ends have these objects from now on."""
-        self._add(table)
-        for memory in memories:
-            self._memories.add(memory)
+        Args:
+            opener: All has been loaded from it.
+            substitutes: By their numbers here, what is to stand in the place of objects that arrived.
+        """
+        packed = opener.packed
+        for name in opener.bound:
+            if name not in packed.names:
+                self.side.user_ns.pop(name, None)
+        table = _Table(packed.serial, packed.names, opener.roots, opener)
+        values = {name: root[0] for name, root in zip(packed.names, opener.roots, strict=True)}
+        whole = len(opener.agreed) == len(values)
+        counterparts = self._counterparts(table, packed)
+        taken = {id(obj): obj for obj in opener.resolved}
+        if substitutes:
+            whole = False  # the other end's objects have other numbers
+            places = [(place, number) for place, number in pairs_in(packed) if number in substitutes]
+            taken |= {id(table.objects[place]): substitutes[number] for place, number in places}
+        if counterparts or opener.held_classes or opener.new_classes:
+            objects = table.objects if whole else {}
+            merge = Merge(counterparts, taken)
+            values = {name: merge.merged(value) if name in opener.agreed else value for name, value in values.items()}
+            merge.classes(opener.held_classes, opener.new_classes)
+            table.replace({place: merge.final(obj) for place, obj in objects.items()})
+        if whole:  # both ends have these objects from now on
+            self._add(table)
+            for memory in opener.new_memories:
+                self._memories.add(memory)
+        opener.close()
+        return values
+
+    def _counterparts(self, table: _Table, packed: Packed) -> dict[int, Any]:
+        """The object here, by the `id()` of the one that arrived for it."""
+        found = {}
+        for place, number in pairs_in(packed):
+            new, old = table.objects.get(place), self.find(number)
+            if new is not None and old is not new and not stands_for_lost(new):
+                found[id(new)] = old
+        return found
+
+    def copies(self, packed: Packed) -> list[tuple[int, int, Any]]:
+        """(number here, number there, object as it arrived) for each object of a pack that is known here."""
+        opener = self.opening(packed, ())
+        for name in packed.names:
+            opener.load(name)
+        objects = _Table(packed.serial, packed.names, opener.roots, opener).objects
+        opener.close()
+        base = packed.serial << _PLACE_BITS
+        return [(number, base | place, objects[place]) for place, number in pairs_in(packed) if place in objects]
 
     def find(self, number: int) -> Any:
         """The object of a number."""
@@ -403,105 +405,11 @@ class Tracker:
         memory = self._memories.of(start, nbytes)
         return None if memory is None else self.number_of(memory)
 
-    def number_at(self, serial: int, place: int) -> int:
-        """The number of the object at a place of a pack."""
-        return serial << _PLACE_BITS | place
-
     def name_of(self, number: int) -> str:
         """The name with whose value an object came."""
         return self._tables[number >> _PLACE_BITS].name_of(number)
 
-    def has_objects(self) -> bool:
-        """Whether any object has a number."""
-        return bool(self._tables)
-
-
-class Opening:
-    """A pack that is being opened: load its values one after the other, then merge them.
-
-    Args:
-        tracker: This end.
-        packed: What the other end sent.
-        agreed: Names to be taken over, None for all.
-        in_place: Whether memory that is known is written to as it is read.
-
-    Attributes:
-        failed: Why there are placeholders in what was loaded, by name.
-    """
-
-    def __init__(self, tracker: Tracker, packed: Packed, agreed: Iterable[str] | None, *, in_place: bool) -> None:
-        self._tracker = tracker
-        self._in_place = in_place
-        self._packed = packed
-        self._agreed = set(packed.names) if agreed is None else set(agreed)
-        self._opener = tracker.opener(packed)
-        self._roots: list[Any] = []
-        self.failed: dict[str, Exception] = {}
-
-    def load(self, name: str) -> Any:
-        """The next value, as it arrived; it is that of a name."""
-        self._opener.in_place = self._in_place and name in self._agreed
-        self._roots.append(self._opener.load(_label(name)))
-        if self._opener.failed is not None:
-            self.failed[name] = self._opener.failed
-        return self._roots[-1][0]
-
-    def copies(self) -> tuple[dict[int, Any], dict[int, int]]:
-        """All objects as they arrived, by their places, and the numbers that some have here, by their places, too."""
-        for name in self._packed.names:
-            self.load(name)
-        table = _Table(self._packed.serial, self._packed.names, self._roots, self._opener)
-        objects = table.objects
-        self._opener.close()
-        return objects, dict(pairs_in(self._packed))
-
-    def merge(self, substitutes: Mapping[int, Any] | None = None) -> dict[str, Any]:
-        """All values, by name; what was here already is brought up to date.
-
-        Args:
-            substitutes: By their numbers here, what is to stand in the place of objects that arrived.
-        """
-        opener, packed, tracker = self._opener, self._packed, self._tracker
-        for name in opener.bound:
-            if name not in packed.names:
-                tracker.side.user_ns.pop(name, None)
-        table = _Table(packed.serial, packed.names, self._roots, opener)
-        values = {name: root[0] for name, root in zip(packed.names, self._roots, strict=True)}
-        whole = len(self._agreed) == len(values)
-        counterparts = self._counterparts(table)
-        taken = {id(obj): obj for obj in opener.resolved}
-        if substitutes:
-            whole = False  # the other end's objects have other numbers
-            places = [(place, number) for place, number in pairs_in(packed) if number in substitutes]
-            taken |= {id(table.objects[place]): substitutes[number] for place, number in places}
-        if counterparts or opener.held_classes or opener.new_classes:
-            objects = table.objects if whole else {}
-            merge = Merge(counterparts, taken)
-            values = {name: merge.merged(value) if name in self._agreed else value for name, value in values.items()}
-            merge.classes(opener.held_classes, opener.new_classes)
-            table.replace({place: merge.final(obj) for place, obj in objects.items()})
-        if whole:
-            tracker.take_over(table, opener.new_memories)
-        opener.close()
-        return values
-
-    def _counterparts(self, table: _Table) -> dict[int, Any]:
-        """The object here, by the `id()` of the one that arrived for it."""
-        found = {}
-        for place, number in pairs_in(self._packed):
-            new, old = table.objects.get(place), self._tracker.find(number)
-            if new is not None and old is not new and not stands_for_lost(new):
-                found[id(new)] = old
-        return found
-
-
-def _label(name: str) -> str:
-    """How messages call a value."""
-    if name[:1] in ("@", "%", ""):
-        return {"@": "An argument of the call", "%": "A class", "": "A value"}[name[:1]]
-    return f"`{name.partition('#')[0]}`"
-
 
 def _refused(name: str, value: Any, error: Exception) -> Placeholder:
     """What stands for a value that cannot be pickled at all."""
-    return Placeholder(refusal(_label(name), value, value, cure_for(value), error))
+    return Placeholder(refusal(label_of(name), value, value, cure_for(value), error))

@@ -13,9 +13,8 @@ from typing import Any
 from distnb.engine.namespace.engine_objects import EngineObjects
 from distnb.objects.code import is_code
 from distnb.objects.memory import dense_tensor
-from distnb.objects.packing import Looker
+from distnb.objects.packing import Look, Looker
 from distnb.objects.plain import SCALARS, is_importable, is_plain
-from distnb.objects.tracking import Look
 from distnb.strategies.scope import is_apart, is_mirrored, is_read_together
 from distnb.values import DistributedValues, structure
 from distnb.wire.exchange import Described, Leaf, ParameterText, Summary
@@ -54,7 +53,7 @@ class Describer:
         if isinstance(value, types.ModuleType) or is_plain(value):
             return
         objects, tracker = self._objects, self._objects.tracker
-        number = tracker.number_of(value) if tracker.has_objects() else None
+        number = tracker.number_of(value)
         by_value = objects.id_of(value) is None and (is_code(value) or number is not None)
         if by_value:
             look = tracker.look({path: value})
@@ -80,7 +79,7 @@ class Describer:
         if path in self.sent:
             return Described("sent", self.look.digests[path], self._numbers[path], (self._serial, path))
         tracker = self._objects.tracker
-        number = tracker.number_of(value) if tracker.has_objects() else None
+        number = tracker.number_of(value)
         if number is not None and self._objects.id_of(value) is None:
             return Described("tracked", value=number)
         return self.object(value, self._objects.own((self._serial, path), value), brief=brief)
@@ -101,7 +100,7 @@ class Describer:
             mirrored=mirrored,
             together=together,
             wrapped=wrapped,
-            reads=tuple(sorted(survey.names)) if survey is not None else (),
+            reads=tuple(sorted(survey.seen.names)) if survey is not None else (),
             holds=tuple(survey.holds) if survey is not None else (),
         )
 
@@ -161,7 +160,7 @@ class Surveyor(Looker):
                 if identity is not None:
                     holds[identity] = None
 
-        if tracker.has_objects() or objects.owns_containers:
+        if tracker.names or objects.owns_containers:
             self.persistent_id = note  # asked for every object: only where there is something to be found
         super().__init__(tracker.side)
         with contextlib.suppress(Exception):  # many objects cannot be pickled: then nothing is known of them

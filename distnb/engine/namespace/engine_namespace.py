@@ -143,7 +143,7 @@ class EngineNamespace:
             opening = tracker.opening(pack)
             for name in pack.names:  # code comes first: what comes after it may call it when it is opened
                 self._bind_one(name, opening.load(name), wanted)
-            values = opening.merge()
+            values = tracker.merge(opening)
             tracker.settle(values)
             for name, value in values.items():
                 objects.plain.pop(name, None)

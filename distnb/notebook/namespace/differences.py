@@ -27,14 +27,13 @@ def differing(tracker: Tracker, packs: Mapping[int, Packed]) -> dict[int, dict[i
     found: dict[int, dict[int, int]] = {}
     digests: dict[int, set[bytes]] = {}
     for replica, pack in packs.items():
-        objects, numbers = tracker.opening(pack, ()).copies()
-        if len(numbers) > _MOST:
+        copies = tracker.copies(pack)
+        if len(copies) > _MOST:
             return {}
-        known = {id(objects[place]): number for place, number in numbers.items() if place in objects}
-        for place, number in numbers.items():
-            if place in objects:
-                digests.setdefault(number, set()).add(_Shallow(tracker, known, objects[place]).digest)
-                found.setdefault(number, {})[replica] = tracker.number_at(pack.serial, place)
+        known = {id(obj): number for number, _, obj in copies}
+        for number, there, obj in copies:
+            digests.setdefault(number, set()).add(_Shallow(tracker, known, obj).digest)
+            found.setdefault(number, {})[replica] = there
     return {number: given for number, given in found.items() if len(given) == len(packs) and len(digests[number]) > 1}
 
 

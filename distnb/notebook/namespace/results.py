@@ -129,7 +129,7 @@ class Results:
                 value = opening.load(name)
                 if name in sent and is_code(value):
                     self._user_ns[name] = value
-            values = opening.merge(substitutes)
+            values = tracker.merge(opening, substitutes)
             self._sent = {name: values[name] for name in sent if name not in opening.failed}
             self._failed = opening.failed
             for name, error in opening.failed.items():

@@ -1,0 +1,76 @@
+"""What packs name: the functions that make objects again where a pack is opened."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NoReturn
+
+from distnb.objects.memory import Memory
+
+__all__ = ["ByOpener"]
+
+_HEAP_TYPE = 1 << 9
+
+
+class ByOpener:
+    """Stands in packs for the method of that name of whoever opens them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any) -> NoReturn:
+        """Pickle asks for something that can be called."""
+        raise NotImplementedError(self.name)
+
+
+open_reference = ByOpener("open_reference")
+open_memory = ByOpener("open_memory")
+update_memory = ByOpener("update_memory")
+open_from_host = ByOpener("open_from_host")
+make_function = ByOpener("make_function")
+make_class = ByOpener("make_class")
+fill_class = ByOpener("fill_class")
+make_type_variable = ByOpener("make_type_variable")
+
+
+def open_array(memory: Memory, dtype: Any, shape: Any, strides: Any, offset: int, writeable: bool) -> Any:
+    """An array on some memory."""
+    import numpy
+
+    if not memory.nbytes:
+        array = numpy.ndarray(shape, dtype)
+    else:
+        array = numpy.ndarray(shape, dtype, memory.bytes(), offset, strides)
+    array.flags.writeable = writeable
+    return array
+
+
+def open_tensor(memory: Memory, dtype: Any, shape: Any, stride: Any, offset: int, kind: type) -> Any:
+    """A tensor on some memory; its gradient and attributes follow as state."""
+    import torch
+
+    whole = memory.tensor()
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
+    with torch.no_grad():
+        tensor.set_(whole.untyped_storage(), whole.storage_offset() // dtype.itemsize + offset, shape, stride)
+    return tensor if kind is torch.Tensor else kind(tensor, requires_grad=False)
+
+
+def fill_tensor(tensor: Any, state: tuple[bool, Any, dict[str, Any]]) -> None:
+    """Give a tensor its gradient and its attributes."""
+    requires_grad, gradient, attributes = state
+    if requires_grad:
+        tensor.requires_grad_()
+    tensor.grad = gradient
+    if attributes:
+        vars(tensor).update(attributes)
+
+
+def open_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """An exception without a call of its own `__init__`, which may want other arguments; Python's own is called."""
+    error = kind.__new__(kind, *args)
+    base: Any = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
+    with contextlib.suppress(TypeError):
+        base.__init__(error, *args)
+    error.args = args
+    return error
