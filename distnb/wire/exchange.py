@@ -22,7 +22,6 @@ __all__ = [
     "Leaf",
     "Mark",
     "NamedArgument",
-    "ParameterText",
     "Reloads",
     "Request",
     "Snapshot",
@@ -149,10 +148,6 @@ class Snapshot:
     modules: Mapping[str, Reloads] = field(default_factory=dict)
 
 
-ParameterText = tuple[str, int, str, str]
-"""A parameter of a signature: its name, its kind, and the texts of its default and its annotation, or empty."""
-
-
 @dataclass(frozen=True)
 class Summary:
     """How an engine object looks, for the notebook to show without asking again.
@@ -162,8 +157,6 @@ class Summary:
         text: Its own short description; None if it is to be asked for when it is shown.
         shape, dtype, device: Of tensors and arrays, else "".
         attributes: What `dir` gives, for completion.
-        doc, signature: For `?`; None of what cannot be called.
-        kind: "tensor", "callable", or "".
         iterates: Whether it is an iterator.
     """
 
@@ -173,9 +166,6 @@ class Summary:
     dtype: str = ""
     device: str = ""
     attributes: tuple[str, ...] = ()
-    doc: str = ""
-    signature: tuple[ParameterText, ...] | None = None
-    kind: str = ""
     iterates: bool = False
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
-import inspect
 import io
 import pickle
 import sys
@@ -371,15 +370,13 @@ def test_forwarding(world: DoubleWorld) -> None:
     assert model.training is False
 
 
-def test_completion_and_help(world: DoubleWorld) -> None:
+def test_completion(world: DoubleWorld) -> None:
     here(world, "import torch")
     there(world, "model = torch.nn.Linear(2, 1)\nd = {'k': 1}")
     before = len(world.namespaces[0].teams)
     model = world.notebook.user_ns["model"]
     calls = world._programs
     assert {"state_dict", "weight", "bias", "forward", "component"} <= set(dir(model))
-    assert "Linear" in inspect.getdoc(model)
-    assert list(inspect.signature(model).parameters) == ["input"]
     assert "keys" in dir(world.notebook.user_ns["d"])
     assert calls == world._programs, "completion must not ask the engines"
     assert len(world.namespaces[0].teams) == before

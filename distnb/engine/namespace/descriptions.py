@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import reprlib
 import sys
 import types
@@ -17,7 +16,7 @@ from distnb.objects.packing import Look, Looker
 from distnb.objects.plain import SCALARS, is_importable, is_plain
 from distnb.strategies.scope import is_apart, is_mirrored, is_read_together
 from distnb.values import DistributedValues, structure
-from distnb.wire.exchange import Described, Leaf, ParameterText, Summary
+from distnb.wire.exchange import Described, Leaf, Summary
 from distnb.wire.messages import ObjectId
 
 __all__ = ["Describer", "own_part", "summarise"]
@@ -202,16 +201,13 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
     if is_array(shown) or is_tensor(shown) or _is_variable(shown):
         shape, dtype = str(tuple(shown.shape)), str(shown.dtype).removeprefix("torch.")
         text = None if brief or shown.nbytes > _SHORT_ELEMENTS * 16 else _short_text(shown)
-        return Summary(name, text, shape, dtype, str(getattr(shown, "device", "cpu")), kind="tensor")
+        return Summary(name, text, shape, dtype, str(getattr(shown, "device", "cpu")))
     if brief:
         return Summary(name, None, iterates=isinstance(shown, Iterator))
     return Summary(
         name,
         _short_text(shown),
         attributes=_names(shown),
-        doc=inspect.getdoc(shown) or "",
-        signature=_signature(shown),
-        kind="callable" if callable(shown) else "",
         iterates=isinstance(shown, Iterator),
     )
 
@@ -280,25 +276,6 @@ def _short_text(value: Any) -> str:
     except Exception as error:  # noqa: BLE001
         return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
     return text if len(text) <= _SHORT_CHARACTERS else text[: _SHORT_CHARACTERS - 1] + "…"
-
-
-def _signature(value: Any) -> tuple[ParameterText, ...] | None:
-    try:
-        found = inspect.signature(value.forward if hasattr(value, "forward") else value) if callable(value) else None
-    except (TypeError, ValueError):
-        return None
-    if found is None:
-        return None
-    none = inspect.Parameter.empty
-    return tuple(
-        (
-            name,
-            int(each.kind),
-            "" if each.default is none else repr(each.default),
-            "" if each.annotation is none else inspect.formatannotation(each.annotation),
-        )
-        for name, each in found.parameters.items()
-    )
 
 
 def is_array(value: Any) -> bool:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distnb.errors import DistributedValueError
-from distnb.notebook.handles.state import Operations, state_of_handle
+from distnb.notebook.handles.state import state_of_handle
 from distnb.values import DistributedValues, Mirrored, structure
+
+if TYPE_CHECKING:
+    from distnb.notebook.namespace.handle_operations import HandleOperations
 
 __all__ = ["FORWARDED", "compute", "special_methods"]
 
@@ -25,7 +28,10 @@ _IN_PLACE = frozenset(f"i{name.rstrip('_')}" for name in _TWO_SIDED)
 
 
 def compute(
-    operations: Operations, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    operations: HandleOperations,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
     """Call a function that has handles among its arguments: torch's, or one of `operator`.
 
@@ -84,7 +90,7 @@ def _would_lose_graph(
 
 def _tracked(handle: DistributedValues) -> bool:
     summaries = [fact.summary for fact in state_of_handle(handle).facts.values()]
-    if not any(summary is None or summary.kind == "tensor" for summary in summaries):
+    if not any(summary is None or summary.shape for summary in summaries):
         return False
     return getattr(handle, "requires_grad", False) is True
 

@@ -7,7 +7,6 @@ stands for each replica's own component where it is passed to a program, or capt
 from __future__ import annotations
 
 import copy
-import inspect
 import operator
 import sys
 from collections import OrderedDict
@@ -17,9 +16,9 @@ from typing import Any, NoReturn, cast
 from distnb.errors import DistributedValueError, StructureError
 from distnb.notebook.handles.computing import FORWARDED, compute
 from distnb.notebook.handles.state import RemoteState, state_of_handle
-from distnb.notebook.handles.summaries import as_html, as_signature, as_text
+from distnb.notebook.handles.summaries import as_html, as_text
 from distnb.values import DistributedValues, Mirrored, PerReplica, structure
-from distnb.wire.exchange import Described, follow
+from distnb.wire.exchange import follow
 
 __all__ = [
     "HANDLES",
@@ -72,9 +71,6 @@ class _Remote(DistributedValues):
         fresh = state.operations.refresh(self)
         return as_html(state, self._num_replicas, mirrored=isinstance(self, Mirrored), fresh=fresh)
 
-    def _ipython_key_completions_(self) -> list[Any]:
-        return []
-
     def __dir__(self) -> list[str]:
         state = state_of_handle(self)
         names = {"values", "component", "num_replicas", "replica_ids", "numpy", "item"}
@@ -83,13 +79,6 @@ class _Remote(DistributedValues):
                 names.update(fact.summary.attributes)
                 names.update(name for name in dir(_class_named(fact.summary.type)) if not name.startswith("__"))
         return sorted(names)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        fact = next(iter(state_of_handle(self).facts.values()), None)
-        if fact is None or fact.summary is None or fact.summary.signature is None:
-            raise AttributeError("__signature__")
-        return as_signature(fact.summary.signature)
 
     # -- forwarding ------------------------------------------------------------------------------------------------
 
@@ -241,19 +230,13 @@ class RemoteMirrored(_Remote, Mirrored):
         operations = next(state_of_handle(leaf).operations for leaf in leaves if isinstance(leaf, HANDLES))
         return compute(operations, function, args, kwargs)
 
-    def __lt__(self, other: Any) -> Any:
-        return state_of_handle(self).operations.compare(self, "lt", other)
 
-    def __le__(self, other: Any) -> Any:
-        return state_of_handle(self).operations.compare(self, "le", other)
-
-    def __gt__(self, other: Any) -> Any:
-        return state_of_handle(self).operations.compare(self, "gt", other)
-
-    def __ge__(self, other: Any) -> Any:
-        return state_of_handle(self).operations.compare(self, "ge", other)
+def _comparison(name: str) -> Callable[[Any, object], Any]:
+    return lambda handle, other: state_of_handle(handle).operations.compare(handle, name, other)
 
 
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(RemoteMirrored, f"__{_name}__", _comparison(_name))
 for _name, _method in FORWARDED.items():
     setattr(RemoteMirrored, _name, _method)
 
@@ -267,28 +250,6 @@ class RemoteMapping(RemoteMirrored):
 Mapping.register(RemoteMapping)
 
 HANDLES: tuple[type[DistributedValues], ...] = (RemotePerReplica, RemoteMirrored, RemoteMapping)
-
-
-class _Documentation:
-    """The documentation of a class of handles; that of one handle tells of its object, too."""
-
-    def __init__(self, text: str | None) -> None:
-        self._text = text or ""
-
-    def __get__(self, handle: DistributedValues | None, owner: type) -> str:
-        if handle is None:
-            return self._text
-        state = state_of_handle(handle)
-        where = "the same on every replica" if issubclass(owner, Mirrored) else "one component on each replica"
-        head = f"A handle of a {state.type_name} on the engines: {where}."
-        documented = [
-            fact.summary.doc for fact in state.facts.values() if fact.summary is not None and fact.summary.doc
-        ]
-        return f"{head}\n\n{documented[0]}" if documented else head
-
-
-for _kind in HANDLES:
-    _kind.__doc__ = _Documentation(_kind.__doc__)  # type: ignore[assignment]
 
 
 def _apply(handle: DistributedValues, function: Callable[..., Any], *others: Any) -> Any:
@@ -339,14 +300,10 @@ def _kind_of(state: RemoteState, *, mirrored: bool) -> type[DistributedValues]:
 class RemoteMethod:
     """A method of the object behind a handle; calling it calls the method on every replica."""
 
-    def __init__(self, handle: Any, path: tuple[tuple[str, Any], ...], described: Described) -> None:
+    def __init__(self, handle: Any, path: tuple[tuple[str, Any], ...]) -> None:
         self._handle = handle
         self._path = path
-        summary = described.summary
-        self.__doc__ = summary.doc if summary is not None else ""
         self.__name__ = str(path[-1][1])
-        if summary is not None and summary.signature is not None:
-            self.__signature__ = as_signature(summary.signature)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return state_of_handle(self._handle).operations.run(self._handle, "call", args, kwargs, self._path)

@@ -3,57 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StaleHandleError, UnassignedError
 from distnb.values import DistributedValues
 from distnb.wire.exchange import Described
 from distnb.wire.messages import ObjectId
 
-__all__ = ["Operations", "RemoteState", "state_of_handle"]
+if TYPE_CHECKING:
+    from distnb.notebook.namespace.handle_operations import HandleOperations
+    from distnb.notebook.namespace.tracked_objects import TrackedObjects
 
-
-class Operations(Protocol):
-    """What a handle asks for. Here, so that handles know nothing of the namespace, which makes them.
-
-    Attributes:
-        changes: How many programs there were that may have changed what handles stand for.
-    """
-
-    changes: int
-
-    def run(
-        self,
-        handle: DistributedValues,
-        operation: str,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        path: tuple[tuple[str, Any], ...] = (),
-    ) -> Any:
-        """Apply an operation on every replica that has the object, and take in what it did."""
-
-    def attribute(self, handle: DistributedValues, path: tuple[tuple[str, Any], ...]) -> Any:
-        """An attribute of the object: a plain value, a handle, or a method that is called by its path."""
-
-    def listed(self, handle: DistributedValues) -> list[Any]:
-        """The items of a mirrored container, each a plain value or a handle."""
-
-    def compare(self, handle: DistributedValues, comparison: str, other: Any) -> Any:
-        """Compare the object with another, or with a plain value, on every replica."""
-
-    def refresh(self, handle: DistributedValues) -> bool:
-        """Bring the summaries up to date. Whether they are; not while an engine is stuck."""
-
-    def read(self, handle: DistributedValues) -> Any:
-        """A copy of what a mirrored object is."""
-
-    def fetch_components(self, handle: DistributedValues, replicas: Iterable[int]) -> dict[int, Any]:
-        """Copies of the components of some replicas."""
-
-    def name_of(self, state: RemoteState) -> str:
-        """A name of the notebook that is bound to a handle of this state; "" if there is none."""
+__all__ = ["RemoteState", "state_of_handle"]
 
 
 @dataclass
@@ -67,12 +30,12 @@ class RemoteState:
         name: The name that a cell made it under; "" for what calls returned.
         gone: Engines that held a component and have ended since.
         apart: Components that only the notebook holds, by engine, of engines that have ended and not been replaced.
-        as_of: What `Operations.changes` was when its summaries were made; -1: they are to be asked for in any case.
+        as_of: What `operations.changes` was when its summaries were made; -1: they are to be asked for in any case.
         parent: The handle that it was asked of: what this one is given, that one holds, too.
     """
 
-    tracked: Any  # the namespace's `TrackedObjects`, whose file knows this one
-    operations: Operations
+    tracked: TrackedObjects
+    operations: HandleOperations
     identity: ObjectId
     facts: dict[int, Described]
     local: dict[int, Any] = field(default_factory=dict)
@@ -120,14 +83,7 @@ class RemoteState:
         return {replica for replica, engine in enumerate(self.tracked.key[0]) if engine in self.gone}
 
     def check(self, replicas: Iterable[int] | None = None) -> None:
-        """Raise if components are gone.
-
-        Args:
-            replicas: Those that are asked for; None for all that there ever were.
-
-        Raises:
-            StaleHandleError: Their engines were restarted or stopped.
-        """
+        """Raise StaleHandleError if components of these replicas are gone; None: of all that there ever were."""
         lost = self.lost if self.gone else set()
         left = sorted({*self.facts, *self.local} - lost)
         missing = lost if replicas is None or not left else lost.intersection(replicas)
@@ -167,11 +123,7 @@ class RemoteState:
         self.gone.difference_update(self.tracked.key[0][replica] for replica in replicas)
 
     def check_assigned(self, replica: int) -> None:
-        """Raise if a replica never assigned it.
-
-        Raises:
-            UnassignedError: It did not.
-        """
+        """Raise UnassignedError if a replica never assigned it."""
         if replica not in self.facts and replica not in self.local:
             raise UnassignedError(
                 f"name {self.name!r} is not defined on replica {replica}: only replicas "

@@ -1,19 +1,16 @@
-"""How handles look: a few lines of text, a small table, or a signature, from what is known without asking."""
+"""How handles look: a few lines of text, or a small table, from what is known without asking."""
 
 from __future__ import annotations
 
 import html
-import inspect
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from distnb.notebook.output.wording import filled_columns, html_table
-from distnb.wire.exchange import ParameterText
 
 if TYPE_CHECKING:
     from distnb.notebook.handles.state import RemoteState
 
-__all__ = ["as_html", "as_signature", "as_text"]
+__all__ = ["as_html", "as_text"]
 
 _UNASSIGNED = "<unassigned>"
 _LOST = "<lost: its engine has ended>"
@@ -81,28 +78,4 @@ def as_html(state: RemoteState, size: int, *, mirrored: bool, fresh: bool = True
         numeric=[columns.index(i) for i in columns if _HEADER[i] == "replica"],
         code=[columns.index(i) for i in columns if _HEADER[i] == "value"],
         caption=title,
-    )
-
-
-class _Shown:
-    """A default value, or an annotation, of which only the text is known."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
-
-
-def as_signature(parameters: Iterable[ParameterText]) -> inspect.Signature:
-    """The signature of an object on the engines."""
-
-    def shown(text: str) -> object:
-        return _Shown(text) if text else inspect.Parameter.empty
-
-    return inspect.Signature(
-        [
-            inspect.Parameter(name, inspect._ParameterKind(kind), default=shown(default), annotation=shown(annotation))
-            for name, kind, default, annotation in parameters
-        ]
     )

@@ -87,7 +87,7 @@ class HandleOperations:
                 {replica: replace(one, result=None) for replica, one in results.items()},
                 with_result=False,
             )
-            return RemoteMethod(handle, path, first.result.described)
+            return RemoteMethod(handle, path)
         return _derived(handle, self._namespace.take_in_call(state.tracked, results))
 
     def listed(self, handle: DistributedValues) -> list[Any]:
