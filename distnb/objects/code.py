@@ -18,7 +18,7 @@ import typing
 import uuid
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
@@ -34,16 +34,15 @@ __all__ = [
     "content_of",
     "fill_cell",
     "function_state",
+    "is_by_value",
     "is_code",
     "is_simple",
-    "kind_of_class",
     "names_of_code",
     "own_names",
     "reduce_cell",
     "reduce_class",
     "reduce_function",
     "reduce_type_variable",
-    "simple_parts",
     "source_of",
 ]
 
@@ -78,21 +77,21 @@ def is_code(value: Any) -> bool:
 # -- names ---------------------------------------------------------------------------------------------------------
 
 
-class CodeNames:
+class CodeNames(NamedTuple):
     """What a code object, those nested in it included, may ask of its globals.
 
     Attributes:
         names: Global names that it reads or deletes, or assigns after a `global` statement.
         attributes: Every other name in it, to tell which submodules it uses.
-        dynamic: It may read any name.
     """
 
-    __slots__ = ("attributes", "dynamic", "names")
+    names: frozenset[str]
+    attributes: frozenset[str]
 
-    def __init__(self, names: frozenset[str], attributes: frozenset[str]) -> None:
-        self.names = names
-        self.attributes = attributes
-        self.dynamic = bool(names & DYNAMIC)
+    @property
+    def dynamic(self) -> bool:
+        """Whether it may read any name."""
+        return not DYNAMIC.isdisjoint(self.names)
 
 
 def own_names(code: types.CodeType) -> set[str]:
@@ -130,22 +129,8 @@ def is_simple(value: Any) -> bool:
         and value.__closure__ is None
         and not value.__dict__
         and not value.__kwdefaults__
-        and all(map(_says_no_more, value.__annotations__.values()))
         and (value.__defaults__ is None or is_plain(value.__defaults__))
     )
-
-
-def simple_parts(function: types.FunctionType) -> tuple[Any, ...]:
-    """What a simple function is made of: while these are the same objects, it is unchanged."""
-    annotations = tuple(function.__annotations__.items())
-    return function.__code__, function.__defaults__, function.__doc__, annotations
-
-
-def _says_no_more(annotation: Any) -> bool:
-    """Whether an annotation is made of nothing but texts, None, and classes that every process imports."""
-    if isinstance(annotation, (types.GenericAlias, types.UnionType)):
-        return all(map(_says_no_more, annotation.__args__))
-    return annotation is None or type(annotation) is str or (isinstance(annotation, type) and is_importable(annotation))
 
 
 # -- functions -----------------------------------------------------------------------------------------------------
@@ -259,10 +244,10 @@ class Classes:
         return self._classes.get(identity)
 
 
-def kind_of_class(cls: type) -> Any:
-    """How to pickle a class that is found by a name; True for one that is sent by value."""
+def is_by_value(cls: type) -> bool:
+    """Whether a class is sent by value: it cannot be imported."""
     reduced = _cloudpickle._class_reduce(cls)
-    return True if isinstance(reduced, tuple) and len(reduced) == 6 else reduced
+    return isinstance(reduced, tuple) and len(reduced) == 6
 
 
 def reduce_class(cls: type, classes: Classes) -> Any:
@@ -285,20 +270,12 @@ def reduce_class(cls: type, classes: Classes) -> Any:
 
 def class_state(cls: type) -> dict[str, Any]:
     """A class's own attributes."""
-    state: dict[str, Any]
     if issubclass(cls, enum.Enum):
-        state = _cloudpickle._enum_getstate(cls)[0]
+        state: dict[str, Any] = _cloudpickle._enum_getstate(cls)[0]
     else:
-        state = _cloudpickle._class_getstate(cls)[0]
-        inherited: dict[str, Any] = {}
-        for base in reversed(cls.__mro__[1:]):
-            inherited.update(vars(base))
         # cloudpickle leaves out attributes that are the very objects that it would inherit.
-        state.update(
-            (name, value)
-            for name, value in vars(cls).items()
-            if name in inherited and inherited[name] is value and not name.startswith("__")
-        )
+        own = {name: value for name, value in vars(cls).items() if name != "_abc_impl" and not name.startswith("__")}
+        state = own | _cloudpickle._class_getstate(cls)[0]
     state.pop("__slotnames__", None)  # a cache that pickling an instance leaves
     if "__slots__" in state:
         del state["__slots__"]

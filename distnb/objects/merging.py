@@ -341,6 +341,4 @@ def _rule_for(kind: type) -> _Rule | None:
         return Merge._tensor
     if numpy is not None and issubclass(kind, numpy.ndarray):
         return Merge._array
-    if issubclass(kind, collections.UserDict | collections.UserList):
-        return Merge._attributes
     return next((rule for base, rule in _RULES if issubclass(kind, base)), None)

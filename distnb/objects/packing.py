@@ -201,11 +201,11 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
     def function(self, function: types.FunctionType) -> Any:
         """A function by value, with its names noted."""
         if function.__globals__ is self.side.user_ns:
-            self.look_into(function)
+            self._look_into(function)
         reference = self.reference(function)
         return reference if reference is not None else code.reduce_function(function, self.side.user_ns)
 
-    def look_into(self, function: types.FunctionType) -> None:
+    def _look_into(self, function: types.FunctionType) -> None:
         """Note what a function of the namespace reads."""
         used, seen = code.names_of_code(function.__code__), self.seen
         seen.names |= used.names
@@ -217,9 +217,8 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
 
     def a_class(self, cls: type) -> Any:
         """A class by its name, or as one that is looked at by itself."""
-        reduced = code.reduce_class(cls, self.side.classes) if cls is self.looked_at else code.kind_of_class(cls)
-        if reduced is not True:
-            return reduced
+        if cls is self.looked_at or not code.is_by_value(cls):
+            return code.reduce_class(cls, self.side.classes)
         identity = self.side.classes.id_of(cls)
         self.seen.classes[f"%{identity}"] = cls
         return _content, ("class", identity)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import io
 import socket
 import subprocess
@@ -12,12 +11,8 @@ import types
 from typing import Any, NoReturn
 
 from distnb.errors import CannotTravelError, DistnbError
-from distnb.objects.code import content_of
 
 __all__ = ["Placeholder", "cure_for", "is_unsendable", "label_of", "refusal"]
-
-_LOOKED_AT = 10_000
-_DEPTH = 6
 
 _CURES: tuple[tuple[tuple[type, ...], str], ...] = (
     (
@@ -55,47 +50,11 @@ def label_of(name: str) -> str:
 
 
 def refusal(label: str, value: Any, culprit: Any, cure: str, why: object = None) -> str:
-    """Why a value cannot be sent: what in it, where, and the cure.
-
-    Args:
-        label: How to call the value, "`data`" for a name.
-        culprit: What cannot be sent: the value itself, or something in it.
-        why: More about that; None if its type says it all.
-    """
+    """Why a value cannot be sent: what in it (the culprit: itself, or what it holds), why, and the cure."""
     kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
-    held = f"is a {kind}"
-    if culprit is not value:
-        where = _path_to(value, culprit)
-        held = f"holds a {kind}" + (f" at {label.strip('`')}{where}" if where else "")
+    held = f"{'is' if culprit is value else 'holds'} a {kind}"
     reason = "" if why is None else f" ({type(why).__name__}: {why})" if isinstance(why, Exception) else f" ({why})"
     return f"{label or 'A value'} cannot be sent: it {held}{reason}. The cure: {cure}."
-
-
-def _path_to(value: Any, culprit: Any) -> str:
-    """Where in a value an object is, as one would write it after a name; "" if it is not found soon."""
-    queue = collections.deque([(value, "", 0)])
-    seen = {id(value)}
-    while queue and len(seen) < _LOOKED_AT:
-        obj, path, level = queue.popleft()
-        if obj is culprit and path:
-            return path
-        for part, step in _parts_of(obj) if level < _DEPTH else ():
-            if id(part) not in seen:
-                seen.add(id(part))
-                queue.append((part, path + step, level + 1))
-    return ""
-
-
-def _parts_of(obj: Any) -> list[tuple[Any, str]]:
-    if isinstance(obj, dict):
-        return [(part, f"[{key!r}]") for key, part in obj.items()]
-    if isinstance(obj, list | tuple):
-        return [(part, f"[{index}]") for index, part in enumerate(obj)]
-    if isinstance(obj, types.FunctionType):
-        names = zip(obj.__code__.co_freevars, obj.__closure__ or (), strict=False)
-        return [(content_of(cell), f" (closed over as {name})") for name, cell in names]
-    attributes = getattr(obj, "__dict__", None)
-    return [(part, f".{name}") for name, part in attributes.items()] if type(attributes) is dict else []
 
 
 class Placeholder:

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from distnb.objects import code
 from distnb.objects.memory import Memories, Memory
 from distnb.objects.merging import ATOMS, Merge
 from distnb.objects.opening import Opener, pairs_in, stands_for_lost
@@ -40,14 +39,7 @@ class _Record:
 
     root: Any
     digest: bytes
-    parts: Any = None  # of a simple function
     stale: bool = False  # to be sent again, though it has not changed
-
-    def is_unchanged_code(self, value: Any) -> bool:
-        """Whether a value is a function of nothing but code that is what it was: it need not be pickled."""
-        if self.parts is None or self.root is not value or not code.is_simple(value):
-            return False
-        return bool(self.parts == code.simple_parts(value))
 
 
 class _Table:
@@ -172,11 +164,6 @@ class Tracker:
         waiting = dict(values)
         while waiting:
             for name, value in waiting.items():
-                record = self._records.get(name)
-                if record is not None and record.is_unchanged_code(value):
-                    looker.look_into(value)
-                    look.digests[name] = record.digest
-                    continue
                 looker.label, looker.root = label_of(name), value
                 looker.looked_at = value if isinstance(value, type) else None
                 try:
@@ -246,7 +233,7 @@ class Tracker:
                     pairs.append(number)
         self._add(table)
         for name in names:
-            self._record(name, values[name], look.digests[name])
+            self._records[name] = _Record(values[name], look.digests[name])
         return Packed(serial, tuple(names), packer.file.getbuffer(), tuple(packer.buffers), pairs.tobytes())
 
     def pack_loose(self, values: Mapping[str, Any]) -> Packed:
@@ -272,9 +259,6 @@ class Tracker:
             each.wanted -= set(gone)
             if not each.wanted:
                 del self._tables[each.serial]
-
-    def _record(self, name: str, value: Any, digest: bytes) -> None:
-        self._records[name] = _Record(value, digest, code.simple_parts(value) if code.is_simple(value) else None)
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
@@ -349,7 +333,7 @@ class Tracker:
         """What the other end has is what these values are now."""
         look = look if look is not None else self.look(values)
         for name, value in values.items():
-            self._record(name, value, look.digests[name])
+            self._records[name] = _Record(value, look.digests[name])
         return look
 
     # -- forgetting ----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from distnb.engine.namespace.engine_objects import EngineObjects
 from distnb.objects.code import is_code
 from distnb.objects.memory import dense_tensor
 from distnb.objects.packing import Look, Looker
+from distnb.objects.placeholder import Placeholder
 from distnb.objects.plain import SCALARS, is_importable, is_plain
 from distnb.strategies.scope import is_apart, is_mirrored, is_read_together
 from distnb.values import DistributedValues, structure
@@ -204,12 +205,9 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
         return Summary(name, text, shape, dtype, str(getattr(shown, "device", "cpu")))
     if brief:
         return Summary(name, None, iterates=isinstance(shown, Iterator))
-    return Summary(
-        name,
-        _short_text(shown),
-        attributes=_names(shown),
-        iterates=isinstance(shown, Iterator),
-    )
+    if type(shown) is Placeholder:
+        shown.refuse()  # a name was bound to it: so it was read
+    return Summary(name, _short_text(shown), attributes=_names(shown), iterates=isinstance(shown, Iterator))
 
 
 def _is_variable(value: Any) -> bool:
