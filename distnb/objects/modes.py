@@ -7,6 +7,7 @@ itself. What is no row of the table does not travel.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -14,7 +15,6 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,36 +29,22 @@ __all__ = [
     "apply_environment",
     "capture_environment",
     "cell_began",
-    "forget_casts",
     "outside_inference",
 ]
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Modes by name: all of them, or those that changed.
-
-    Attributes:
-        modes: Their values.
-        cell: The number of the notebook's cell in which they were captured.
-    """
+    """Modes by name, all of them or those that changed, and the number of the cell in which they were captured."""
 
     modes: Mapping[str, Any] = field(default_factory=dict)
     cell: int = field(default=0, compare=False)
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing changed."""
-        return not self.modes
-
     def since(self, earlier: Environment | None) -> Environment:
         """The modes in which this differs from an earlier capture."""
-        if earlier is None:
-            return self
-        known = earlier.modes
-        return Environment(
-            {name: value for name, value in self.modes.items() if name not in known or known[name] != value}
-        )
+        known = {} if earlier is None else earlier.modes
+        changed = {name: value for name, value in self.modes.items() if name not in known or known[name] != value}
+        return Environment(changed, self.cell)
 
     def with_changes(self, changes: Environment | None) -> Environment:
         """The same after some changes."""
@@ -143,10 +129,9 @@ def _is_loaded(library: str) -> bool:
 
 
 def _directory() -> str | None:
-    try:
+    with contextlib.suppress(FileNotFoundError):  # it was removed under us
         return os.getcwd()
-    except FileNotFoundError:  # it was removed under us
-        return None
+    return None
 
 
 def _set_directory(directory: str | None) -> None:
@@ -274,19 +259,17 @@ def _kinds_to_cast_on() -> tuple[str, ...]:
 def _autocast() -> tuple[Any, ...]:
     import torch
 
-    each = tuple(
+    return tuple(
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds_to_cast_on()
     )
-    return each, torch.is_autocast_cache_enabled()
 
 
 def _set_autocast(value: tuple[Any, ...]) -> None:
     import torch
 
-    for kind, enabled, dtype in value[0]:
+    for kind, enabled, dtype in value:
         torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_enabled(kind, enabled)
-    torch.set_autocast_cache_enabled(value[1])
     torch.clear_autocast_cache()
 
 
@@ -346,7 +329,7 @@ def _torch_printing() -> dict[str, Any]:
     return dict(vars(torch._tensor_str.PRINT_OPTS))
 
 
-@contextmanager
+@contextlib.contextmanager
 def outside_inference() -> Iterator[None]:
     """Make tensors that are ordinary ones, whatever the user's mode is."""
     if not _is_loaded("torch") or not _torch().is_inference_mode_enabled():
@@ -354,15 +337,6 @@ def outside_inference() -> Iterator[None]:
         return
     with _torch().inference_mode(False):
         yield
-
-
-def forget_casts() -> None:
-    """Before a program: what autocast cast for an earlier one may be out of date.
-
-    Whoever leaves an autocast context forgets it; but the notebook may have left it, and entered it again, unheard.
-    """
-    if _is_loaded("torch") and _torch()._C._is_any_autocast_enabled():
-        _torch().clear_autocast_cache()
 
 
 # -- NumPy -------------------------------------------------------------------------------------------------------------

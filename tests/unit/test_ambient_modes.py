@@ -132,9 +132,9 @@ def test_unchanged_is_the_same_object() -> None:
     with torch.no_grad():
         inside = capture_environment(before)
         assert dict(inside.since(before).modes) == {"gradients": False}
-    assert capture_environment(before).since(before).empty
+    assert not capture_environment(before).since(before).modes
     cell_began()
-    assert capture_environment(before, "call").since(before).empty
+    assert not capture_environment(before, "call").since(before).modes
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_is_drawn_goes_on_elsewhere(draw: Callable[[], Any]) -> None:
     draw()
     before = capture_environment()
     following = [float(draw()) for _ in range(3)]
-    assert not capture_environment(before).since(before).empty
+    assert capture_environment(before).since(before).modes
     apply_environment(codec.decode(codec.encode(before)))
     assert [float(draw()) for _ in range(3)] == following
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
+
 from distnb.engine.cell_sources import remember_source
 from distnb.engine.guard import spared
 from distnb.engine.imported_modules import Modules
@@ -17,7 +19,6 @@ from distnb.objects.modes import (
     Moment,
     apply_environment,
     capture_environment,
-    forget_casts,
     outside_inference,
 )
 from distnb.objects.packing import Packed, open_module
@@ -81,7 +82,7 @@ class EngineNamespace:
         objects = self.teams.of(snapshot.team)
         objects.replica = replica
         self.teams.program_begins(snapshot.serial)
-        forget_casts()
+        torch.clear_autocast_cache()  # what was cast for an earlier program may be out of date
         self._settle(objects, snapshot)
         environment = snapshot.environment
         if environment is not None:
@@ -229,7 +230,7 @@ class EngineNamespace:
             plain,
             describer.fresh,
             handles,
-            None if environment.empty else environment,
+            environment if environment.modes else None,
             described,
         )
 

@@ -284,7 +284,7 @@ class NotebookNamespace:
             dict(tracked.adopt),
             tracked.take_released() if tracked.released else (),
             (*read, *(set(tracked.references.met) - read)) if cell else (),
-            None if changed is None or changed.empty else changed,
+            changed if changed is not None and changed.modes else None,
             self._sources(tracked, needs),
             self._reloads(tracked, needs) if cell or bind or code_changed else {},
         )
