@@ -119,11 +119,14 @@ class Merge:
             made.__dict__.update(new.__dict__)
         return made
 
-    def _list(self, new: Any, target: Any) -> Any:
+    def _items(self, new: Any, target: Any) -> Any:
+        """A container of items: by its own class's methods, not by those of a class of the user's."""
+        kind, fill = next(each for each in _CONTAINERS if isinstance(new, each[0]))
         items = self.all(new)
         if target is not new or not _same(items, list(target)):
-            list.__setitem__(target, slice(None), items)
-        return self._with_attributes(new, target, list)
+            kind.clear(target)
+            fill(target, items)
+        return target if type(new) is kind else self._attributes(new, target)
 
     def _dict(self, new: Any, target: Any) -> Any:
         items = [(self.merged(key), self.merged(value)) for key, value in dict.items(new)]
@@ -138,18 +141,6 @@ class Merge:
         if type(new) in (dict, collections.OrderedDict, collections.defaultdict):
             return target
         return self._attributes(new, target)
-
-    def _set(self, new: Any, target: Any) -> Any:
-        items = self.all(new)
-        set.clear(target)
-        set.update(target, items)
-        return self._with_attributes(new, target, set)
-
-    def _deque(self, new: Any, target: Any) -> Any:
-        items = self.all(new)
-        collections.deque.clear(target)
-        collections.deque.extend(target, items)
-        return self._with_attributes(new, target, collections.deque)
 
     def _bytes(self, new: Any, target: Any) -> Any:
         if target is not new:
@@ -246,9 +237,6 @@ class Merge:
                 with contextlib.suppress(AttributeError, TypeError):  # what Python itself sets
                     setattr(cls, name, merged)
 
-    def _with_attributes(self, new: Any, target: Any, base: type) -> Any:
-        return target if type(new) is base else self._attributes(new, target)
-
     def _attributes(self, new: Any, target: Any) -> Any:
         """The attributes of an instance, in its dict and its slots."""
         attributes = getattr(new, "__dict__", None)
@@ -316,11 +304,15 @@ def _same(one: list[Any], other: list[Any]) -> bool:
 
 _Rule = Callable[[Merge, Any, Any], Any]
 
+_CONTAINERS: tuple[tuple[Any, Callable[[Any, Any], object]], ...] = (
+    (list, list.extend),
+    (set, set.update),
+    (collections.deque, collections.deque.extend),
+)
+
 _RULES: tuple[tuple[type, _Rule], ...] = (
-    (list, Merge._list),
     (dict, Merge._dict),
-    (set, Merge._set),
-    (collections.deque, Merge._deque),
+    *((kind, Merge._items) for kind, _ in _CONTAINERS),
     (bytearray, Merge._bytes),
     (types.CellType, Merge._cell),
     (types.FunctionType, Merge._function),
