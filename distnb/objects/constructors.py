@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NoReturn
+from typing import Any
 
 from distnb.objects.memory import Memory
 
@@ -13,14 +13,15 @@ _HEAP_TYPE = 1 << 9
 
 
 class ByOpener:
-    """Stands in packs for the method of that name of whoever opens them."""
+    """Stands in packs for the method of that name of whoever opens them, who gives it that."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, method: Any = None) -> None:
         self.name = name
+        self._method = method
 
-    def __call__(self, *args: Any) -> NoReturn:
-        """Pickle asks for something that can be called."""
-        raise NotImplementedError(self.name)
+    def __call__(self, *args: Any) -> Any:
+        """What the method gives."""
+        return self._method(*args)
 
 
 open_reference = ByOpener("open_reference")

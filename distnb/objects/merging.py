@@ -206,19 +206,6 @@ class Merge:
         function = self.merged(new.__wrapped__)
         return target if function is target.__wrapped__ else code.make_cache(function, new.cache_parameters())
 
-    def _method(self, new: Any, target: Any) -> Any:
-        function, owner = self.merged(new.__func__), self.merged(new.__self__)
-        return target if target.__func__ is function and target.__self__ is owner else types.MethodType(function, owner)
-
-    def _builtin(self, new: Any, target: Any) -> Any:
-        owner = new.__self__
-        if owner is None or isinstance(owner, types.ModuleType | type):
-            return new
-        merged = self.merged(owner)
-        if target is not new and target.__self__ is merged:
-            return target
-        return new if merged is owner else getattr(merged, new.__name__)
-
     def _exception(self, new: Any, target: Any) -> Any:
         target.args = self.merged(new.args)
         return self._attributes(new, target)
@@ -317,12 +304,11 @@ _RULES: tuple[tuple[type, _Rule], ...] = (
     (types.CellType, Merge._cell),
     (types.FunctionType, Merge._function),
     (functools._lru_cache_wrapper, Merge._cache),
-    (type, lambda merge, new, target: new),  # known by its tracker's id; its attributes are merged at the end
+    # Known by ids; the attributes of classes are merged at the end.
+    (type, lambda merge, new, target: new),
     (typing.TypeVar, lambda merge, new, target: new),
-    (types.MethodType, Merge._method),
-    (types.BuiltinFunctionType, Merge._builtin),
-    (types.SimpleNamespace, Merge._attributes),
     (BaseException, Merge._exception),
+    (types.SimpleNamespace, Merge._attributes),
     (functools.cached_property, Merge._attributes),
 )
 

@@ -212,7 +212,7 @@ class _ByNames:
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)  # type: ignore[misc]
-        return getattr(self.opener, name) if type(found) is ByOpener else found
+        return ByOpener(name, getattr(self.opener, name)) if type(found) is ByOpener else found
 
     def persistent_load(self, pid: Any) -> Any:
         return self.opener.find(pid)

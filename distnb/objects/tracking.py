@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import gc
-import types
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -72,7 +71,11 @@ class _Table:
                     memo = dict(memo.values())
                 roots = {id(root) for root in self._roots}
                 self._starts = sorted(place for place, obj in memo.items() if id(obj) in roots)
-                self._objects = {place: obj for place, obj in memo.items() if _has_number(obj) and id(obj) not in roots}
+                self._objects = {
+                    place: obj
+                    for place, obj in memo.items()
+                    if (type(obj) not in ATOMS or type(obj) is Memory) and id(obj) not in roots
+                }
             # What arrived for an object that was here is not kept.
             self._coder, self._roots = None, []
         return self._objects
@@ -108,13 +111,6 @@ class _Table:
     def name_of(self, number: int) -> str:
         """The name with whose value an object came."""
         return self.names[bisect.bisect_right(self._starts, number & _PLACES) - 1]
-
-
-def _has_number(obj: Any) -> bool:
-    """Whether an object gets a number. The last: pickles name functions for which an opening has methods."""
-    if type(obj) in ATOMS:
-        return type(obj) is Memory
-    return not (type(obj) is types.MethodType and type(obj.__self__) is Opener)
 
 
 @contextmanager
@@ -329,12 +325,11 @@ class Tracker:
         """The object of a number."""
         return self._tables[number >> _PLACE_BITS].objects[number & _PLACES]
 
-    def settle(self, values: Mapping[str, Any], look: Look | None = None) -> Look:
+    def settle(self, values: Mapping[str, Any]) -> None:
         """What the other end has is what these values are now."""
-        look = look if look is not None else self.look(values)
+        digests = self.look(values).digests
         for name, value in values.items():
-            self._records[name] = _Record(value, look.digests[name])
-        return look
+            self._records[name] = _Record(value, digests[name])
 
     # -- forgetting ----------------------------------------------------------------------------------------------------
 
