@@ -216,8 +216,9 @@ def are_workers(machines: Sequence[str], resolver: ClusterResolver) -> bool:
     may be lacking."""
     there = {host_of(name.rpartition("@")[2]) for name in machines}
     workers = workers_of(resolver.cluster_spec())
-    others = [worker for worker in workers if not _is_own(worker, resolver)]
-    return there in ({host_of(worker.address) for worker in group} for group in (workers, others))
+    if there == {host_of(worker.address) for worker in workers}:
+        return True
+    return there == {host_of(worker.address) for worker in workers if not _is_own(worker, resolver)}
 
 
 def _is_own(worker: Worker, resolver: ClusterResolver) -> bool:
