@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,8 @@ from distnb.magics.cell_request import CellRequest
 from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
-from distnb.notebook.output.wording import html_table, human_bytes
-from distnb.notebook.variable_placement import drift_reports
+from distnb.notebook.output.wording import html_table
+from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -143,7 +143,7 @@ class ClusterMagic:
             print("No cluster is running. %distnb start begins one.")
             return
         rows = [(row.engine, row.device, row.state, row.pid, row.host) for row in self._session().status()]
-        self._table(("engine", "device", "state", "pid", "host"), rows, numeric=(0, 3))
+        self._table(("engine", "device", "state", "pid", "host"), rows, numeric=("engine", "pid"))
 
     def devices(self, found: Namespace) -> None:
         """`%distnb devices`."""
@@ -179,13 +179,13 @@ class ClusterMagic:
 
     def variables(self, found: Namespace) -> None:
         """`%distnb variables`."""
-        rows = list(self._front.variables(0))
-        if not rows:
+        session = sessions.current()
+        status = session.status() if session is not None else ()
+        rows = variables(self._shell.user_ns, {row.engine: row.device for row in status})
+        if rows:
+            self._table(COLUMNS, rows, numeric=("size",))
+        else:
             print("No variable of the notebook lives on the engines.")
-            return
-        header = ("variable", "kind", "type", "shape", "dtype", "lives on", "size")
-        cells = [(v.name, v.kind, v.type_name, v.shape, v.dtype, v.devices, human_bytes(v.nbytes)) for v in rows]
-        self._table(header, cells, numeric=(6,))
 
     def check(self, found: Namespace) -> None:
         """`%distnb check [NAME …]`."""
@@ -251,7 +251,7 @@ class ClusterMagic:
             raise NoClusterError("No cluster is running. %distnb start begins one.")
         return session
 
-    def _table(self, header: tuple[str, ...], rows: list[tuple[Any, ...]], numeric: tuple[int, ...] = ()) -> None:
+    def _table(self, header: tuple[str, ...], rows: Sequence[tuple[Any, ...]], numeric: tuple[str, ...] = ()) -> None:
         cells = [tuple(map(str, row)) for row in [header, *rows]]
         widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
         text = "\n".join(

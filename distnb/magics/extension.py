@@ -21,7 +21,6 @@ from distnb.magics.stop_handler import StopHandler
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose
 from distnb.notebook.front_end import FrontEnd
-from distnb.notebook.output.live_model import VariableRow
 from distnb.objects.modes import cell_began
 from distnb.runtime.base import Owner
 from distnb.widgets.front import Front
@@ -73,7 +72,6 @@ class Extension(FrontEnd):
         tracebacks.install(shell)
         shell.events.register("pre_run_cell", self._before)
         shell.events.register("post_run_cell", self._after)
-        self.front.variables = self._variables
         self.live = self.front.live
         compose.attach(self)
         # The cell that loads the extension may go on to use it.
@@ -122,14 +120,6 @@ class Extension(FrontEnd):
     def session_for(self, strategy: Owner) -> Session:
         """The running session; a cluster is started when there is none."""
         return self._cluster.ensure(_request_of(strategy))
-
-    def _variables(self, since_program: int) -> list[VariableRow]:
-        session = compose.current()
-        if session is None:
-            return []
-        from distnb.notebook.variable_placement import variables
-
-        return variables(self._shell.user_ns, {row.engine: row.device for row in session.status()}, since_program)
 
     def _settle(self, result: ExecutionResult | None, *, stop: bool) -> None:
         """Wait for calls that were sent with `wait=False`; what one of them raised is this cell's error, too.

@@ -9,58 +9,45 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distnb.errors import OptionError
-from distnb.notebook.handles.handle import (
-    HANDLES,
-    RemoteMirrored,
-    RemotePerReplica,
-    RemoteState,
-    state_of_handle,
-)
-from distnb.notebook.output.live_model import VariableRow
+from distnb.notebook.handles.handle import HANDLES, RemoteMirrored, RemotePerReplica, RemoteState, state_of_handle
+from distnb.notebook.output.wording import human_bytes
 from distnb.values import Mirrored
 
-__all__ = ["drift_reports", "variables"]
+__all__ = ["COLUMNS", "drift_reports", "variables"]
+
+COLUMNS = ("variable", "kind", "type", "shape", "dtype", "lives on", "size")
 
 
-def variables(user_ns: Mapping[str, Any], devices: Mapping[int, str], since_program: int = 0) -> list[VariableRow]:
-    """The variables that live on engines.
-
-    Args:
-        user_ns: The notebook's.
-        devices: The device of each engine.
-        since_program: Only objects that this program, or a later one, made.
-    """
+def variables(user_ns: Mapping[str, Any], devices: Mapping[int, str]) -> list[tuple[str, ...]]:
+    """The notebook's variables that live on engines, a row for each; `devices` are those of the engines."""
     rows = []
     for name, value in list(user_ns.items()):
         # A handle's attributes are on the engines: its class alone says that it is one.
         if name.startswith("_") or type(value) not in HANDLES:
             continue
         state = state_of_handle(value)
-        if not state.tracked.ended and state.identity[0] >= since_program:
-            rows.append(_row(name, state, devices, mirrored=isinstance(value, Mirrored)))
+        if not state.tracked.ended:
+            kind = "mirrored" if isinstance(value, Mirrored) else "per replica"
+            rows.append((name, kind, *_described(state, devices)))
     return rows
 
 
-def _row(name: str, state: RemoteState, devices: Mapping[int, str], *, mirrored: bool) -> VariableRow:
+def _described(state: RemoteState, devices: Mapping[int, str]) -> tuple[str, ...]:
     engines = state.tracked.key[0]
     replicas = [replica for replica in sorted(state.facts) if replica not in state.lost]
     summaries = [state.facts[replica].summary for replica in replicas]
     known = [summary for summary in summaries if summary is not None]
-    shapes = list(dict.fromkeys(summary.shape for summary in known if summary.shape))
-    dtypes = list(dict.fromkeys(summary.dtype for summary in known if summary.dtype))
     sizes = [_nbytes(summary.shape, summary.dtype) for summary in known]
     where = [
         summary.device if summary is not None and ":" in summary.device else devices.get(engines[replica], "")
         for replica, summary in zip(replicas, summaries, strict=True)
     ]
-    return VariableRow(
-        name=name,
-        kind="mirrored" if mirrored else "per replica",
-        type_name=_type_name(state),
-        shape=" | ".join(shapes),
-        dtype=" | ".join(dtypes),
-        devices=_grouped(where) or "notebook",
-        nbytes=sum(size for size in sizes if size is not None) if sizes and None not in sizes else None,
+    return (
+        _type_name(state),
+        " | ".join(dict.fromkeys(summary.shape for summary in known if summary.shape)),
+        " | ".join(dict.fromkeys(summary.dtype for summary in known if summary.dtype)),
+        _grouped(where) or "notebook",
+        human_bytes(sum(size for size in sizes if size is not None)) if sizes and None not in sizes else "",
     )
 
 
@@ -88,15 +75,7 @@ def _grouped(devices: list[str]) -> str:
 
 
 def drift_reports(user_ns: Mapping[str, Any], names: Sequence[str] = ()) -> dict[str, str]:
-    """What the engines find when they compare what they hold, by name.
-
-    Args:
-        user_ns: The notebook's.
-        names: What to compare; all mirrored variables when there are none.
-
-    Raises:
-        OptionError: A name is of nothing that lives on engines.
-    """
+    """What the engines find when they compare what they hold, by name; all mirrored variables where none is named."""
     for name in names:
         if type(user_ns.get(name)) not in HANDLES:
             what = "is no variable" if name not in user_ns else "lives in the notebook, where it is one object"

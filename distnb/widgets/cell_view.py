@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from distnb.notebook.output.live_model import LiveModel, VariableRow
+from distnb.notebook.output.live_model import LiveModel
 from distnb.notebook.output.output_merger import OutputMerger
 from distnb.runtime import step_count
+from distnb.topology import Team
 from distnb.widgets.publisher import Publisher
 from distnb.widgets.views import LiveView
 from distnb.wire.messages import Died, Display, Live, Output, ProgramEnded, Status, TelemetrySample
 
 __all__ = ["VIEW_EVENTS", "CellView"]
 
-APPEAR_S = 0.5
-"""A cell that ends sooner, and draws nothing, shows no live view."""
+VIEW_EVENTS = (Output, Display, Live, TelemetrySample, Status, ProgramEnded, Died)
+"""What `CellView.feed` takes."""
 
+_APPEAR_S = 0.5  # a cell that ends sooner, and draws nothing, shows no live view
 _KEPT_CHARACTERS = 4_000_000
 
 MakeView = Callable[[LiveModel, Publisher, str], LiveView]
@@ -32,6 +34,9 @@ class CellView:
         replicas: Replicas to expect of a program that was not announced (`strategy.run` from an ordinary cell).
         counted_before: (steps, examples) that each engine, and the notebook, had counted before.
         devices: Of each engine.
+
+    Attributes:
+        written: What each replica wrote, unmerged; of very much the end.
     """
 
     def __init__(
@@ -42,33 +47,35 @@ class CellView:
         counted_before: Mapping[int, tuple[int, int]] | None = None,
         devices: Mapping[int, str] | None = None,
     ) -> None:
-        self.name = f"distnb-{uuid.uuid4().hex[:12]}"
         self.publisher = publisher
         publisher.on_clear = self._reappear
         self.model = LiveModel(counted_before=counted_before, devices=devices)
+        self.written: dict[int, str] = {}
+        self._name = f"distnb-{uuid.uuid4().hex[:12]}"
         self._make_view = make_view
         self._replicas = replicas
         self._view: LiveView | None = None
         self._mergers: dict[int, OutputMerger] = {}  # by program; 0 for all that were not announced
-        self._running: set[int] = set()
-        self._engines: dict[int, dict[int, int]] = {}  # of a program: engine → replica
+        self._running: dict[int, Team] = {}  # programs that were announced
         self._has_live = False
         self._changed = False
         self._next_draw = 0.0
         self._now = 0.0
-        self.finished = False
-        self._kept: dict[int, list[str]] = {}
-        self._kept_size: dict[int, int] = {}
+        self._finished = False
 
     # -- events in -------------------------------------------------------------------------------------------------
 
     def feed(self, event: Any, now: float) -> None:
         """Take an event of `wire.messages`."""
         self._now = now
+        if isinstance(event, Output):
+            text = self.written.get(event.replica, "") + event.text
+            self.written[event.replica] = text[-_KEPT_CHARACTERS:]
         if isinstance(event, Output | Display):
-            if isinstance(event, Output):
-                self._keep(event)
-            self._merger(event.program).feed(event, now)
+            number = event.program if event.program in self._mergers else 0
+            if number not in self._mergers:
+                self._mergers[0] = OutputMerger(self._replicas, f"{self._name}-0")
+            self._mergers[number].feed(event, now)
             return
         self.model.feed(event, now)
         self._changed = True
@@ -79,7 +86,7 @@ class CellView:
         elif isinstance(event, ProgramEnded):
             self._replica_ended(event.program, event.engine, now)
         elif isinstance(event, Died):
-            for program in list(self._running):
+            for program in self._running:
                 self._replica_ended(program, event.engine, now)
 
     def feed_here(self, point: dict[str, Any], place: step_count.Place, now: float) -> None:
@@ -90,41 +97,18 @@ class CellView:
 
     def _status(self, event: Status, now: float) -> None:
         if event.state == "started":
-            self._running.add(event.program)
-            self._engines[event.program] = {engine: replica for replica, engine in enumerate(event.team.engines)}
-            self._mergers[event.program] = OutputMerger(event.team.size, f"{self.name}-{event.program}")
-        elif event.state == "ended":
-            self._running.discard(event.program)
-            self._close_merger(event.program, now)
-
-    def _replica_ended(self, program: int, engine: int, now: float) -> None:
-        replica = self._engines.get(program, {}).get(engine)
-        if replica is not None and program in self._mergers:
-            self._mergers[program].ended(replica, now)
-
-    def _merger(self, program: int) -> OutputMerger:
-        if program in self._mergers:
-            return self._mergers[program]
-        if 0 not in self._mergers:
-            self._mergers[0] = OutputMerger(self._replicas, f"{self.name}-0")
-        return self._mergers[0]
-
-    def _close_merger(self, program: int, now: float) -> None:
-        merger = self._mergers.pop(program, None)
+            self._running[event.program] = event.team
+            self._mergers[event.program] = OutputMerger(event.team.size, f"{self._name}-{event.program}")
+            return
+        self._running.pop(event.program, None)
+        merger = self._mergers.pop(event.program, None)
         if merger is not None:
             self.publisher.apply(merger.collect(now, final=True))
 
-    def _keep(self, event: Output) -> None:
-        """For `%distnb output`: the last megabytes of each replica, as it wrote them."""
-        kept = self._kept.setdefault(event.replica, [])
-        kept.append(event.text)
-        self._kept_size[event.replica] = self._kept_size.get(event.replica, 0) + len(event.text)
-        while self._kept_size[event.replica] > _KEPT_CHARACTERS and len(kept) > 1:
-            self._kept_size[event.replica] -= len(kept.pop(0))
-
-    def written(self) -> dict[int, str]:
-        """What each replica wrote, unmerged; of very much the last 4 million characters."""
-        return {replica: "".join(kept) for replica, kept in sorted(self._kept.items())}
+    def _replica_ended(self, program: int, engine: int, now: float) -> None:
+        team = self._running.get(program)
+        if team is not None and engine in team.engines and program in self._mergers:
+            self._mergers[program].ended(team.rank_of(engine), now)
 
     # -- drawing ---------------------------------------------------------------------------------------------------
 
@@ -138,18 +122,25 @@ class CellView:
         self._now = now
         for merger in self._mergers.values():
             self.publisher.apply(merger.collect(now))
-        if self.finished:
+        if self._finished:
             return
         if self._view is None:
-            long = self.model.began is not None and now - self.model.began >= APPEAR_S
+            long = self.model.began is not None and now - self.model.began >= _APPEAR_S
             if self._has_live or (long and (self._running or self.model.steps)):
-                self._view = self._make_view(self.model, self.publisher, f"{self.name}-live")
-                self._view.show(now)
-                self._next_draw = now + self._view.period_s
+                self._appear(now)
         elif now >= self._next_draw and (self._changed or self._running):
             self._changed = False
             self._next_draw = now + self._view.period_s
             self._view.update(now)
+
+    def _appear(self, now: float) -> None:
+        self._view = self._make_view(self.model, self.publisher, f"{self._name}-live")
+        self._view.show(now)
+        self._next_draw = now + self._view.period_s
+
+    def _reappear(self) -> None:
+        if self._view is not None and not self._finished:
+            self._view.show(self._now)
 
     def flush(self, now: float) -> None:
         """Hold nothing back any more: the cell, or a part of it, has ended."""
@@ -159,30 +150,20 @@ class CellView:
         self.publisher.area(())  # in a terminal: what comes next, an error say, stands in a line of its own
         self._mergers = {program: merger for program, merger in self._mergers.items() if program in self._running}
 
-    def finish(self, now: float, *, failed: bool, variables: Iterable[VariableRow] = ()) -> None:
+    def finish(self, now: float, *, failed: bool) -> None:
         """The cell ended: what stays is drawn."""
         self.flush(now)
-        if self.finished:
+        if self._finished:
             return
-        self.finished = True
+        self._finished = True
         self._changed = False
         if self._view is None and self._has_live:
-            self._view = self._make_view(self.model, self.publisher, f"{self.name}-live")
-            self._view.show(now)
+            self._appear(now)
         self.model.end(now, failed=failed)
         if self._view is not None:
-            self.model.variables = list(variables)
             self._view.finish(now)
 
     def close(self) -> None:
         """Free the live view; the picture that it left stays."""
         if self._view is not None:
             self._view.close()
-
-    def _reappear(self) -> None:
-        if self._view is not None and not self.finished:
-            self._view.show(self._now)
-
-
-# TelemetrySample reaches `feed` through the model; named here because the router subscribes to it as well.
-VIEW_EVENTS = (Output, Display, Live, TelemetrySample, Status, ProgramEnded, Died)

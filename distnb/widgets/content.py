@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import html
 import math
-from dataclasses import dataclass
 
 from distnb.notebook.output.live_model import Curve, Line, LiveModel
-from distnb.notebook.output.wording import filled_columns, html_table, human_bytes
+from distnb.notebook.output.wording import filled, html_table, human_bytes
 from distnb.widgets.picture import as_image, pictures, short_number
 
-__all__ = [
-    "Table",
-    "head_text",
-    "images",
-    "live_html",
-    "plain_summary",
-    "replica_table",
-    "short_number",
-    "static_html",
-    "table_html",
-]
-
+__all__ = ["head_text", "images", "live_html", "plain_summary", "replica_table", "static_html", "table_html"]
 
 _COLORS = {"failed": "#ef4444", "died": "#ef4444", "interrupted": "#ca8a04"}
 """Of the dot beside a cell's status, where not all is well."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Titles, cells, and which columns hold numbers."""
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    numeric: tuple[int, ...]
 
 
 def head_text(model: LiveModel, now: float) -> str:
@@ -52,27 +31,24 @@ def head_text(model: LiveModel, now: float) -> str:
     return " · ".join(parts)
 
 
-def replica_table(model: LiveModel) -> Table:
-    """One row for each replica; columns that nobody has anything for are left out."""
-    rows = [model.rows[replica] for replica in sorted(model.rows)]
-    columns: list[tuple[str, bool, list[str]]] = [
-        ("replica", True, [str(row.replica) for row in rows]),
-        ("device", False, [row.device for row in rows]),
-        ("state", False, [row.state if row.state != "running" and model.state != "ended" else "" for row in rows]),
-        ("step", True, [f"{row.steps:,}" if row.steps else "" for row in rows]),
-        ("examples/s", True, [_rate(row.per_second()[1]) for row in rows]),
-        ("memory", True, [human_bytes(row.rss_nbytes) for row in rows]),
-        ("on device", True, [human_bytes(row.device_nbytes) for row in rows]),
-        *((name, True, [short_number(row.values.get(name)) for row in rows]) for name in model.curves),
-        ("at", False, [row.where if row.state != "ended" else "" for row in rows]),
+def replica_table(model: LiveModel) -> tuple[list[str], list[list[str]]]:
+    """Titles, and a row for each replica; columns that nobody has anything for are left out."""
+    header = ["replica", "device", "state", "step", "examples/s", "memory", "on device", *model.curves, "at"]
+    rows = [
+        [
+            str(row.replica),
+            row.device,
+            row.state if row.state != "running" and model.state != "ended" else "",
+            f"{row.steps:,}" if row.steps else "",
+            _rate(row.per_second()[1]),
+            human_bytes(row.rss_nbytes),
+            human_bytes(row.device_nbytes),
+            *(short_number(row.values.get(name)) for name in model.curves),
+            row.where if row.state != "ended" else "",
+        ]
+        for _, row in sorted(model.rows.items())
     ]
-    cells = list(zip(*(column[2] for column in columns), strict=True))
-    kept = filled_columns(cells)
-    return Table(
-        tuple(columns[i][0] for i in kept),
-        tuple(tuple(row[i] for i in kept) for row in cells),
-        tuple(at for at, i in enumerate(kept) if columns[i][1]),
-    )
+    return filled(header, rows)
 
 
 def plain_summary(model: LiveModel, now: float) -> str:
@@ -87,8 +63,8 @@ def images(model: LiveModel) -> str:
 
 def table_html(model: LiveModel) -> str:
     """The replicas' table; nothing where there are none."""
-    table = replica_table(model)
-    return html_table(table.header, table.rows, numeric=table.numeric) if table.rows else ""
+    header, rows = replica_table(model)
+    return html_table(header, rows, numeric=set(header) - {"device", "state", "at"}) if rows else ""
 
 
 def live_html(model: LiveModel, now: float) -> str:
@@ -99,25 +75,12 @@ def live_html(model: LiveModel, now: float) -> str:
 
 
 def static_html(model: LiveModel, now: float) -> str:
-    """What stays when the cell has ended: pictures, replicas, and where its variables live.
-
-    Nothing in it needs a kernel, a script or trust.
-    """
+    """What stays when the cell has ended: pictures and replicas. Nothing in it needs a kernel, a script or trust."""
     dot = f'<span style="color:{_COLORS.get(model.state, "#808080")}">●</span>'
     parts = [f'<div style="font-size:13px">{dot} {html.escape(head_text(model, now))}</div>', images(model)]
     if model.curves or model.steps or model.state in _COLORS:
         parts.append(table_html(model))
-        if model.rows and model.variables:
-            parts.append(_variables(model))
     return f'<div class="distnb-live">{"".join(parts)}</div>'
-
-
-def _variables(model: LiveModel) -> str:
-    header = ("variable", "kind", "type", "shape", "dtype", "lives on", "size")
-    rows = [(v.name, v.kind, v.type_name, v.shape, v.dtype, v.devices, human_bytes(v.nbytes)) for v in model.variables]
-    count = "1 variable" if len(rows) == 1 else f"{len(rows)} variables"
-    table = html_table(header, rows, numeric=(6,))
-    return f'<details><summary style="color:#808080">{count} on the replicas</summary>{table}</details>'
 
 
 def _curve_text(model: LiveModel, curve: Curve) -> str:

@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 import traceback
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from distnb.notebook.output.live_model import HERE, LiveModel, VariableRow
+from distnb.notebook.output.live_model import HERE, LiveModel
 from distnb.runtime import step_count
 from distnb.strategies import live
 from distnb.widgets.cell_view import VIEW_EVENTS, CellView
@@ -32,34 +33,24 @@ __all__ = ["Front", "Mode"]
 Mode = Literal["auto", "widget", "picture", "text", "off"]
 
 _TICK_S = 0.05
-_MOST_PROGRAMS = 5_000
+_KEPT_CELLS = 3
 
 
 class Front:
     """Between the session's events and the notebook's cells.
 
-    Args:
-        shell: IPython's.
-        clock: Gives seconds, steadily.
-
     Attributes:
         mode: How the live view is drawn: "auto" picks widgets in a notebook and text in a terminal.
-        variables: Asked at a cell's end for the variables that were made by a program of this number or a later one.
     """
 
-    def __init__(self, shell: InteractiveShell, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self._clock = clock
         self.mode: Mode = "auto"
-        self.variables: Callable[[int], Iterable[VariableRow]] = lambda since_program: ()
         self._queue: deque[tuple[CellView | None, Any]] = deque()
         self._lock = threading.RLock()
-        self._current: CellView | None = None
-        self._of_program: OrderedDict[int, CellView] = OrderedDict()
-        self._previous: CellView | None = None
-        self._boundary = 0  # programs up to this number are of earlier cells
-        self._latest: CellView | None = None  # in which a replica wrote something: `%distnb output` shows it
-        self._retired: deque[CellView] = deque()
+        # The latest cell is the last. Each with the number after which its programs begin.
+        self._cells: deque[tuple[int, CellView]] = deque()
+        self._of_output: CellView | None = None  # the latest in which a replica wrote something
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._session: Session | None = None
@@ -80,17 +71,17 @@ class Front:
         with self._lock:
             # The next session counts its programs from one again: none of them may be taken for an earlier one's.
             self._drain()
-            self._of_program.clear()
             self._counted.clear()
-            self._boundary = session.latest_program if session is not None else 0
             self._session, self._unsubscribe = session, lambda: None
+            boundary = session.latest_program if session is not None else 0
+            self._cells = deque((boundary, view) for _, view in self._cells)
         if session is not None:
-            self._unsubscribe = session.events.subscribe(self.take)
+            self._unsubscribe = session.events.subscribe(self._take)
             rows = session.status()
             self._replicas = len(rows)
             self._devices = {row.engine: row.device for row in rows}
 
-    def take(self, event: Any) -> None:
+    def _take(self, event: Any) -> None:
         """An event of the session; on the supervisor's thread, so it is only queued."""
         if isinstance(event, VIEW_EVENTS):
             self._queue.append((None, event))
@@ -105,28 +96,25 @@ class Front:
 
     # -- cells -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _current(self) -> CellView | None:
+        return self._cells[-1][1] if self._cells else None
+
     def begin_cell(self) -> None:
         """A cell begins: what happens now is its."""
         with self._lock:
             self._drain()
-            self._of_program = OrderedDict(list(self._of_program.items())[-_MOST_PROGRAMS:])
-            previous, self._current = self._current, None
-            self._previous = previous
-            self._boundary = self._session.latest_program if self._session is not None else 0
-            if previous is not None:
-                self._retire(previous)
-            publisher = publisher_for(self._shell, "distnb")
+            previous = self._current
+            if previous is not None and isinstance(previous.publisher, NotebookPublisher):
+                previous.publisher.current = False  # what still comes for it is sent to it by name
+            boundary = self._session.latest_program if self._session is not None else 0
+            publisher = publisher_for(self._shell)
             counted = {**self._counted, HERE: (step_count.steps, step_count.examples)}
-            self._current = CellView(publisher, self._make_view, self._replicas, counted, self._devices)
-
-    def _retire(self, view: CellView) -> None:
-        """Its cell is over: what still comes for it is sent to it by name."""
-        if isinstance(view.publisher, NotebookPublisher):
-            view.publisher.current = False
-        self._retired.append(view)
-        while len(self._retired) > 2:
-            # A widget is kept for a while: closing it at once would blank what a slow browser still shows.
-            self._retired.popleft().close()
+            view = CellView(publisher, self._make_view, self._replicas, counted, self._devices)
+            self._cells.append((boundary, view))
+            while len(self._cells) > _KEPT_CELLS:
+                # A widget is kept for a while: closing it at once would blank what a slow browser still shows.
+                self._cells.popleft()[1].close()
 
     def name_cell(self, title: str) -> None:
         """Say which strategy the cell runs."""
@@ -138,12 +126,12 @@ class Front:
         with self._lock:
             self._drain()
             if self._current is not None:
-                self._guarded(lambda view: view.flush(self._clock()), self._current)
+                self._guarded(self._current.flush, time.monotonic())
 
     def catch_up(self) -> None:
         """Show all that the replicas have written so far; calls end without waiting for it."""
         session = self._session
-        if session is not None and session.alive and session.latest_program > self._boundary:
+        if session is not None and session.alive and self._cells and session.latest_program > self._cells[-1][0]:
             session.flush_events()
         self.flush()
 
@@ -152,18 +140,12 @@ class Front:
         self.catch_up()
         with self._lock:
             self._drain()
-            view = self._current
-            if view is not None:
-                self._guarded(lambda view: self._finish(view, failed), view)
-
-    def _finish(self, view: CellView, failed: bool) -> None:
-        first = min((program for program, each in self._of_program.items() if each is view), default=None)
-        rows = self.variables(first) if first is not None else ()
-        view.finish(self._clock(), failed=failed, variables=rows)
+            if self._current is not None:
+                self._guarded(partial(self._current.finish, failed=failed), time.monotonic())
 
     def written(self) -> dict[int, str]:
         """What each replica wrote in the latest cell in which one did."""
-        return self._latest.written() if self._latest is not None else {}
+        return dict(sorted(self._of_output.written.items())) if self._of_output is not None else {}
 
     def close(self) -> None:
         """Listen and draw no more."""
@@ -177,8 +159,7 @@ class Front:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._serve, name="distnb-front", daemon=True)
             self._thread.start()
-        if not self._wake.is_set():
-            self._wake.set()
+        self._wake.set()
 
     def _serve(self) -> None:
         while not self._closed:
@@ -187,58 +168,47 @@ class Front:
             while not self._closed:
                 with self._lock:
                     self._drain()
-                    views = self._views()
-                    for view in views:
+                    for _, view in self._cells:
                         self._guarded(self._tick, view)
-                    if not self._queue and all(view.idle for view in views):
+                    if not self._queue and all(view.idle for _, view in self._cells):
                         break
                 time.sleep(_TICK_S)
 
     def _tick(self, view: CellView) -> None:
         if isinstance(view.publisher, NotebookPublisher):
             view.publisher.adopt_thread()
-        view.tick(self._clock())
-
-    def _views(self) -> list[CellView]:
-        views = [*self._retired]
-        if self._current is not None:
-            views.append(self._current)
-        return views
+        view.tick(time.monotonic())
 
     def _drain(self) -> None:
-        now = self._clock()
+        now = time.monotonic()
         while self._queue:
             view, event = self._queue.popleft()
             if view is not None:
-                self._guarded(lambda view: view.feed_here(event[0], event[1], now), view)  # noqa: B023  (called at once)
+                self._guarded(view.feed_here, *event, now)
                 continue
             if isinstance(event, TelemetrySample):
                 self._counted[event.engine] = (event.steps, event.examples)
             elif isinstance(event, Died):
                 self._counted.pop(event.engine, None)
-            for each in self._views_of(event):
-                self._guarded(lambda view: view.feed(event, now), each)  # noqa: B023
+            view = self._view_of(event)
+            if view is not None:
+                self._guarded(view.feed, event, now)
 
-    def _views_of(self, event: Any) -> list[CellView]:
+    def _view_of(self, event: Any) -> CellView | None:
         if isinstance(event, Died):
-            return [self._current] if self._current is not None else []
+            return self._current
         if isinstance(event, Output | Display) and self._session and event.program in self._session.unshown:
-            return []
-        view = self._of_program.get(event.program)
-        if view is None:
-            owner = self._current if event.program > self._boundary else self._previous
-            if owner is None:
-                return []
-            view = self._of_program[event.program] = owner
-            if not view.model.title and self._session is not None:  # an ordinary cell that calls replicas
-                view.model.title = self._session.latest_strategy
+            return None
+        view = next((view for boundary, view in reversed(self._cells) if event.program > boundary), None)
+        if view is not None and not view.model.title and self._session is not None:
+            view.model.title = self._session.latest_strategy  # an ordinary cell that calls replicas
         if isinstance(event, Output):
-            self._latest = view
-        return [view]
+            self._of_output = view or self._of_output
+        return view
 
-    def _guarded(self, action: Callable[[CellView], object], view: CellView) -> None:
+    def _guarded(self, action: Callable[..., object], *args: Any) -> None:
         try:
-            action(view)
+            action(*args)
         except Exception:  # noqa: BLE001
             # A view that cannot be drawn must not end a training; it is told once.
             if not self._complained:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -62,14 +63,9 @@ class Publisher(ABC):
         """Remove the cell's output."""
 
 
-def publisher_for(shell: InteractiveShell, name: str) -> Publisher:
-    """The publisher for the front end that a shell has.
-
-    Args:
-        shell: IPython's.
-        name: Prefix of display ids, unique in the notebook.
-    """
-    return NotebookPublisher(shell, name) if hasattr(shell, "kernel") else TerminalPublisher(shell)
+def publisher_for(shell: InteractiveShell) -> Publisher:
+    """The publisher for the front end that a shell has."""
+    return NotebookPublisher(shell) if hasattr(shell, "kernel") else TerminalPublisher()
 
 
 class NotebookPublisher(Publisher):
@@ -80,13 +76,11 @@ class NotebookPublisher(Publisher):
             captured by `%%capture`; afterwards messages are addressed to the cell.
     """
 
-    def __init__(self, shell: Any, name: str) -> None:
+    def __init__(self, shell: Any) -> None:
         self.current = True
         self._shell = shell
         self._parent: dict[str, Any] = shell.get_parent()
-        self._area_name = f"{name}-area"
-        self._areas = 0
-        self._area_shown = False
+        self._area = ""  # its display id, while it is shown
 
     def adopt_thread(self) -> None:
         """Let what the calling thread prints go to this cell."""
@@ -116,15 +110,13 @@ class NotebookPublisher(Publisher):
             self._send("update_display_data" if update else "display_data", content, b"display_data")
 
     def area(self, lines: tuple[str, ...]) -> None:
-        if not lines and not self._area_shown:
-            return
-        if not self._area_shown:
-            self._areas += 1
-        self.display(f"{self._area_name}{self._areas}", {"text/plain": "\n".join(lines)}, {}, update=self._area_shown)
-        self._area_shown = True
+        update = bool(self._area)
+        if lines or update:
+            self._area = self._area or f"distnb-{uuid.uuid4().hex[:12]}-area"
+            self.display(self._area, {"text/plain": "\n".join(lines)}, {}, update=update)
 
     def clear(self, wait: bool) -> None:
-        self._area_shown = False
+        self._area = ""
         if self.current:
             self._shell.display_pub.clear_output(wait=wait)
         else:
@@ -138,8 +130,7 @@ class NotebookPublisher(Publisher):
 class TerminalPublisher(Publisher):
     """Publishes into a terminal: displays as their plain text, unfinished lines as one that is rewritten."""
 
-    def __init__(self, shell: Any) -> None:
-        self._shell = shell
+    def __init__(self) -> None:
         self._width = 0
 
     def write(self, stream: str, text: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from distnb.notebook.output.live_model import LiveModel
-from distnb.widgets.content import head_text, images, plain_summary, short_number, static_html, table_html
+from distnb.widgets.content import head_text, images, plain_summary, static_html, table_html
+from distnb.widgets.picture import short_number
 from distnb.widgets.publisher import Publisher
 
 __all__ = ["LiveView", "PictureView", "TextView"]

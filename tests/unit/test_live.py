@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from distnb.errors import OptionError
-from distnb.notebook.output.live_model import HERE, MOST_POINTS, Curve, Line, LiveModel, VariableRow
+from distnb.notebook.output.live_model import HERE, MOST_POINTS, Curve, Line, LiveModel
 from distnb.runtime.this_process import this_process
 from distnb.strategies.live import TextProgress, live
 from distnb.topology import Device, Team
@@ -190,7 +190,7 @@ def test_nothing_is_invented() -> None:
     model = started()
     model.feed(TelemetrySample(0, 1, 0, 0.2, 0, 0, 1_000_000), 0.2)
     assert model.rates() == (None, None)
-    assert replica_table(model).header == ("replica", "device", "memory")
+    assert replica_table(model)[0] == ["replica", "device", "memory"]
 
 
 def test_states() -> None:
@@ -262,7 +262,7 @@ def test_in_a_terminal_an_error_stands_in_a_line_of_its_own(monkeypatch: pytest.
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    view = CellView(TerminalPublisher(None), TextView)
+    view = CellView(TerminalPublisher(), TextView)
     team = Team((0,), (Device("cpu", 0),), 1, "", 0)
     view.feed(Status(1, "started", team), 0.0)
     view.tick(1.0)
@@ -316,12 +316,10 @@ def test_short_numbers() -> None:
 def test_what_stays_needs_nothing() -> None:
     model = trained()
     model.end(2.0, failed=False)
-    model.variables = [VariableRow("model", "mirrored", "Linear", "", "", "cpu:0, cpu:1", None)]
     html = static_html(model, 2.0)
     assert '<img src="data:image/svg+xml;base64,' in html
     assert "<script" not in html
     assert "own &lt;loss&gt;" in html
-    assert "1 variable on the replicas" in html
     text = plain_summary(model, 2.0)
     assert text.splitlines()[0] == "mirrored · 2 replicas · ended · 2.0 s"
     assert "loss: 1 → 0.02041" in text
@@ -380,9 +378,7 @@ def test_steps_begin_anew_in_each_cell() -> None:
     model.feed_here({"mine": 2.0}, (52, 0), 0.0)
     assert points_of(model, "loss") == [(1, 1.0), (2, 0.5)]
     assert points_of(model, "mine") == [(1, 1.0), (2, 2.0)]
-    table = replica_table(model)
-    assert table.header == ("replica", "device", "loss", "mine")
-    assert table.rows == (("0", "cuda:0", "0.5", "2"),)
+    assert replica_table(model) == (["replica", "device", "loss", "mine"], [["0", "cuda:0", "0.5", "2"]])
 
 
 def test_a_replica_that_failed_says_where() -> None:
@@ -391,7 +387,7 @@ def test_a_replica_that_failed_says_where() -> None:
         model.feed(TelemetrySample(replica, 1, replica, 0.2, 0, 0, 1_000_000, where="cell 3, line 9"), 0.2)
     model.feed(ProgramEnded(1, 1, "error", "ValueError: no", "cell 2, line 4"), 0.3)
     model.feed(ProgramEnded(0, 1, "aborted"), 0.3)
-    rows = {row[0]: row[-1] for row in replica_table(model).rows}
+    rows = {row[0]: row[-1] for row in replica_table(model)[1]}
     assert rows == {"0": "cell 3, line 9", "1": "cell 2, line 4"}
 
 

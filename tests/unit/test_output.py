@@ -223,7 +223,7 @@ def test_different_figures_side_by_side() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(png(0, "AAAA"), 0.0)
     merger.feed(png(1, "BBBB"), 0.05)
-    (shown,) = merger.collect(0.1)
+    (shown,) = merger.collect(0.2)
     html = shown.bundle.data["text/html"]
     assert html.index("[0]") < html.index("AAAA") < html.index("[1]") < html.index("BBBB")
 
@@ -234,7 +234,7 @@ def test_a_late_figure_changes_what_is_shown() -> None:
     (first,) = merger.collect(0.2)
     assert "[0]" in first.bundle.data["text/html"]
     merger.feed(png(1, "AAAA"), 5.0)
-    (change,) = merger.collect(5.0)
+    (change,) = merger.collect(5.2)
     assert change.update
     assert change.name == first.name
     assert change.bundle.data["image/png"] == "AAAA"
@@ -292,7 +292,7 @@ def test_clear_output_of_one_removes_its_displays_only() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(png(0, "AAAA"), 0.0)
     merger.feed(png(1, "BBBB"), 0.0)
-    merger.collect(0.0)
+    merger.collect(0.5)
     merger.feed(Display(0, 1, 0, {}, clear="now"), 1.0)
     (change,) = merger.collect(1.5)
     assert change.update

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING
 
-from distnb.notebook.output.wording import filled_columns, html_table
+from distnb.notebook.output.wording import filled, html_table
 
 if TYPE_CHECKING:
     from distnb.notebook.handles.state import RemoteState
@@ -71,11 +71,5 @@ def as_html(state: RemoteState, size: int, *, mirrored: bool, fresh: bool = True
         rows = [("", *rows[0][1:])] if len({row[1:] for row in rows}) == 1 else rows
     rows = [(row[0], row[1].rsplit(".", 1)[-1], *row[2:]) for row in rows]
     title += "" if fresh else _EARLIER
-    columns = filled_columns(rows)
-    return html_table(
-        [_HEADER[i] for i in columns],
-        [[row[i] for i in columns] for row in rows],
-        numeric=[columns.index(i) for i in columns if _HEADER[i] == "replica"],
-        code=[columns.index(i) for i in columns if _HEADER[i] == "value"],
-        caption=title,
-    )
+    header, cells = filled(_HEADER, rows)
+    return html_table(header, cells, numeric=("replica",), code=("value",), caption=title)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distnb.runtime import step_count
 from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
 
-__all__ = ["HERE", "MOST_POINTS", "Curve", "Line", "LiveModel", "Point", "ReplicaRow", "State", "VariableRow"]
+__all__ = ["HERE", "MOST_POINTS", "Curve", "Line", "LiveModel", "Point", "State"]
 
 MOST_POINTS = 600
 """A line keeps at most this many points: then neighbours are joined, with their least and greatest value."""
@@ -20,7 +21,7 @@ HERE = -1
 """Stands for the notebook where engines are named by their numbers."""
 
 Point = tuple[float, float, float, float]
-"""Step, value, and the least and greatest value of the steps that the point stands for."""
+"""Step, value, and the least and greatest finite value of the steps that the point stands for."""
 
 State = Literal["starting", "running", "ended", "stopped", "interrupted", "failed", "died"]
 """A replica is "stopped" when another one failed, and "interrupted" when the user ended the program."""
@@ -28,14 +29,11 @@ State = Literal["starting", "running", "ended", "stopped", "interrupted", "faile
 _ENDS: dict[str, State] = {"ok": "ended", "error": "failed", "aborted": "stopped", "interrupted": "interrupted"}
 
 _RATE_WINDOW_S = 2.0
+_MOST_OPEN = 5_000
 
 
 class Line:
-    """One replica's values of one name, bounded: old points are joined as it grows, extremes are kept.
-
-    Args:
-        most: Points that it keeps at most.
-    """
+    """One replica's values of one name, at most so many points: old ones are joined as it grows, extremes are kept."""
 
     def __init__(self, most: int = MOST_POINTS) -> None:
         self._most = most
@@ -45,19 +43,17 @@ class Line:
 
     def add(self, step: float, value: float) -> None:
         """Add a value; steps grow."""
+        point = (step, value, value, value) if math.isfinite(value) else (step, value, math.inf, -math.inf)
         if self._count and self._count < self._width:
-            self.points[-1] = join_points([self.points[-1], (step, value, value, value)])
+            self.points[-1] = _joined(self.points[-1], point)
             self._count += 1
             return
         if len(self.points) >= self._most:
-            self._halve()
-        self.points.append((step, value, value, value))
+            halves = itertools.zip_longest(self.points[::2], self.points[1::2])
+            self.points = [first if second is None else _joined(first, second) for first, second in halves]
+            self._width *= 2
+        self.points.append(point)
         self._count = 1
-
-    def _halve(self) -> None:
-        pairs = [self.points[i : i + 2] for i in range(0, len(self.points), 2)]
-        self.points = [join_points(pair) for pair in pairs]
-        self._width *= 2
 
     @property
     def last(self) -> float | None:
@@ -65,24 +61,13 @@ class Line:
         return self.points[-1][1] if self.points else None
 
 
-def join_points(points: Sequence[Point]) -> Point:
-    """One point for several neighbours: the last one's step and value, and the extremes of all.
+def _joined(first: Point, second: Point) -> Point:
+    """One point for two neighbours: the latter's step and value, and the extremes of both.
 
     A value that is nan or infinite is not hidden by those around it: it is the joined point's.
     """
-    step, value, low, high = points[-1]
-    for _, earlier, least, greatest in reversed(points[:-1]):
-        value = value if math.isfinite(earlier) else earlier
-        low, high = _least(low, least), _greatest(high, greatest)
-    return step, value, low, high
-
-
-def _least(one: float, other: float) -> float:
-    return other if math.isnan(one) or other < one else one
-
-
-def _greatest(one: float, other: float) -> float:
-    return other if math.isnan(one) or other > one else one
+    value = second[1] if math.isfinite(first[1]) else first[1]
+    return second[0], value, min(first[2], second[2]), max(first[3], second[3])
 
 
 @dataclass
@@ -91,34 +76,31 @@ class Curve:
 
     Attributes:
         lines: By replica.
-        differs: Whether two replicas gave different values in the same place. While they never did, the values are
+        differs: Whether two replicas told different values in the same turn. While they never did, the values are
             taken to be reduced ones, and one thick line stands for all.
     """
 
     name: str
     lines: dict[int, Line] = field(default_factory=dict)
     differs: bool = False
-    _open: dict[tuple[float, int], float] = field(default_factory=dict)  # places that not every replica has told yet
-    _told: dict[tuple[float, int], int] = field(default_factory=dict)
-    _latest: dict[int, tuple[float, int]] = field(default_factory=dict)  # by replica: a step, and which value in it
+    _turns: Counter[int] = field(default_factory=Counter)  # by replica: how often it has told one
+    _open: dict[int, tuple[float, float]] = field(default_factory=dict)  # turns that not every replica has come to
 
     def add(self, replica: int, step: float, value: float, total: int) -> None:
         """Add a value of a replica."""
         self.lines.setdefault(replica, Line()).add(step, value)
-        if self.differs or total < 2:
+        if self.differs:
             return
-        before, count = self._latest.get(replica, (step, 0))
-        place = self._latest[replica] = (step, count + 1 if before == step else 1)
-        known = self._open.setdefault(place, value)
-        if known != value and not (math.isnan(known) and math.isnan(value)):
-            self.differs = True
+        self._turns[replica] += 1
+        turn = self._turns[replica]
+        there, known = self._open.setdefault(turn, (step, value))
+        self.differs = there != step or (known != value and not (math.isnan(known) and math.isnan(value)))
+        if self.differs:
             self._open.clear()
-            self._told.clear()
-            return
-        self._told[place] = self._told.get(place, 0) + 1
-        if self._told[place] == total or len(self._open) > 5_000:
-            oldest = place if self._told[place] == total else next(iter(self._open))
-            del self._open[oldest], self._told[oldest]
+        elif len(self._turns) == total and turn <= min(self._turns.values()):
+            del self._open[turn]
+        elif len(self._open) > _MOST_OPEN:
+            del self._open[next(iter(self._open))]
 
     def shown(self) -> dict[tuple[int, ...], Line]:
         """The lines to draw, each with the replicas that it stands for."""
@@ -138,7 +120,6 @@ class ReplicaRow:
     state: State = "running"
     steps: int = 0
     examples: int = 0
-    seconds: float = 0.0
     rss_nbytes: int | None = None
     device_nbytes: int | None = None
     where: str = ""
@@ -149,7 +130,7 @@ class ReplicaRow:
     def measured(self, sample: TelemetrySample, steps_before: int, examples_before: int) -> None:
         """Take a sample; what had been counted before the cell is taken off."""
         self.steps, self.examples = sample.steps - steps_before, sample.examples - examples_before
-        self.seconds, self.where = sample.seconds, sample.where or self.where
+        self.where = sample.where or self.where
         self.rss_nbytes, self.device_nbytes = sample.rss_nbytes, sample.device_nbytes
         if self._history and sample.seconds < self._history[-1][0]:
             self._history.clear()
@@ -174,19 +155,6 @@ class ReplicaRow:
         )
 
 
-@dataclass(frozen=True)
-class VariableRow:
-    """Where one variable lives."""
-
-    name: str
-    kind: str
-    type_name: str
-    shape: str
-    dtype: str
-    devices: str
-    nbytes: int | None
-
-
 class LiveModel:
     """Everything that one cell's view shows.
 
@@ -199,7 +167,6 @@ class LiveModel:
         curves: By name, in the order in which they came.
         rows: By replica.
         state: How the cell stands.
-        variables: Filled when the cell has ended.
     """
 
     def __init__(
@@ -214,7 +181,6 @@ class LiveModel:
         self.state: State = "starting"
         self.began: float | None = None
         self.ended_at: float | None = None
-        self.variables: list[VariableRow] = []
         self._axes: defaultdict[int, step_count.Axis] = defaultdict(step_count.Axis)  # by replica, and HERE
         self._counted_before = dict(counted_before or {})
         self._devices = dict(devices or {})
@@ -224,9 +190,12 @@ class LiveModel:
         if self.began is None:
             self.began = now
         if isinstance(event, Live):
-            self._row(event.replica, event.engine)
+            row = self._row(event.replica, event.engine)
             for step, call, values in event.points:
-                self._add(event, step, call, values)
+                at = self._axes[event.replica].put((step - self._before(event.engine, step)[0], call), values)
+                for name, value in values.items():
+                    self._add(event.replica, name, at, value)
+                row.values.update(values)
         elif isinstance(event, TelemetrySample):
             row = self._row(event.replica, event.engine)
             row.measured(event, *self._before(event.engine, event.steps, event.examples))
@@ -249,7 +218,7 @@ class LiveModel:
         for name, value in point.items():
             own = value if isinstance(value, Mapping) else {0: value}
             for replica, component in own.items():
-                self._add_one(replica, name, at, float(component))
+                self._add(replica, name, at, float(component))
             for replica, row in self.rows.items():
                 # One number is all replicas': a reduced one.
                 component = own.get(replica) if isinstance(value, Mapping) else value
@@ -292,13 +261,7 @@ class LiveModel:
         row.engine = engine
         return row
 
-    def _add(self, event: Live, step: int, call: int, values: Mapping[str, float]) -> None:
-        at = self._axes[event.replica].put((step - self._before(event.engine, step)[0], call), values)
-        for name, value in values.items():
-            self._add_one(event.replica, name, at, value)
-        self.rows[event.replica].values.update(values)
-
-    def _add_one(self, replica: int, name: str, step: float, value: float) -> None:
+    def _add(self, replica: int, name: str, step: float, value: float) -> None:
         curve = self.curves.setdefault(name, Curve(name))
         curve.add(replica, step, value, max(1, len(self.rows)))
 

@@ -25,6 +25,7 @@ class Screen:
     Attributes:
         rows: Lines not yet finished, the topmost first.
         since: When the oldest of them began.
+        drawn: Something rewrote a row, as progress bars do.
     """
 
     def __init__(self) -> None:
@@ -33,17 +34,12 @@ class Screen:
 
     def _reset(self) -> None:
         self.rows: list[str] = [""]
+        self.drawn = False
         self._touched = [0.0]  # when the cursor was last in each row
         self._row = self._column = 0
-        self._drawn = False  # a bar was drawn in one of the rows
         self._fresh = False  # the cursor has just come into a new line
         self._held = ""
         self._done: list[str] = []
-
-    @property
-    def drawn(self) -> bool:
-        """Whether something rewrote a row, as progress bars do."""
-        return self._drawn
 
     @property
     def open(self) -> bool:
@@ -51,37 +47,28 @@ class Screen:
         return len(self.rows) > 1 or bool(self.rows[0])
 
     def feed(self, text: str, now: float) -> list[str]:
-        """Take text.
-
-        Args:
-            text: As it was written.
-            now: Seconds of any steady clock.
-
-        Returns:
-            The lines that it finished, without their newlines.
-        """
+        """Take text as it was written; the lines that it finished, without their newlines."""
         if not self.open:
             self.since = now
         text = (self._held + text).replace("\r\n", "\n")
         cut = _CUT.search(text)
         self._held = cut[0] if cut else ""
         text = _TERMINALS.sub("", text[: len(text) - len(self._held)])
-        if not self._drawn and not _REWRITES.search(text):
+        if not self.drawn and not _REWRITES.search(text):
             # Only the last row is open, and the cursor stands at its end.
             *done, rest = (self.rows[0] + text).split("\n")
             self.rows, self._column, self._fresh = [rest], len(rest), not rest
             if done:
                 self.since = now
             return done
-        for piece in _CONTROLS.split(text):
-            if piece:
-                self._put(piece, now)
+        for piece in filter(None, _CONTROLS.split(text)):
+            self._put(piece, now)
         return self.settle(now)
 
     def settle(self, now: float) -> list[str]:
         """The lines that are finished by now: the cursor is below, and did not come back for a while."""
         count = 0
-        while count < self._row and (not self._drawn or now - self._touched[count] >= SETTLE_S):
+        while count < self._row and (not self.drawn or now - self._touched[count] >= SETTLE_S):
             count += 1
         self._cut_off(count, now)
         done, self._done = self._done, []
@@ -89,7 +76,7 @@ class Screen:
 
     def finish(self) -> list[str]:
         """The stream ends: every row is finished."""
-        rows = [*self._done, *(row.rstrip() if self._drawn else row for row in self.rows)]
+        rows = [*self._done, *(row.rstrip() if self.drawn else row for row in self.rows)]
         while rows and not rows[-1]:
             rows.pop()
         self._reset()
@@ -98,11 +85,11 @@ class Screen:
     def _cut_off(self, count: int, now: float) -> None:
         """The first so many rows are done."""
         if count:
-            self._done += [row.rstrip() if self._drawn else row for row in self.rows[:count]]
+            self._done += [row.rstrip() if self.drawn else row for row in self.rows[:count]]
             del self.rows[:count], self._touched[:count]
             self._row -= count
             self.since = now
-            self._drawn = self._drawn and any(self.rows)
+            self.drawn = self.drawn and any(self.rows)
 
     def _put(self, piece: str, now: float) -> None:
         self._touched[self._row] = now
@@ -111,7 +98,7 @@ class Screen:
             self._go(self._row + 1, now)
             self._column = 0
         elif piece == "\r":
-            self._column, self._drawn = 0, True
+            self._column, self.drawn = 0, True
         elif piece == "\x08":
             self._column = max(0, self._column - 1)
         elif _CONTROLS.fullmatch(piece):
@@ -124,13 +111,13 @@ class Screen:
 
     def _type(self, text: str) -> None:
         row = self.rows[self._row]
-        self._drawn = self._drawn or self._column < len(row)
+        self.drawn = self.drawn or self._column < len(row)
         self.rows[self._row] = row[: self._column].ljust(self._column) + text + row[self._column + len(text) :]
         self._column += len(text)
 
     def _escape(self, command: str, count: int, now: float) -> None:
         if command == "A":
-            self._drawn = True
+            self.drawn = True
             self._go(max(0, self._row - count), now)
         elif command == "B":
             self._go(self._row + count, now)

@@ -6,7 +6,6 @@ share may still slide behind what only one of them did, whoever was heard first.
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -27,25 +26,12 @@ class Step(Generic[T]):
         since: When it was first heard of.
         replicas: Whose it is.
         content: What it is.
-        number: Counts the steps, in the order in which they were made.
-        place: Its index among the steps that were not released.
-        last: It comes after all that is known when it is made, and before the next such step.
-        released: It has been shown.
     """
 
     key: tuple[str, str]
     since: float
     replicas: set[int]
     content: T
-    number: int
-    place: int
-    last: bool = False
-    released: bool = False
-
-    @property
-    def orders(self) -> set[int]:
-        """The sequences that it belongs to: its replicas', and that of all steps that are `last`."""
-        return self.replicas | {-1} if self.last else self.replicas
 
 
 class Weave(Generic[T]):
@@ -63,94 +49,62 @@ class Weave(Generic[T]):
     def __init__(self, total: int, hold_s: float) -> None:
         self.steps: list[Step[T]] = []
         self.active = set(range(total))
-        self._total = total
         self._hold = hold_s
-        self._count = 0
         self._latest: dict[int, Step[T]] = {}  # of each replica
         self._equal: dict[tuple[str, str], list[Step[T]]] = {}  # by key
-        self._joined: dict[tuple[int, tuple[str, str]], int] = {}  # by replica and key: the latest step's number
 
-    def add(self, key: tuple[str, str], replica: int, content: T, now: float, *, last: bool = False) -> Step[T]:
+    def add(self, key: tuple[str, str], replica: int, content: T, now: float) -> None:
         """A replica took a step: it joins an equal one of others, or makes a new one."""
         equal = self._equal.setdefault(key, [])
-        start = bisect.bisect_right(equal, self._joined.get((replica, key), 0), key=lambda step: step.number)
-        for step in equal[start : start + _MOST_CANDIDATES]:
-            if self.join(step, replica):
-                self._joined[replica, key] = step.number
-                return step
-        self._count += 1
-        step = Step(key, now, {replica}, content, self._count, len(self.steps), last)
-        self.steps.append(step)
-        equal.append(step)
-        self._joined[replica, key] = step.number
-        self._latest[replica] = step
-        return step
-
-    def join(self, step: Step[T], replica: int) -> bool:
-        """Make a step a replica's latest one, too. False if it was released, or comes before what the replica did."""
-        latest = self._latest.get(replica)
-        if step.released or replica in step.replicas or not self._slide(step, latest):
-            return False
+        candidates = [step for step in equal if replica not in step.replicas]
+        step = next((each for each in candidates[:_MOST_CANDIDATES] if self._slide(each, replica)), None)
+        if step is None:
+            step = Step(key, now, {replica}, content)
+            self.steps.append(step)
+            equal.append(step)
         step.replicas.add(replica)
         self._latest[replica] = step
-        return True
 
-    def _slide(self, step: Step[T], latest: Step[T] | None) -> bool:
-        """Move a step, and what its replicas did after it, behind another one, if nobody's order forbids that."""
+    def _slide(self, step: Step[T], replica: int) -> bool:
+        """Move a step, and what its replicas did after it, behind a replica's latest, if no order forbids it."""
+        latest = self._latest.get(replica)
         if latest is None:
             return True
-        steps = self.steps
-        start, end = step.place, latest.place
+        start, end = self.steps.index(step), self.steps.index(latest)
         if start > end:
             return True
         if end - start > _LONGEST_SLIDE:
             return False
-        moving, staying, orders = [], [], set[int]()
-        for each in steps[start : end + 1]:
-            if each is step or not orders.isdisjoint(each.orders):
-                moving.append(each)
-                orders |= each.orders
-            else:
+        moving, staying, replicas = [], [], set(step.replicas)
+        for each in self.steps[start : end + 1]:
+            if replicas.isdisjoint(each.replicas):
                 staying.append(each)
+            else:
+                moving.append(each)
+                replicas |= each.replicas
         if moving[-1] is latest:
             return False
-        steps[start : end + 1] = staying + moving
-        self._number(start, end + 1)
+        self.steps[start : end + 1] = staying + moving
         return True
 
     def release(self, now: float, *, final: bool = False) -> list[Step[T]]:
         """The steps that need not, or must not, wait any longer, in an order that depends on no replica's speed."""
         levels: dict[int, int] = {}  # of each replica's latest step: they grow along its sequence
-        highest = 0
-        placed = []
+        places = {}
         for step in self.steps:
-            level = 1 + (highest if step.last else max(levels.get(each, 0) for each in step.replicas))
-            highest = max(highest, level)
+            level = 1 + max(levels.get(replica, 0) for replica in step.replicas)
             levels.update(dict.fromkeys(step.replicas, level))
-            placed.append((level, min(step.replicas), step.number, step))
-        ordered = [step for *_, step in sorted(placed)]
-        overdue = [i for i, step in enumerate(ordered) if final or now - step.since >= self._hold]
+            places[id(step)] = level, min(step.replicas)
+        self.steps.sort(key=lambda step: places[id(step)])
+        overdue = [i for i, step in enumerate(self.steps) if final or now - step.since >= self._hold]
         count = overdue[-1] + 1 if overdue else 0
-        while count < len(ordered) and self.active <= ordered[count].replicas:
+        while count < len(self.steps) and self.active <= self.steps[count].replicas:
             count += 1
-        self.steps = ordered[count:]
-        self._number(0, len(self.steps))
-        for step in ordered[:count]:
-            self._forget(step)
-        return ordered[:count]
-
-    def _number(self, start: int, end: int) -> None:
-        for place in range(start, end):
-            self.steps[place].place = place
-
-    def _forget(self, step: Step[T]) -> None:
-        step.released = True
-        for replica in step.replicas:
-            if self._latest.get(replica) is step:
-                del self._latest[replica]
-        equal = self._equal[step.key]
-        equal.remove(step)
-        if not equal:
-            del self._equal[step.key]
-            for replica in range(self._total):
-                self._joined.pop((replica, step.key), None)
+        released, self.steps = self.steps[:count], self.steps[count:]
+        for step in released:
+            self._equal[step.key].remove(step)
+            if not self._equal[step.key]:
+                del self._equal[step.key]
+        waiting = {id(step) for step in self.steps}
+        self._latest = {replica: step for replica, step in self._latest.items() if id(step) in waiting}
+        return released

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["cell_name", "filled_columns", "html_table", "human_bytes", "mark", "ranges"]
+__all__ = ["cell_name", "filled", "html_table", "human_bytes", "mark", "ranges"]
 
 _CELL = "padding:1px 14px 1px 0;text-align:{align};vertical-align:top;border:none;background:none;white-space:{space}"
 
@@ -60,8 +60,8 @@ def html_table(
     header: Sequence[str],
     rows: Iterable[Sequence[object]],
     *,
-    numeric: Iterable[int] = (),
-    code: Iterable[int] = (),
+    numeric: Collection[str] = (),
+    code: Collection[str] = (),
     caption: str = "",
 ) -> str:
     """Draw a table.
@@ -69,30 +69,32 @@ def html_table(
     Args:
         header: Titles of the columns.
         rows: Their cells; text is escaped.
-        numeric: Columns that are aligned to the right.
-        code: Columns of texts that may have several lines, with every space of theirs; long lines are wrapped.
+        numeric: Titles of the columns that are aligned to the right.
+        code: Titles of columns of texts that may have several lines; their spaces count, and long lines are wrapped.
         caption: A line above the table.
     """
-    right, exact = set(numeric), set(code)
 
-    def cells(tag: str, values: Sequence[object], style: str = "") -> str:
-        styles = [
-            _CELL.format(align="right" if i in right else "left", space="pre-wrap" if i in exact else "nowrap")
-            + (";font-family:monospace;min-width:30em" if i in exact and tag == "td" else "")
-            + style
-            for i in range(len(values))
-        ]
-        return "".join(
-            f'<{tag} style="{own}">{html.escape(str(value))}</{tag}>' for own, value in zip(styles, values, strict=True)
-        )
+    def cells(tag: str, values: Sequence[object]) -> str:
+        drawn = []
+        for title, value in zip(header, values, strict=True):
+            style = _CELL.format(
+                align="right" if title in numeric else "left", space="pre-wrap" if title in code else "nowrap"
+            )
+            if tag == "th":
+                style += ";color:#808080;font-weight:normal"
+            elif title in code:
+                style += ";font-family:monospace;min-width:30em"
+            drawn.append(f'<{tag} style="{style}">{html.escape(str(value))}</{tag}>')
+        return "".join(drawn)
 
-    head = cells("th", header, ";color:#808080;font-weight:normal")
     body = "".join(f'<tr style="background:none">{cells("td", row)}</tr>' for row in rows)
     above = f'<div style="color:#808080">{html.escape(caption)}</div>' if caption else ""
     style = "border-collapse:collapse;font-size:12px;margin:2px 0"
-    return f'{above}<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    head = f"<thead><tr>{cells('th', header)}</tr></thead>"
+    return f'{above}<table style="{style}">{head}<tbody>{body}</tbody></table>'
 
 
-def filled_columns(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The columns in which some row has something."""
-    return [i for i in range(len(rows[0])) if any(row[i] for row in rows)] if rows else []
+def filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """A table without the columns in which no row has anything."""
+    columns = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    return [header[i] for i in columns], [[row[i] for i in columns] for row in rows]
