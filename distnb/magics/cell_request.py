@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,37 +15,30 @@ from distnb.runtime import script_worker
 from distnb.runtime.central import setup
 from distnb.runtime.this_process import this_process
 from distnb.topology import parse_device
+from distnb.values import DistributedValues
 
-__all__ = ["LOCAL", "WORDS", "CellRequest", "read_request"]
+__all__ = ["WORDS", "CellRequest", "is_strategy", "read_request"]
 
 WORDS = ("default", "one_device", "mirrored", "multi_worker", "central_storage", "tpu")
-LOCAL = ("default", "one_device")
-"""Strategies whose only replica is the notebook itself."""
-
+_LOCAL = ("default", "one_device")  # their only replica is the notebook itself
 _PLANNED = ("parameter_server",)
 
 
 @dataclass(frozen=True)
 class CellRequest:
-    """A strategy, and what a cluster must have if one is to be started for it.
-
-    Attributes:
-        word: As the user wrote it.
-        local: The cell runs in the notebook's own process.
-    """
+    """A strategy, and the word for it that the user wrote."""
 
     word: str
     spec: StrategySpec
-    local: bool
-    oversubscribe: bool = False
+
+    @property
+    def local(self) -> bool:
+        """Whether the cell runs in the notebook's own process."""
+        return self.spec.kind in _LOCAL
 
 
 def read_request(line: str, user_ns: Mapping[str, Any]) -> CellRequest:
-    """Read the line of a `%%distribute` cell.
-
-    Args:
-        line: What follows the magic's name.
-        user_ns: Where names of strategy objects are looked up.
+    """Read what follows `%%distribute`; names of strategy objects are looked up among the notebook's variables.
 
     Raises:
         OptionError: It makes no sense, or names an option that the strategy cannot honour.
@@ -56,83 +50,79 @@ def read_request(line: str, user_ns: Mapping[str, Any]) -> CellRequest:
             f"%%distribute needs a strategy: {', '.join(WORDS)}, or the name of a strategy object. "
             f"Usage: {DISTRIBUTE.usage_line}"
         )
-    if found.ops is not None:
-        raise OptionError(
-            f"%%distribute {word} cannot honour --cross-device-ops: it is an object, and a line of text carries none. "
-            f"Make the strategy in an ordinary cell, chosen = distnb.MirroredStrategy(cross_device_ops={found.ops}), "
-            "and write %%distribute chosen."
-        )
-    devices = (
-        tuple(str(parse_device(name)) for name in found.devices.split(",") if name.strip()) if found.devices else ()
-    )
-    given = [
-        option
-        for option, value in (
-            ("-n", found.replicas),
-            ("--devices", devices),
-            ("--gradients", found.gradients),
-            ("--oversubscribe", found.oversubscribe),
-        )
-        if value
-    ]
+    found.devices = tuple(str(parse_device(name)) for name in (found.devices or "").split(",") if name.strip())
     if word in WORDS:
-        return _from_word(word, found.replicas, devices, found.gradients, found.oversubscribe, given)
-    return _from_object(word, user_ns, given)
+        return CellRequest(word, _local_spec(found) if word in _LOCAL else _spec(found))
+    spec = _spec_of_object(word, user_ns)
+    _refuse(found, (), "it is an object that has its options already; give them where it is made")
+    return CellRequest(word, spec)
 
 
-def _from_word(
-    word: str,
-    replicas: int | None,
-    devices: tuple[str, ...],
-    gradients: str | None,
-    oversubscribe: bool,
-    given: list[str],
-) -> CellRequest:
-    if word in LOCAL:
-        allowed = ["--devices"] if word == "one_device" else []
-        _refuse(word, [option for option in given if option not in allowed], "it runs in the notebook's own process")
-        if word == "default":
-            return CellRequest(word, StrategySpec("default"), local=True)
-        if len(devices) > 1:
-            raise OptionError(
-                f"%%distribute one_device takes one device and got {len(devices)}: {', '.join(devices)}. "
-                "Use mirrored for several."
-            )
-        return CellRequest(word, StrategySpec("one_device", devices or (_best_device(),)), local=True)
-    if word == setup.KIND:
-        _refuse(word, [option for option in given if option == "--oversubscribe"], "a device has one replica there")
-    if replicas is not None and devices and replicas != len(devices):
+def _refuse(found: Namespace, allowed: Iterable[str], reason: str) -> None:
+    options = {
+        "-n": found.replicas,
+        "--devices": found.devices,
+        "--gradients": found.gradients,
+        "--oversubscribe": found.oversubscribe,
+    }
+    for option, value in options.items():
+        if value and option not in allowed:
+            raise OptionError(f"%%distribute {found.word} cannot honour {option}: {reason}. Leave it out.")
+
+
+def _local_spec(found: Namespace) -> StrategySpec:
+    allowed = ("--devices",) if found.word == "one_device" else ()
+    _refuse(found, allowed, "it runs in the notebook's own process")
+    if len(found.devices) > 1:
         raise OptionError(
-            f"%%distribute {word}: -n {replicas} and {len(devices)} devices ({', '.join(devices)}) contradict each "
-            "other. Give one of the two."
+            f"%%distribute one_device takes one device and got {len(found.devices)}: {', '.join(found.devices)}. "
+            "Use mirrored for several."
         )
-    if len(set(devices)) < len(devices) and not oversubscribe:
-        cure = "Name each once" if word == setup.KIND else "If replicas are to share it, add --oversubscribe"
+    if found.word == "one_device" and not found.devices:
+        import torch
+
+        found.devices = ("cuda:0" if torch.cuda.is_available() else "cpu:0",)
+    return StrategySpec(found.word, found.devices)
+
+
+def _spec(found: Namespace) -> StrategySpec:
+    word, devices = found.word, found.devices
+    central = word == setup.KIND
+    if central:
+        _refuse(found, ("-n", "--devices", "--gradients"), "a device has one replica there")
+    if found.replicas is not None and devices and found.replicas != len(devices):
+        raise OptionError(
+            f"%%distribute {word}: -n {found.replicas} and {len(devices)} devices ({', '.join(devices)}) contradict "
+            "each other. Give one of the two."
+        )
+    if len(set(devices)) < len(devices) and not found.oversubscribe:
+        cure = "Name each once" if central else "If replicas are to share it, add --oversubscribe"
         raise OptionError(f"%%distribute {word}: a device is named twice in {', '.join(devices)}. {cure}.")
-    options = {"gradient_reduction": gradients, "oversubscribe": oversubscribe}
+    options = {"gradient_reduction": found.gradients, "oversubscribe": found.oversubscribe}
     kept = tuple(sorted((name, value) for name, value in options.items() if value and value != "sum"))
     # Spelt as the strategy's own class does it: equal arguments name the same strategy object.
-    spec = StrategySpec(word, devices, 0 if devices else replicas or 0, kept)
+    spec = StrategySpec(word, devices, 0 if devices else found.replicas or 0, kept)
     if word == script_worker.KIND:
         script_worker.check_notebook(spec, this_process.machines())
-    if word == setup.KIND:
+    if central:
         setup.check_places(spec, devices, ())
     if spec.device_type:
-        _check_chips(word, spec, oversubscribe)
-    return CellRequest(word, spec, local=False, oversubscribe=oversubscribe)
+        _check_chips(found, spec)
+    return spec
 
 
-def _check_chips(word: str, spec: StrategySpec, oversubscribe: bool) -> None:
+def _check_chips(found: Namespace, spec: StrategySpec) -> None:
     from distnb.strategies.tpu import check_available
 
+    word = found.word
     wrong = [name for name in spec.devices if not name.startswith(f"{spec.device_type}:")]
     if wrong:
         raise OptionError(f"%%distribute {word}: {wrong[0]} is no {spec.device_type} device. Use mirrored for others.")
-    _refuse(word, ["--oversubscribe"] if oversubscribe else [], "a chip belongs to one process")
+    _refuse(found, ("-n", "--devices", "--gradients"), "a chip belongs to one process")
     check_available(f"%%distribute {word}")
 
 
-def _from_object(word: str, user_ns: Mapping[str, Any], given: list[str]) -> CellRequest:
+def _spec_of_object(word: str, user_ns: Mapping[str, Any]) -> StrategySpec:
     if word in _PLANNED:
         raise OptionError(f"%%distribute {word}: this strategy is not in this version. There are {', '.join(WORDS)}.")
     if word not in user_ns:
@@ -141,30 +131,19 @@ def _from_object(word: str, user_ns: Mapping[str, Any], given: list[str]) -> Cel
             f"%%distribute {word}: {word!r} is neither a strategy ({', '.join(WORDS)}) nor the name of a strategy "
             f"object in this notebook{closest(word, known)}."
         )
-    # The value can only be a strategy if the module of its class is loaded.
-    base = sys.modules.get("distnb.strategies.base")
     value = user_ns[word]
-    if base is None or not isinstance(value, base.Strategy):
+    if not is_strategy(value):
+        kind = getattr(type(value), "_word", type(value).__name__)  # a handle is named after what it stands for
         raise OptionError(
-            f"%%distribute {word}: {word!r} is a {_kind_of(value)}, and a strategy is needed. Give one of "
+            f"%%distribute {word}: {word!r} is a {kind}, and a strategy is needed. Give one of "
             f"{', '.join(WORDS)}, or the name of a strategy object such as distnb.MirroredStrategy()."
         )
-    _refuse(word, given, "it is an object that has its options already; give them where it is made")
     spec: StrategySpec = value.spec
-    return CellRequest(word, spec, local=spec.kind in LOCAL)
+    return spec
 
 
-def _refuse(word: str, options: list[str], reason: str) -> None:
-    if options:
-        raise OptionError(f"%%distribute {word} cannot honour {options[0]}: {reason}. Leave it out.")
-
-
-def _best_device() -> str:
-    import torch
-
-    return "cuda:0" if torch.cuda.is_available() else "cpu:0"
-
-
-def _kind_of(value: Any) -> str:
-    """What a user calls it: a handle is named after what it stands for."""
-    return getattr(type(value), "_word", type(value).__name__)
+def is_strategy(value: Any) -> bool:
+    """Whether it is a strategy object. It can only be one if the module of its class is loaded."""
+    base = sys.modules.get("distnb.strategies.base")
+    # A handle's attributes may be on an engine, its class among them.
+    return base is not None and not isinstance(value, DistributedValues) and isinstance(value, base.Strategy)

@@ -5,13 +5,13 @@ import __future__
 
 import ast
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from IPython.core.inputtransformer2 import make_tokens_by_line
 
 from distnb.errors import OptionError
 
-__all__ = ["cell_magics", "check_no_nested_magic", "check_syntax", "insert_after_future_imports", "padded"]
+__all__ = ["cell_magics", "check_no_nested_magic", "check_syntax", "padded"]
 
 _FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
@@ -19,10 +19,7 @@ _FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all
 def padded(raw_cell: str, line: str, body: str) -> str:
     """The body with as many lines before it as in the notebook's cell, so that line numbers agree.
 
-    Args:
-        raw_cell: The whole cell as the user wrote it.
-        line: The magic's line; it stays, as a comment, for tracebacks to show.
-        body: What follows the `%%distribute` line.
+    The magic's line stays, as a comment, for tracebacks to show.
     """
     whole, part = raw_cell.rstrip().split("\n"), body.rstrip().split("\n")
     at = len(whole) - len(part)
@@ -32,15 +29,7 @@ def padded(raw_cell: str, line: str, body: str) -> str:
 
 
 def check_no_nested_magic(body: str, first_line: int) -> None:
-    """Refuse a cell magic within a distributed cell.
-
-    Args:
-        body: What follows the `%%distribute` line.
-        first_line: Its line number in the notebook's cell.
-
-    Raises:
-        OptionError: There is one; the text names it and its line.
-    """
+    """Refuse a cell magic in the body of a distributed cell; OptionError names it and its line in the cell."""
     for name, line in cell_magics(body.splitlines(keepends=True)):
         cure = (
             f"Write %%{name} in the line above %%distribute."
@@ -54,11 +43,7 @@ def check_no_nested_magic(body: str, first_line: int) -> None:
 
 
 def cell_magics(lines: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """The cell magics in a text, each with its line number; what only looks like one, within a string, is none.
-
-    Args:
-        lines: The text, with line ends.
-    """
+    """The cell magics in a text, each with its line number; what only looks like one, within a string, is none."""
     if not any(line.startswith("%%") for line in lines):
         return
     for tokens in make_tokens_by_line(list(lines)):
@@ -68,16 +53,10 @@ def cell_magics(lines: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def check_syntax(text: str, filename: str, flags: int) -> None:
-    """Find a syntax error before anything is sent, and before a cluster is started for it.
+    """Raise a syntax error, with its line, before anything is sent, and before a cluster is started for it.
 
-    Args:
-        text: The cell, IPython's own syntax already made Python's.
-        filename: What the error is to name.
-        flags: The shell's compiler's. Only those of `from __future__` imports in earlier cells count: another one
-            says that a cell may be incomplete.
-
-    Raises:
-        SyntaxError: With the line that it is about.
+    Of the flags of the shell's compiler those of `from __future__` imports in earlier cells count: another one says
+    that a cell may be incomplete.
     """
     try:
         with warnings.catch_warnings(action="ignore"):  # the replicas warn
@@ -87,35 +66,3 @@ def check_syntax(text: str, filename: str, flags: int) -> None:
         if not error.text and error.lineno is not None and error.lineno <= len(lines):
             error.text = lines[error.lineno - 1]
         raise
-
-
-def insert_after_future_imports(lines: Sequence[str], statement: str) -> list[str]:
-    """Add a statement to a cell without moving a line: in its first line, or behind its `from __future__` imports.
-
-    Args:
-        lines: The cell, with an empty first line.
-        statement: What is added.
-    """
-    changed = list(lines)
-    if any("__future__" in line for line in lines):
-        end = _end_of_future_imports("".join(lines))
-        if end is not None:
-            row, column = end
-            line = changed[row].encode()
-            changed[row] = f"{line[:column].decode()}; {statement}{line[column:].decode()}"
-            return changed
-    changed[0] = statement + "\n"
-    return changed
-
-
-def _end_of_future_imports(text: str, parse: Callable[[str], ast.Module] = ast.parse) -> tuple[int, int] | None:
-    try:
-        body = parse(text).body
-    except SyntaxError:
-        return None  # IPython's own syntax is in it, or an error that will be told when the cell runs
-    ends = [
-        (node.end_lineno - 1, node.end_col_offset)
-        for node in body
-        if isinstance(node, ast.ImportFrom) and node.module == "__future__" and node.end_lineno and node.end_col_offset
-    ]
-    return ends[-1] if ends else None

@@ -17,12 +17,12 @@ from distnb.cluster.resolvers import (
     TFConfigClusterResolver,
 )
 from distnb.errors import NoClusterError, OptionError, closest
-from distnb.magics.cell_request import CellRequest
-from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
+from distnb.magics.commands import COMMANDS, asks_for_help, distnb_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
 from distnb.notebook.output.wording import html_table
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
+from distnb.options import StrategySpec
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -40,12 +40,7 @@ _RESOLVERS: dict[str, Callable[[], ClusterResolver]] = {
 
 
 class ClusterMagic:
-    """The subcommands of `%distnb`.
-
-    Args:
-        shell: IPython's.
-        front: Shows events; follows the session.
-    """
+    """The subcommands of `%distnb`."""
 
     def __init__(self, shell: InteractiveShell, front: Front) -> None:
         self._shell = shell
@@ -67,11 +62,10 @@ class ClusterMagic:
             else:
                 getattr(self, command)(COMMANDS[command].read(rest))
 
-    def ensure(self, request: CellRequest | None) -> Session:
-        """The running session; without one a cluster is started that suits the request, and it is said so."""
+    def ensure(self, spec: StrategySpec | None = None) -> Session:
+        """The running session; without one a cluster is started that suits a strategy, and it is said so."""
         session = sessions.current()
         if session is None:
-            spec = request.spec if request is not None else None
             count, devices, what = None, None, "the default one. %distnb start -n N chooses another size"
             if spec is not None and (spec.devices or spec.device_type):
                 devices = spec.devices or (spec.device_type,)
@@ -79,7 +73,7 @@ class ClusterMagic:
             elif spec is not None and spec.num_replicas:
                 count, what = spec.num_replicas, f"one with {spec.num_replicas} engines"
             print(f"No cluster is running: starting {what}.", flush=True)
-            session = self._start(count, devices, request is not None and request.oversubscribe)
+            session = self._start(count, devices, spec is not None and bool(spec.option("oversubscribe")))
         self._front.attach(session)
         return session
 
@@ -116,13 +110,6 @@ class ClusterMagic:
 
     def restart(self, found: Namespace) -> None:
         """`%distnb restart [ENGINE …] [--missing]`."""
-        if found.wanted is not None:
-            raise OptionError(
-                f"%distnb restart -n {found.wanted}: the number of engines stays. For another one, %distnb stop and "
-                f"%distnb start -n {found.wanted}; what lives on the engines ends with them, so save it before: "
-                'torch.save(model.state_dict(), "model.pt"). On some of the engines that are there, a cell runs by '
-                "%%distribute mirrored -n 1."
-            )
         wrong = [word for word in found.engines if not word.isdigit()]
         if wrong:
             raise OptionError(
@@ -216,12 +203,7 @@ class ClusterMagic:
 
     def live(self, found: Namespace) -> None:
         """`%distnb live auto|widget|picture|text|off`."""
-        mode = found.mode
-        if mode not in LIVE_MODES:
-            raise OptionError(
-                f"%distnb live {mode}: the ways to draw are {', '.join(LIVE_MODES)}{closest(mode, LIVE_MODES)}."
-            )
-        self._front.mode = mode
+        self._front.mode = found.mode
 
     def help(self, found: Namespace) -> None:
         """`%distnb help`."""

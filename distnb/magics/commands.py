@@ -15,12 +15,7 @@ LIVE_MODES = ("auto", "widget", "picture", "text", "off")
 
 
 class LineParser(argparse.ArgumentParser):
-    """argparse for a line of a notebook.
-
-    Args:
-        magic: How the magic is written, "%distnb start".
-        about: What it does.
-    """
+    """argparse for a line of a notebook: of a magic as it is written ("%distnb start"), with what it does."""
 
     def __init__(self, magic: str, about: str) -> None:
         super().__init__(
@@ -48,11 +43,7 @@ class LineParser(argparse.ArgumentParser):
         )
 
     def read(self, line: str) -> argparse.Namespace:
-        """Parse a line.
-
-        Raises:
-            OptionError: It makes no sense.
-        """
+        """Parse a line; OptionError if it makes no sense."""
         try:
             words = shlex.split(line)
         except ValueError as error:
@@ -69,8 +60,7 @@ class LineParser(argparse.ArgumentParser):
 
     def words(self) -> list[str]:
         """The names of its options."""
-        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
-        return [option for action in shown for option in action.option_strings]
+        return [option for action in self._actions for option in action.option_strings]
 
 
 def _count(text: str) -> int:
@@ -104,7 +94,6 @@ def _commands() -> dict[str, LineParser]:
     add = commands["restart"].add_argument
     add("engines", metavar="ENGINE", nargs="*", help="their numbers, as %%distnb status shows them")
     add("--missing", action="store_true", help="those that have ended; what is mirrored is restored to them")
-    add("-n", dest="wanted", help=argparse.SUPPRESS)
     commands["check"].add_argument("names", metavar="NAME", nargs="*", help="variables; without one, all mirrored ones")
     add = commands["output"].add_argument
     add(
@@ -115,7 +104,7 @@ def _commands() -> dict[str, LineParser]:
     )
     add("--save", metavar="FILE", help="write it to a file")
     add = commands["live"].add_argument
-    add("mode", metavar="MODE", nargs="?", default="", help=f"{', '.join(LIVE_MODES)}; auto chooses")
+    add("mode", metavar="MODE", choices=LIVE_MODES, help=f"{', '.join(LIVE_MODES)}; auto chooses")
     commands["help"].add_argument("command", metavar="COMMAND", nargs="?", help="of this command")
     return commands
 
@@ -151,7 +140,6 @@ def _distribute() -> LineParser:
     add("--devices", metavar="NAMES", help="where they compute: cuda:0,cuda:1")
     add("--gradients", choices=("sum", "mean"), help="how gradients are combined; without it, their sum")
     add("--oversubscribe", action="store_true", help="several replicas may share a device")
-    add("--cross-device-ops", dest="ops", help=argparse.SUPPRESS)
     return parser
 
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
-from distnb.magics.cell_request import WORDS
+from distnb.magics.cell_request import WORDS, is_strategy
 from distnb.magics.commands import COMMANDS, DISTRIBUTE, LIVE_MODES
 from distnb.notebook import compose
-from distnb.values import DistributedValues
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -25,11 +24,7 @@ _LINE = re.compile(r"^(?:(%%distribute)|(%distnb))[ \t]+(?P<before>(?:\S+[ \t]+)
 
 
 class Completion:
-    """Matchers of one shell.
-
-    Args:
-        shell: IPython's.
-    """
+    """Matchers of one shell."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
@@ -80,14 +75,7 @@ class Completion:
         return [each for each in known if each.startswith(word)]
 
     def _strategies(self) -> list[str]:
-        return [name for name, value in list(self._shell.user_ns.items()) if _is_strategy(value)]
-
-
-def _is_strategy(value: Any) -> bool:
-    # A handle's attributes may be on an engine: its class alone is looked at.
-    return not isinstance(value, DistributedValues) and any(
-        base.__name__ == "Strategy" and base.__module__.startswith("distnb.") for base in type(value).__mro__
-    )
+        return [name for name, value in list(self._shell.user_ns.items()) if is_strategy(value)]
 
 
 def warm_up() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from distnb.errors import OptionError
-from distnb.magics.cell_request import CellRequest, read_request
+from distnb.magics.cell_request import read_request
 from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded
 from distnb.magics.commands import DISTRIBUTE, asks_for_help
 from distnb.magics.local_cell import StrategyName
@@ -26,21 +26,10 @@ __all__ = ["CellRunner"]
 
 
 class CellRunner:
-    """Runs distributed cells of one shell.
-
-    Args:
-        shell: IPython's.
-        front: Shows what the replicas write and draw.
-        name: Binds `strategy`.
-        ensure: Gives the running session, or starts one that suits the request.
-    """
+    """Runs distributed cells of one shell; `ensure` gives the running session, or starts one that suits a strategy."""
 
     def __init__(
-        self,
-        shell: InteractiveShell,
-        front: Front,
-        name: StrategyName,
-        ensure: Callable[[CellRequest | None], Session],
+        self, shell: InteractiveShell, front: Front, name: StrategyName, ensure: Callable[..., Session]
     ) -> None:
         self._shell = shell
         self._front = front
@@ -75,8 +64,8 @@ class CellRunner:
             # their lines in this one: for tracebacks, inspect, and replicas that they are sent to later.
             linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
             with presented():
-                self._ensure(request)
-                self._name.bind(request)
+                self._ensure(request.spec)
+                self._name.bind(request.spec)
                 self._front.name_cell(request.word)
                 self._run(source, request.spec, filename, in_scope=False)
 
@@ -86,7 +75,7 @@ class CellRunner:
         self._run(source, spec, filename, in_scope=True)
 
     def _run(self, source: str, spec: StrategySpec, filename: str, *, in_scope: bool) -> None:
-        session = self._ensure(None)
+        session = self._ensure()
         self._front.attach(session)
         try:
             session.run_cell(source, spec, filename=filename, label=self._label(filename), in_scope=in_scope)

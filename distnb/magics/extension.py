@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.interactiveshell import InteractiveShell
 
 from distnb.magics import tracebacks
-from distnb.magics.cell_request import CellRequest
 from distnb.magics.cluster_magic import ClusterMagic
 from distnb.magics.commands import DISTRIBUTE, distnb_help
 from distnb.magics.completion import Completion, warm_up
@@ -36,22 +35,15 @@ _RUN_CELL = InteractiveShell.run_cell_async.__code__
 
 
 class Extension(FrontEnd):
-    """distnb in one shell.
-
-    Args:
-        shell: IPython's.
-
-    Attributes:
-        front: Shows what happens on the replicas.
-    """
+    """distnb in one shell."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self.front = Front(shell)
+        self._front = Front(shell)
         self._name = StrategyName(shell.user_ns)
-        self._cluster = ClusterMagic(shell, self.front)
-        self._runner = CellRunner(shell, self.front, self._name, self._cluster.ensure)
-        self._local = LocalCells(shell, self.front, self._name)
+        self._cluster = ClusterMagic(shell, self._front)
+        self._runner = CellRunner(shell, self._front, self._name, self._cluster.ensure)
+        self._local = LocalCells(shell, self._front, self._name)
         self._scope = ScopeTransformer()
         # What of ours runs around a cell is done whole: a stop meanwhile is the cell's, or the next thing's.
         self._stops = StopHandler((Extension._begin.__code__, Extension._leave.__code__, Front.end_cell.__code__))
@@ -72,12 +64,12 @@ class Extension(FrontEnd):
         tracebacks.install(shell)
         shell.events.register("pre_run_cell", self._before)
         shell.events.register("post_run_cell", self._after)
-        self.live = self.front.live
+        self.live = self._front.live
         compose.attach(self)
         # The cell that loads the extension may go on to use it.
         self._stops.install()
         _choose_debugger()
-        self.front.begin_cell()
+        self._front.begin_cell()
         warm_up()
 
     def remove(self) -> None:
@@ -94,11 +86,11 @@ class Extension(FrontEnd):
         for kind, name in (("line", "distnb"), ("cell", "distribute")):
             shell.magics_manager.magics[kind].pop(name, None)
         compose.attach(None)
-        self.front.close()
+        self._front.close()
 
     def catch_up(self) -> None:
         """Show what replicas wrote."""
-        self.front.catch_up()
+        self._front.catch_up()
 
     def callers_lines(self, error: BaseException) -> list[str]:
         """As IPython draws them."""
@@ -115,11 +107,11 @@ class Extension(FrontEnd):
 
     def follow(self, session: Session | None) -> None:
         """Show what happens on this one."""
-        self.front.attach(session)
+        self._front.attach(session)
 
     def session_for(self, strategy: Owner) -> Session:
         """The running session; a cluster is started when there is none."""
-        return self._cluster.ensure(_request_of(strategy))
+        return self._cluster.ensure(strategy.spec if strategy.spec.device_type else None)
 
     def _settle(self, result: ExecutionResult | None, *, stop: bool) -> None:
         """Wait for calls that were sent with `wait=False`; what one of them raised is this cell's error, too.
@@ -157,7 +149,7 @@ class Extension(FrontEnd):
         cell_began()
         _choose_debugger()
         self._runner.cell_begins(raw_cell)
-        self.front.begin_cell()
+        self._front.begin_cell()
 
     def _after(self, result: ExecutionResult | None) -> None:
         if not _cells_under_way():
@@ -166,7 +158,7 @@ class Extension(FrontEnd):
     def _end(self, result: ExecutionResult | None) -> None:
         self._leave()
         self._settle(result, stop=result is None or isinstance(result.error_in_exec, KeyboardInterrupt))
-        self.front.end_cell(failed=result is None or not result.success)
+        self._front.end_cell(failed=result is None or not result.success)
 
     def _leave(self) -> None:
         self._open = False
@@ -191,12 +183,6 @@ def _cells_under_way() -> int:
         frame = frame.f_back
         count += frame.f_code is _RUN_CELL
     return count
-
-
-def _request_of(strategy: Owner) -> CellRequest | None:
-    """What a cluster that is started for a strategy must have; None for the default one."""
-    spec = strategy.spec
-    return CellRequest(spec.kind, spec, local=False) if spec.device_type else None
 
 
 _debugpys_hook: Callable[..., Any] | None = None

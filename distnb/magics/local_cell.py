@@ -2,11 +2,12 @@
 
 An input transformer takes the magic line away before IPython makes a magic call of the cell. So everything is as in
 any cell: plain objects, breakpoint() and %debug, top-level await, tracebacks with the cell's own lines. In the place
-of the magic line stands a call that binds the name `strategy`.
+of the magic line stands a call that binds the name `strategy`; behind `from __future__` imports, where there are some.
 """
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 import sys
@@ -14,11 +15,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import OptionError, StartError
-from distnb.magics.cell_request import CellRequest, read_request
-from distnb.magics.cell_text import cell_magics, check_no_nested_magic, insert_after_future_imports
+from distnb.magics.cell_request import read_request
+from distnb.magics.cell_text import cell_magics, check_no_nested_magic
 from distnb.magics.commands import asks_for_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
+from distnb.options import StrategySpec
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -28,29 +30,25 @@ if TYPE_CHECKING:
 __all__ = ["LocalCells", "StrategyName"]
 
 _MAGIC = re.compile(r"%%distribute(?:[ \t]+(?P<line>.*))?$")
-_MISPLACED = "_distnb_misplaced"
+_ENTER = "get_ipython()._distnb_local"
 
 
 class StrategyName:
-    """Binds the name `strategy` for a cell. It stays bound, unless the name was the user's own before.
-
-    Args:
-        user_ns: The notebook's variables.
-    """
+    """Binds the name `strategy` for a cell. It stays bound, unless the name was the user's own before."""
 
     def __init__(self, user_ns: dict[str, Any]) -> None:
         self._user_ns = user_ns
         self._ours: Any = None
         self._before: tuple[Any, ...] = ()
 
-    def bind(self, request: CellRequest) -> None:
+    def bind(self, spec: StrategySpec) -> None:
         """The cell begins."""
         from distnb.strategies import resolve
 
         before = self._user_ns.get("strategy")
         if "strategy" in self._user_ns and before is not self._ours:
             self._before = (before,)
-        self._ours = self._user_ns["strategy"] = resolve(request.spec)
+        self._ours = self._user_ns["strategy"] = resolve(spec)
 
     def restore(self) -> None:
         """The cell ended: what the user had called `strategy` is called so again."""
@@ -60,14 +58,8 @@ class StrategyName:
         self._before = ()
 
 
-class LocalCells:
-    """The input transformer, and the call that it puts into the cell.
-
-    Args:
-        shell: IPython's.
-        front: Told which strategy the cell runs.
-        name: Binds `strategy`.
-    """
+class LocalCells(ast.NodeTransformer):
+    """The transformers of a shell's cells, and the call that they put into one."""
 
     has_side_effects = False
 
@@ -79,17 +71,17 @@ class LocalCells:
 
     def install(self) -> None:
         """Put the transformer before the one that makes magic calls."""
-        self.remove()
         transforms = self._shell.input_transformer_manager.cleanup_transforms
         names = [getattr(transform, "__name__", "") for transform in transforms]
         transforms.insert(names.index("cell_magic") if "cell_magic" in names else len(transforms), self)
+        self._shell.ast_transformers.append(self)
         self._shell._distnb_local = self.enter  # type: ignore[attr-defined]
         self._shell._distnb_misplaced = self.complain  # type: ignore[attr-defined]
 
     def remove(self) -> None:
         """Take it out again."""
-        transforms = self._shell.input_transformer_manager.cleanup_transforms
-        transforms[:] = [transform for transform in transforms if not isinstance(transform, LocalCells)]
+        for transforms in (self._shell.input_transformer_manager.cleanup_transforms, self._shell.ast_transformers):
+            transforms[:] = [transform for transform in transforms if transform is not self]
 
     def __call__(self, lines: list[str]) -> list[str]:
         """Transform a cell; called by IPython for every cell, also for completions."""
@@ -98,7 +90,7 @@ class LocalCells:
         match = _MAGIC.match(lines[0].rstrip())
         if match is None:
             misplaced = _misplaced(lines)
-            return [f"get_ipython().{_MISPLACED}({misplaced})\n"] if misplaced else lines
+            return [f"get_ipython()._distnb_misplaced({misplaced})\n"] if misplaced else lines
         line = match["line"] or ""
         if asks_for_help(line) or not "".join(lines[1:]):
             return [lines[0], "\n"]  # of a cell without a body IPython would complain before the magic hears of it
@@ -109,19 +101,31 @@ class LocalCells:
             return lines  # the magic itself tells what is wrong
         if not request.local or not "".join(lines[1:]).strip():
             return lines
-        return insert_after_future_imports(["\n", *lines[1:]], f"get_ipython()._distnb_local({line!r})")
+        return [f"{_ENTER}({line!r})\n", *lines[1:]]
+
+    def visit_Module(self, tree: ast.Module) -> ast.Module:
+        """Put the call behind the cell's `from __future__` imports; called by IPython for every cell."""
+        futures = [
+            place
+            for place, node in enumerate(tree.body)
+            if isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        ]
+        if futures and ast.unparse(tree.body[0]).startswith(_ENTER):
+            tree.body.insert(futures[-1], tree.body.pop(0))
+        return tree
 
     def enter(self, line: str) -> None:
         """The first thing that a local cell does."""
         _restore_first_line(sys._getframe(1).f_code.co_filename, line)
         with presented():
             request = read_request(line, self._shell.user_ns)
-            self._name.bind(request)
+            self._name.bind(request.spec)
             self._front.name_cell(request.word)
             session = sessions.current()
             if session is not None:
                 # What lives on the engines is worked on as copies; the names are the handles again when the cell ends.
-                self._copies.enter_context(session.namespace.localise(_text_of(sys._getframe(1).f_code.co_filename)))
+                text = "".join(linecache.getlines(sys._getframe(1).f_code.co_filename))
+                self._copies.enter_context(session.namespace.localise(text))
 
     def leave(self) -> None:
         """The cell ended."""
@@ -141,10 +145,6 @@ def _misplaced(lines: list[str]) -> int:
     if lines[0].startswith("%%"):
         return 0
     return next((line for name, line in cell_magics(lines) if name == "distribute"), 0)
-
-
-def _text_of(filename: str) -> str:
-    return "".join(linecache.getlines(filename))
 
 
 def _restore_first_line(filename: str, line: str) -> None:

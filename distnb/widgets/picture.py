@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from distnb.notebook.output.live_model import Curve, LiveModel, Point
 from distnb.notebook.output.wording import mark
 
-__all__ = ["COLORS", "as_image", "nice_ticks", "pictures", "short_name", "short_number"]
+__all__ = ["as_image", "nice_ticks", "pictures", "short_name", "short_number"]
 
-COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04", "#06b6d4", "#ec4899")
+_COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04", "#06b6d4", "#ec4899")
 _GREY = "#808080"  # an image cannot follow the theme: mid-grey shows on light and dark
 _RED = "#ef4444"
 _WIDTH, _HEIGHT = 280, 180
@@ -21,14 +21,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 26, 22
 
 
 def pictures(model: LiveModel) -> dict[str, str]:
-    """Draw every curve of a model.
-
-    Args:
-        model: The cell's.
-
-    Returns:
-        An SVG document for each, by its name.
-    """
+    """Every curve of a model as an SVG document, by its name."""
     total = max(1, len(model.rows))
     look = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
     font = 'font-family="system-ui,sans-serif" font-size="11"'
@@ -50,12 +43,7 @@ def as_image(svg: str, alt: str) -> str:
 
 
 def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers within a range.
-
-    Args:
-        low, high: The range.
-        about: How many.
-    """
+    """About so many round numbers within a range."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low] if math.isfinite(low) else []
     raw = (high - low) / about
@@ -99,7 +87,7 @@ def _chart(curve: Curve, total: int) -> str:
             f'<text x="{x(tick):.1f}" y="{_HEIGHT - 6}" text-anchor="middle" fill="{_GREY}">{short_number(tick)}</text>'
         )
     for replicas, line in lines.items():
-        color = COLORS[replicas[0] % len(COLORS)]
+        color = _COLORS[replicas[0] % len(_COLORS)]
         thick = len(replicas) > 1 or total == 1
         runs = [
             [(x(step), y(value), y(low), y(high)) for step, value, low, high in run]
@@ -117,7 +105,7 @@ def _title(curve: Curve, last: Sequence[tuple[tuple[int, ...], float | None]], t
         # With many lines the title says which is which; the table has their values.
         words = [short_number(value)] if len(last) <= 2 else []
         words += [mark(replicas)] if total > 1 else []
-        told.append((" ".join(words), COLORS[replicas[0] % len(COLORS)]))
+        told.append((" ".join(words), _COLORS[replicas[0] % len(_COLORS)]))
     room = _WIDTH - _LEFT - sum(6 + 6.5 * len(words) for words, _ in told)
     spans = [f'<tspan class="name" font-weight="600">{html.escape(short_name(curve.name, room))}</tspan>']
     spans += [f'<tspan dx="6" fill="{color}">{words}</tspan>' for words, color in told]
@@ -125,12 +113,8 @@ def _title(curve: Curve, last: Sequence[tuple[tuple[int, ...], float | None]], t
 
 
 def short_name(name: str, room: float) -> str:
-    """A name in little room: its end tells as much as its beginning.
-
-    Args:
-        room: In units of the picture, of which a letter takes about 7.3.
-    """
-    most = max(int(room / 7.3), 8)
+    """A name in little room: its end tells as much as its beginning."""
+    most = max(int(room / 7.3), 8)  # a letter takes about 7.3 units of the picture
     kept = most - 1
     return name if len(name) <= most else f"{name[: (kept + 1) // 2]}…{name[-(kept // 2) :]}"
 

@@ -11,13 +11,7 @@ __all__ = ["LiveView", "PictureView", "TextView"]
 
 
 class LiveView:
-    """Draws one cell's model; this one draws nothing. Called by one thread at a time.
-
-    Args:
-        model: What is drawn.
-        publisher: Where it is shown.
-        name: Display id, unique in the notebook.
-    """
+    """Draws one cell's model under a display id; this one draws nothing. Called by one thread at a time."""
 
     period_s: float = 1.0
     """Seconds between two drawings."""

@@ -15,7 +15,6 @@ import distnb
 from distnb import HierarchicalCopyAllReduce, NcclAllReduce, ReduceOp, ReductionToOneDevice, errors
 from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.hierarchical_copy import tree
-from distnb.magics.cell_request import read_request
 from distnb.topology import Device
 
 CPUS = ["cpu:0", "cpu:1"]
@@ -92,11 +91,6 @@ def test_nccl_where_each_replica_has_a_gpu() -> None:
     assert (
         repr(strategy) == "MirroredStrategy(devices=['cuda:0', 'cuda:1'], cross_device_ops=NcclAllReduce(num_packs=2))"
     )
-
-
-def test_the_magic_says_how_an_object_is_given() -> None:
-    with pytest.raises(errors.OptionError, match=r"MirroredStrategy\(cross_device_ops=NcclAllReduce\(\)\)"):
-        read_request("mirrored --cross-device-ops NcclAllReduce()", {})
 
 
 # -- which strategies are the same -------------------------------------------------------------------------------------
