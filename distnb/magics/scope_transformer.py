@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import ast
 import linecache
+import symtable
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -74,14 +76,18 @@ class ScopeTransformer(ast.NodeTransformer):
         if scope is None:
             return self.generic_visit(node)
         function = self._functions[-1] if self._functions else None
-        block = _Block(node, function)
+        stores: list[str] = []
+        try:
+            leaves = _leaving(node)
+            if function is not None and not leaves:
+                leaves, stores = _assigned(node, function)
+        except SyntaxError:
+            return node  # the cell's own compiling tells it
         # The text is for where the cell's own cannot be found.
-        what = f"{node.lineno}, {node.end_lineno}, {ast.unparse(node)!r}"
-        stores = sorted(block.stores) if function is not None else []
+        what = f"{node.lineno}, {node.end_lineno}, {ast.unparse(node)!r}, {leaves!r}"
         if function is not None:
-            what += f", {block.leaves!r}, {sorted(block.names)}, {stores}"
-        elif block.leaves in ("break", "continue"):  # a `return` there is of a function that the block defines
-            what += f", {block.leaves!r}"
+            names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            what += f", {sorted(names)}, {stores}"
         lines = ["_scope_ = None", "if hasattr(_scope_, 'is_remote'):", f"    {_DISPATCH}(_scope_, {what})"]
         for name in stores:
             lines += [f"    if {name!r} in {_DISPATCH}.bound:", f"        {name} = {_DISPATCH}.bound[{name!r}]"]
@@ -98,70 +104,30 @@ class ScopeTransformer(ast.NodeTransformer):
         return [assignment, branch]
 
 
-class _Block(ast.NodeVisitor):
-    """What the block of a `with` does with names.
-
-    Args:
-        node: The statement.
-        function: The function that it stands in.
-
-    Attributes:
-        names: Every name in it.
-        stores: Those that it assigns, its inner functions and classes excepted.
-        leaves: The word for what in it belongs to the code around, and cannot be sent: "return", say; "" if nothing.
-    """
-
-    def __init__(self, node: ast.With, function: ast.FunctionDef | ast.AsyncFunctionDef | None) -> None:
-        self.names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-        self.stores: set[str] = set()
-        self.leaves = ""
-        self._loops = 0
-        super().generic_visit(node)
-        declared = {name for each in ast.walk(function or node) if isinstance(each, ast.Global) for name in each.names}
-        if function is not None and not self.stores.isdisjoint(declared):
-            self.leaves = "global"
-        if any(isinstance(each, ast.Nonlocal) for each in ast.walk(node)):
-            self.leaves = "nonlocal"
-
-    def generic_visit(self, node: ast.AST) -> None:
-        word = _LEAVING.get(type(node))
-        if word is not None and not (self._loops and word in ("break", "continue")):
-            self.leaves = word
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            self.stores.add(node.id)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del):
-            self.leaves = "del"
-        elif isinstance(node, ast.alias):
-            self.stores.add((node.asname or node.name).partition(".")[0])
-        elif (isinstance(node, ast.MatchAs | ast.MatchStar) and node.name is not None) or isinstance(
-            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-        ):
-            self.stores.add(str(node.name))
-        if isinstance(node, _INNER):
-            return
-        loop = isinstance(node, ast.For | ast.AsyncFor | ast.While)
-        self._loops += loop
-        super().generic_visit(node)
-        self._loops -= loop
+def _leaving(node: ast.With) -> str:
+    """The word for what in a block belongs to the code around, and cannot be sent; "" if nothing."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # the cell's own compiling warns
+            compile(ast.Module([node], []), "", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    except SyntaxError as error:
+        for word in ("nonlocal", "return", "yield", "break", "continue"):
+            if word in error.msg:
+                return word
+        raise
+    return ""
 
 
-_LEAVING: dict[type[ast.AST], str] = {
-    ast.Return: "return",
-    ast.Break: "break",
-    ast.Continue: "continue",
-    ast.Yield: "yield",
-    ast.YieldFrom: "yield",
-}
-_INNER = (
-    ast.FunctionDef,
-    ast.AsyncFunctionDef,
-    ast.ClassDef,
-    ast.Lambda,
-    ast.ListComp,
-    ast.SetComp,
-    ast.DictComp,
-    ast.GeneratorExp,
-)
+def _assigned(node: ast.With, function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, list[str]]:
+    """The names that a block in a function assigns, and the word for what it must not do to one; "" if nothing."""
+    declared = {name for each in ast.walk(function) if isinstance(each, ast.Global) for name in each.names}
+    deleted = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Del)}
+    lines = [*(f"global {name}" for name in declared), ast.unparse(node)]
+    text = "def block():\n" + textwrap.indent("\n".join(lines), "    ")
+    symbols = symtable.symtable(text, "", "exec").get_children()[0].get_symbols()
+    own = sorted(symbol.get_name() for symbol in symbols if symbol.is_local())
+    if any(symbol.is_declared_global() and (symbol.is_assigned() or symbol.is_imported()) for symbol in symbols):
+        return "global", own
+    return "" if deleted.isdisjoint(own) else "del", own
 
 
 def _calls_scope(expression: ast.expr) -> bool:
@@ -175,14 +141,7 @@ def _calls_scope(expression: ast.expr) -> bool:
 
 
 class ScopeDispatch:
-    """Runs a block on the replicas.
-
-    Args:
-        run: Runs a text there.
-
-    Attributes:
-        bound: What the block of a function assigned.
-    """
+    """Runs a block on the replicas; `bound` is what the block of a function assigned."""
 
     def __init__(self, run: RunInScope) -> None:
         self._run = run
@@ -198,7 +157,7 @@ class ScopeDispatch:
         first: int,
         last: int,
         unparsed: str,
-        leaves: str = "",
+        leaves: str,
         names: Sequence[str] = (),
         stores: Sequence[str] = (),
     ) -> None:
@@ -209,7 +168,7 @@ class ScopeDispatch:
             first, last: The statement's lines.
             unparsed: The statement, should its lines not be found.
             leaves: What in it belongs to the code around.
-            names: Names in the statement: those that are its function's locals go along.
+            names: Of a statement in a function, the names in it: those that are the function's locals go along.
             stores: Those of them that it assigns.
         """
         if leaves:

@@ -206,6 +206,13 @@ def test_what_is_the_blocks_own_is_not(shell: InteractiveShell) -> None:
     assert shell.user_ns["n"] == 1
 
 
+def test_a_syntax_error_of_the_cells_own_is_told_and_later_scopes_are_sent(shell: InteractiveShell) -> None:
+    result = shell.run_cell("def f():\n    with there.scope():\n        x = 1\n        global x\n")
+    assert isinstance(result.error_before_exec or result.error_in_exec, SyntaxError)
+    run(shell, "with there.scope():\n    a = 1")
+    assert len(shell.sent) == 1
+
+
 @pytest.mark.parametrize("around", ["if True:", "for i in [1]:", "try:", "while 'a' not in dir():", "with nothing():"])
 def test_in_a_statement_of_the_cell(shell: InteractiveShell, around: str) -> None:
     pretend(shell)
