@@ -12,13 +12,7 @@ __all__ = ["remember_source"]
 
 
 def remember_source(filename: str, text: str, label: str = "") -> None:
-    """Let a text that is in no file be seen, and called as the notebook calls it.
-
-    Args:
-        filename: What the code objects of the cell carry.
-        text: All of it.
-        label: How people call it in tracebacks ("Cell In[3]"), or "".
-    """
+    """Let a text that is in no file be seen, and called as the notebook calls it ("Cell In[3]")."""
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     if label:
         telemetry.remember_cell(filename, label)

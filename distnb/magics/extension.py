@@ -116,9 +116,7 @@ class Extension(FrontEnd):
     def _settle(self, result: ExecutionResult | None, *, stop: bool) -> None:
         """Wait for calls that were sent with `wait=False`; what one of them raised is this cell's error, too.
 
-        Args:
-            result: Of the cell; None if a stop came between two of IPython's own steps.
-            stop: The user has asked for their end.
+        There is no result if a stop came between two of IPython's own steps; `stop`: the user has asked for their end.
         """
         session = compose.current()
         if session is None:
@@ -192,10 +190,8 @@ def _choose_debugger(*, leave: bool = False) -> None:
     """Let `breakpoint()` stop in a notebook.
 
     ipykernel loads debugpy, whose hook stops only while the front end's own debugger is attached, and else passes a
-    user's `breakpoint()` over in silence: then IPython's debugger answers, with a prompt below the cell.
-
-    Args:
-        leave: Put back what was there.
+    user's `breakpoint()` over in silence: then IPython's debugger answers, with a prompt below the cell. `leave` puts
+    back what was there.
     """
     global _debugpys_hook
     debugpy = sys.modules.get("debugpy")

@@ -11,7 +11,7 @@ from typing import Any
 from distnb.notebook.handles.computing import special_methods
 from distnb.values.structure import map_structure
 
-__all__ = ["PendingCall", "Unsettled", "resolve", "was_told"]
+__all__ = ["PendingCall", "Unsettled", "resolve"]
 
 # Calls under way; more would only fill queues. Many are waited for at once: that sends what waits to leave together.
 _MOST_UNSETTLED, _FEW_UNSETTLED = 1000, 900
@@ -23,10 +23,7 @@ class PendingCall:
     __slots__ = ("_error", "_finish", "_value")
 
     def __init__(self, finish: Callable[[Callable[[Any], None]], Any]) -> None:
-        """
-        Args:
-            finish: Waits for the result, gives it to its argument to be kept, and returns it.
-        """
+        """`finish` waits for the result, gives it to its argument to be kept, and returns it."""
         object.__setattr__(self, "_finish", finish)
 
     def __getattr__(self, name: str) -> Any:
@@ -71,18 +68,14 @@ for _builtin in (iter, len, float, int, complex, hash, format):
 
 
 def resolve(value: Any) -> Any:
-    """The value itself, once it is there; anything that is not pending is returned as it is.
-
-    Raises:
-        BaseException: What the call raised on the replicas.
-    """
+    """The value itself, once it is there, or what the call raised; anything else is returned as it is."""
     if type(value) is not PendingCall:
         return value
     get = object.__getattribute__
     try:
         return get(value, "_value")
     except AttributeError:
-        if was_told(value):
+        if _was_told(value):
             raise get(value, "_error") from None
     try:
         return get(value, "_finish")(partial(object.__setattr__, value, "_value"))
@@ -91,7 +84,7 @@ def resolve(value: Any) -> Any:
         raise
 
 
-def was_told(value: PendingCall) -> bool:
+def _was_told(value: PendingCall) -> bool:
     """Whether a use of the result has raised already what went wrong: once is enough."""
     try:
         object.__getattribute__(value, "_error")
@@ -118,11 +111,7 @@ class Unsettled:
         self._calls.pop(program, None)
 
     def keep_few(self) -> None:
-        """Wait for the oldest of them, where they have become too many.
-
-        Raises:
-            BaseException: What one of them raised.
-        """
+        """Wait for the oldest of them, where they have become too many; raises what one of them raised."""
         if len(self._calls) > _MOST_UNSETTLED:
             while len(self._calls) > _FEW_UNSETTLED:
                 resolve(self._calls.pop(next(iter(self._calls))))
@@ -134,12 +123,8 @@ class Unsettled:
                 resolve(call)
 
     def settle(self) -> None:
-        """Wait for all of them.
-
-        Raises:
-            BaseException: What the first that failed raised, unless a use of its result has raised it before.
-        """
+        """Wait for all of them; raises what the first that failed did, unless a use of its result has done so."""
         calls, self._calls = self._calls, {}
         for call in calls.values():
-            if not was_told(call):
+            if not _was_told(call):
                 resolve(call)

@@ -24,12 +24,8 @@ Call = Callable[..., Any]
 class RemoteDataset:
     """Iterating it reads a batch on every replica and gives the structure of their slices, behind handles.
 
-    Captured by a distributed cell, or passed to `strategy.run`, it stands for the engines' own dataset.
-
-    Args:
-        handle: The dataset on the engines.
-        call: Calls a function on every replica.
-        note: Told of each batch that is given.
+    Captured by a distributed cell, or passed to `strategy.run`, it stands for the engines' own dataset, `handle`.
+    `note` is told of each batch that is given.
     """
 
     def __init__(self, handle: Any, call: Call, note: Callable[[Any], None]) -> None:
@@ -81,12 +77,6 @@ class RemoteIterator(AskedIterator):
 
     The replicas are asked for the next batch when this one is given, so that it is there when the cell comes for it. It
     counts as given only then; and where reading it raises, or could be told by the user's code, it is not asked for.
-
-    Args:
-        handle: The iterator on the engines.
-        dataset: The dataset on the engines.
-        call: Calls a function on every replica.
-        note: Told of each batch that is given.
     """
 
     is_distributed_iterator = True

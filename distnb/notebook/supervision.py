@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 __all__ = ["EndProgram", "GiveUpOn", "Order", "Supervision"]
 
-PATIENCE_S = 1.0
+_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class Supervision:
         stuck: Engines that did not follow an order to end, each with the program that it still runs.
     """
 
-    def __init__(self, patience_s: float = PATIENCE_S) -> None:
-        self._patience_s = patience_s
+    def __init__(self) -> None:
         self._programs: dict[int, _Program] = {}
         self.stuck: dict[int, int] = {}
 
@@ -84,15 +83,11 @@ class Supervision:
         """The user asks for the end of a program."""
         return self._end(program, "interrupted", True, now)
 
-    def failed(self, program: int, reason: str, now: float) -> list[Order]:
-        """The notebook's side found that a program cannot go on."""
-        return self._end(program, reason, False, now)
-
     def _end(self, number: int, reason: str, interrupted: bool, now: float) -> list[Order]:
         program = self._programs.get(number)
         if program is None or program.deadline is not None:
             return []
-        program.deadline = now + self._patience_s
+        program.deadline = now + _PATIENCE_S
         return [EndProgram(engine, number, reason, interrupted) for engine in sorted(program.waiting)]
 
     def tick(self, now: float) -> list[Order]:

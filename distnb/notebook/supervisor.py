@@ -38,13 +38,14 @@ class EventHub:
 
         A listener must not block: the supervisor's thread, which ends hanging cells, calls it.
         """
+
+        def drop() -> None:
+            with self._lock:
+                self._listeners = tuple(each for each in self._listeners if each is not listener)
+
         with self._lock:
             self._listeners = (*self._listeners, listener)
-        return lambda: self._drop(listener)
-
-    def _drop(self, listener: Callable[[Any], None]) -> None:
-        with self._lock:
-            self._listeners = tuple(each for each in self._listeners if each is not listener)
+        return drop
 
     def publish(self, event: Any) -> None:
         """Hand one event on. A listener that raises is reported on stderr, and the others still hear."""
@@ -257,10 +258,8 @@ class Supervisor:
             return
         self.events.publish(event)
         if isinstance(event, ProgramEnded):
-            ended = event
-            self._advance(
-                lambda now: self._state.ended(engine, ended.program, ended.status == "ok", ended.summary, now)
-            )
+            ok = event.status == "ok"
+            self._advance(lambda now: self._state.ended(engine, event.program, ok, event.summary, now))
 
     def _bury(self, death: Died) -> None:
         self._lose(death)

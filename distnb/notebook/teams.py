@@ -11,14 +11,13 @@ from distnb.errors import ClusterError, OptionError
 from distnb.options import StrategySpec
 from distnb.topology import Device, Team
 
-__all__ = ["Teams", "choose_engines", "note_of_missing"]
+__all__ = ["Teams", "choose_engines"]
 
 
 class Teams:
     """The teams of a session's programs. Each generation of them forms process groups of its own.
 
-    Args:
-        store: Where the engines of a team find each other; None for files in the cluster's private directory.
+    Its engines find each other at the store; without one, by files in the cluster's private directory.
     """
 
     def __init__(self, store: RendezvousStore | None) -> None:
@@ -31,12 +30,7 @@ class Teams:
         self._lock = threading.Lock()  # the watcher's thread makes new generations, too
 
     def of(self, spec: StrategySpec, cluster: Cluster) -> Team:
-        """The engines that a strategy runs on: all that are there, or as many, or those devices, as it names.
-
-        Raises:
-            OptionError: The strategy asks for what the cluster does not have.
-            ClusterError: No engine is left.
-        """
+        """The engines that a strategy runs on, as `choose_engines` chooses them."""
         known = self._teams.get(spec)
         if known is not None and known.generation == self._generation:
             return known  # every engine that comes or goes makes a new generation
@@ -45,7 +39,7 @@ class Teams:
         ended = {engine for engine, process in engines if process.ended}
         alive = {engine: process.device for engine, process in engines if engine not in ended}
         chosen = choose_engines(spec, alive)
-        if note := note_of_missing(spec, alive, ended - self._missed):
+        if note := _note_of_missing(spec, alive, ended - self._missed):
             print(note)
         self._missed = ended
         team = self._teams[spec] = self.made_of(chosen, cluster, generation)
@@ -63,8 +57,7 @@ class Teams:
     def renew(self, after: Team | None = None) -> None:
         """Let the next programs' teams form new process groups: an engine came or went.
 
-        Args:
-            after: Only if no newer generation than this team's has begun: what was under way on its group is lost.
+        With `after`, only if no newer generation than this team's has begun: what was under way on its group is lost.
         """
         with self._lock:
             if after is None or self._generation <= after.generation:
@@ -72,16 +65,7 @@ class Teams:
 
 
 def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]:
-    """All that are there, or as many, or those devices, as a strategy names; in replica order.
-
-    Args:
-        spec: The strategy.
-        alive: The device of each engine that is there, in the order of their ids.
-
-    Raises:
-        OptionError: The strategy asks for what the cluster does not have.
-        ClusterError: No engine is left.
-    """
+    """Of the engines that are there, all, or as many, or those on devices, as a strategy names; in replica order."""
     if not alive:
         raise ClusterError("Every engine of the cluster has ended. %distnb restart starts them anew.")
     there = ", ".join(map(str, alive.values()))
@@ -114,15 +98,9 @@ def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]
     return chosen
 
 
-def note_of_missing(spec: StrategySpec, alive: Mapping[int, Device], ended: Collection[int]) -> str:
-    """What a program's user must know if it runs on fewer replicas than there were: its numbers may be others.
-
-    Args:
-        spec: The strategy; one that names its replicas has them all.
-        alive: The device of each engine that is there.
-        ended: Engines that have ended since the user was last told.
-    """
-    if not ended or spec.devices or spec.num_replicas:
+def _note_of_missing(spec: StrategySpec, alive: Mapping[int, Device], ended: Collection[int]) -> str:
+    """What a program's user must know if it runs on fewer replicas than there were: its numbers may be others."""
+    if not ended or spec.devices or spec.num_replicas:  # one that names its replicas has them all
         return ""
     gone = ", ".join(map(str, sorted(ended)))
     return (

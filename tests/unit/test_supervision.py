@@ -27,7 +27,7 @@ def test_one_failure_ends_the_program_on_the_others_once() -> None:
 
 
 def test_who_does_not_follow_within_the_patience_is_given_up_on_and_known_as_stuck() -> None:
-    state = Supervision(patience_s=1.0)
+    state = Supervision()
     state.began(7, [0, 1])
     state.ended(0, 7, False, "boom", 10.0)
     assert state.next_deadline() == 11.0

@@ -36,11 +36,8 @@ _SHOWN = 12  # frames at either end of a very long traceback
 def report(error: BaseException, pack: Callable[[BaseException], Packed] | None = None) -> ErrorReport:
     """Describe an exception: itself where it can be pickled, and its traceback as IPython draws it.
 
-    Args:
-        error: It.
-        pack: Packs it so that its class is the notebook's own; None where no program runs.
-
-    Never raises: the texts of exceptions are the user's code, and the notebook waits for what this gives.
+    `pack` packs it so that its class is the notebook's own; there is none where no program runs. Never raises: the
+    texts of exceptions are the user's code, and the notebook waits for what this gives.
     """
     kind = type(error)
     if _wants_a_gpu(error):

@@ -95,12 +95,7 @@ class ReplicaStream(io.TextIOBase):
 def pipe_descriptor(
     engine: int, descriptor: int, name: Literal["stdout", "stderr"], running: Running, emit: Callable[[Output], None]
 ) -> tuple[int, int, Callable[[bytes], None]]:
-    """Put a pipe in the place of a file descriptor.
-
-    Args:
-        descriptor: 1 or 2.
-        running: Gives the (program, replica) that runs.
-        emit: Takes the events.
+    """Put a pipe in the place of file descriptor 1 or 2; `running` gives the (program, replica) that runs.
 
     Returns:
         The pipe's reading end, a duplicate of what the descriptor was (the engine's log), and the function that

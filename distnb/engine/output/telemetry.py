@@ -22,21 +22,12 @@ _loaded = time.monotonic()
 
 
 def remember_cell(filename: str, label: str) -> None:
-    """Let samples say where in this cell the replica is.
-
-    Args:
-        filename: What the cell's code objects carry.
-        label: How people call it, "Cell In[3]".
-    """
+    """Let samples say where in this cell the replica is; `label` is what people call it, "Cell In[3]"."""
     _labels[filename] = label.replace("Cell In[", "cell ").removesuffix("]") or "cell"
 
 
 def sample(engine: int, program: int, replica: int) -> TelemetrySample:
-    """Measure this process.
-
-    Args:
-        engine, program, replica: What the sample is marked with.
-    """
+    """Measure this process."""
     global _process
     if _process is None:
         _process = psutil.Process()
