@@ -242,6 +242,9 @@ class ClusterMagic:
         self._shell.display_pub.publish({"text/plain": text, "text/html": html_table(header, rows, numeric=numeric)})
 
 
+ClusterMagic.distnb.__doc__ = distnb_help()  # what `%distnb?` shows
+
+
 def _progress(shell: InteractiveShell) -> Callable[[str], None]:
     """A line that is replaced as a start goes on; in a terminal each stand is a line of its own."""
     name, said = f"distnb-{uuid.uuid4().hex[:12]}", ""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ from distnb.notebook import compose
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["Completion", "warm_up"]
+__all__ = ["Completion"]
 
 _LINE = re.compile(r"^(?:(%%distribute)|(%distnb))[ \t]+(?P<before>(?:\S+[ \t]+)*)(?P<word>\S*)$")
 
@@ -76,18 +74,3 @@ class Completion:
 
     def _strategies(self) -> list[str]:
         return [name for name, value in list(self._shell.user_ns.items()) if is_strategy(value)]
-
-
-def warm_up() -> None:
-    """Make the first Tab fast: Jedi takes seconds to load, and JupyterLab gives up after one."""
-
-    def load() -> None:
-        # Loaded only, and not used: Jedi is not thread-safe, and a Tab that came meanwhile would find nothing.
-        # The widget is loaded too, so that the first live view appears at once.
-        for name in ("jedi.api.interpreter", "jedi.inference.gradual.typeshed", "distnb.widgets.widget_view"):
-            try:
-                importlib.import_module(name)
-            except ImportError:
-                continue
-
-    threading.Thread(target=load, name="distnb-warm-up", daemon=True).start()

@@ -100,3 +100,6 @@ class CellRunner:
     def _label(self, filename: str) -> str:
         """`Cell In[3]`. IPython's counter may be one further already."""
         return cell_name(filename, self._shell) or f"Cell In[{self._shell.execution_count}]"
+
+
+CellRunner.distribute.__doc__ = DISTRIBUTE.format_help()  # what `%%distribute?` shows

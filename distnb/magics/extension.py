@@ -11,8 +11,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from distnb.magics import tracebacks
 from distnb.magics.cluster_magic import ClusterMagic
-from distnb.magics.commands import DISTRIBUTE, distnb_help
-from distnb.magics.completion import Completion, warm_up
+from distnb.magics.completion import Completion
 from distnb.magics.distribute_magic import CellRunner
 from distnb.magics.local_cell import LocalCells, StrategyName
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
@@ -55,8 +54,8 @@ class Extension(FrontEnd):
         """Add everything."""
         shell = self._shell
         register = shell.magics_manager.register_function
-        register(_explained(self._cluster.distnb, distnb_help()), "line", "distnb")
-        register(_explained(self._runner.distribute, DISTRIBUTE.format_help()), "cell", "distribute")
+        register(self._cluster.distnb, "line", "distnb")
+        register(self._runner.distribute, "cell", "distribute")
         self._local.install()
         shell.ast_transformers.append(self._scope)
         self._dispatch.install(shell)
@@ -70,7 +69,6 @@ class Extension(FrontEnd):
         self._stops.install()
         _choose_debugger()
         self._front.begin_cell()
-        warm_up()
 
     def remove(self) -> None:
         """Take everything away."""
@@ -162,16 +160,6 @@ class Extension(FrontEnd):
         self._open = False
         self._local.leave()
         self._name.restore()
-
-
-def _explained(magic: Callable[..., None], text: str) -> Callable[..., None]:
-    """The magic with what `%distnb?` shows of it."""
-
-    def call(*lines: str) -> None:
-        magic(*lines)
-
-    call.__doc__ = text
-    return call
 
 
 def _cells_under_way() -> int:

@@ -188,7 +188,7 @@ def test_a_flood_is_cut_and_told() -> None:
     shown += merger.collect(6.0, final=True)
     text = text_of(shown)
     assert text.count("\n") < 3_000
-    assert "lines left out" in text
+    assert "… left out: " in text
     assert "%distnb output" in text
     assert "line 499999" in text  # the last one is there
 
@@ -198,8 +198,17 @@ def test_the_number_left_out_is_honest() -> None:
     merger.feed(out(0, "".join(f"{i}\n" for i in range(4_000))), 0.0)
     text = text_of(merger.collect(0.0, final=True))
     assert text.startswith("0\n1\n")
-    left_out = [int(line.split()[1].replace(",", "")) for line in text.splitlines() if line.startswith("…")]
+    left_out = [int(line.split()[3].replace(",", "")) for line in text.splitlines() if line.startswith("…")]
     assert text.count("\n") - len(left_out) + sum(left_out) == 4_000
+
+
+def test_a_flood_of_figures_is_cut_and_told() -> None:
+    merger = OutputMerger(1, "m")
+    for number in range(200):
+        merger.feed(png(0, f"figure {number}"), 0.0)
+    shown = merger.collect(0.0, final=True)
+    assert sum(isinstance(each, Show) for each in shown) == 50
+    assert text_of(shown).startswith("… left out: 150 of the")
 
 
 def test_a_very_long_line_is_cut() -> None:

@@ -38,6 +38,8 @@ _AREA_S = 0.1  # the unfinished lines are drawn anew at most ten times a second
 _CHANGE_S = 0.2  # and a display that was changed at most five times
 _PARTIAL_S = 0.4  # a line without an end is shown after so long
 _LONGEST_LINE = 20_000
+_BURST, _PER_SECOND = 1_000.0, 50  # units of each replica that may come at once, and in a second; a line is one
+_DISPLAY = 20  # units
 _TAIL = 20  # of the lines left out, so many last ones are shown when the cell ends
 
 
@@ -56,46 +58,32 @@ _Entry = Step[str | _Slot | Bundle]
 """A step of the merged sequence: a text, a place for a named display, or another rich display."""
 
 
-class _Pace:
-    """A token bucket that, once empty, stays shut until it has filled up a good part.
+class _Gate:
+    """Lets one replica's output through, as long as it is not too much for a notebook: a token bucket.
 
-    Without that, a flood would let single lines through, each with a note about those left out around it.
+    Once empty it stays shut until it has filled up a good part. Without that, a flood would let single lines through,
+    each with a note about those left out around it.
 
-    Args:
-        burst: Units that may come at once.
-        per_second: Units that it gains in a second.
+    Attributes:
+        count: Lines and displays that were left out, and not told of yet.
+        tail: The last lines of them.
     """
 
-    def __init__(self, burst: float, per_second: float) -> None:
-        self._burst = burst
-        self._per_second = per_second
-        self._level = burst
+    def __init__(self) -> None:
+        self.count = 0
+        self.tail: deque[tuple[Stream, str]] = deque(maxlen=_TAIL)
+        self._level = _BURST
         self._then = 0.0
         self._shut = False
 
     def take(self, units: float, now: float) -> bool:
-        """Take so many units, or none and False."""
-        self._level = min(self._burst, self._level + (now - self._then) * self._per_second)
+        """Whether so much may pass."""
+        self._level = min(_BURST, self._level + (now - self._then) * _PER_SECOND)
         self._then = now
-        self._shut = units > self._level or (self._shut and self._level < min(self._burst, 2 * self._per_second))
+        self._shut = units > self._level or (self._shut and self._level < 2 * _PER_SECOND)
         if not self._shut:
             self._level -= units
         return not self._shut
-
-
-class _Flood:
-    """The lines of one replica that are too many for a notebook."""
-
-    def __init__(self) -> None:
-        self.pace = _Pace(1_000, 50)
-        self.count = 0
-        self.tail: deque[tuple[Stream, str]] = deque(maxlen=_TAIL)
-
-    def note(self, shown: int) -> str:
-        """What stands in the place of those that are not shown."""
-        left_out, self.count = self.count - shown, 0
-        lines = "1 line" if left_out == 1 else f"{left_out:,} lines"
-        return f"… {lines} left out: too many for a notebook. `%distnb output` shows them."
 
 
 class OutputMerger:
@@ -119,9 +107,7 @@ class OutputMerger:
         self._seen: set[int] = set()  # replicas with output since the last clearing
         self._area: tuple[str, ...] = ()
         self._area_drawn = 0.0
-        self._floods: defaultdict[int, _Flood] = defaultdict(_Flood)  # by replica
-        self._displays = _Pace(60, 2)
-        self._omitted_displays = 0
+        self._gates: defaultdict[int, _Gate] = defaultdict(_Gate)  # by replica
 
     # -- events in -------------------------------------------------------------------------------------------------
 
@@ -142,26 +128,29 @@ class OutputMerger:
         for stream in _STREAMS:
             if (replica, stream) in self._screens:
                 self._add_lines(replica, stream, self._screens[replica, stream].finish(), now)
-        flood = self._floods[replica]
-        if flood.count > len(flood.tail):
-            self._add_line(replica, "stdout", flood.note(len(flood.tail)), now)
-        for stream, line in flood.tail:
+        tail = list(self._gates[replica].tail)
+        self._tell_left_out(replica, len(tail), now)
+        for stream, line in tail:
             self._add_line(replica, stream, line, now)
-        flood.count = 0
-        flood.tail.clear()
         self._weave.active.discard(replica)
 
     def _add_lines(self, replica: int, stream: Stream, lines: Sequence[str], now: float) -> None:
-        flood = self._floods[replica]
+        gate = self._gates[replica]
         for at, line in enumerate(lines):
-            if not flood.pace.take(1 + len(line) / 500, now):
-                flood.count += len(lines) - at
-                flood.tail.extend((stream, each) for each in lines[max(at, len(lines) - _TAIL) :])
+            if not gate.take(1 + len(line) / 500, now):
+                gate.count += len(lines) - at
+                gate.tail.extend((stream, each) for each in lines[max(at, len(lines) - _TAIL) :])
                 return
-            if flood.count:
-                self._add_line(replica, "stdout", flood.note(0), now)
-                flood.tail.clear()
+            self._tell_left_out(replica, 0, now)
             self._add_line(replica, stream, line, now)
+
+    def _tell_left_out(self, replica: int, but: int, now: float) -> None:
+        gate = self._gates[replica]
+        if gate.count > but:
+            what = f"{gate.count - but:,} of the lines and displays, too many for a notebook"
+            self._add_line(replica, "stdout", f"… left out: {what}. `%distnb output` shows all lines.", now)
+        gate.count = 0
+        gate.tail.clear()
 
     def _add_line(self, replica: int, stream: Stream, line: str, now: float) -> None:
         if len(line) > _LONGEST_LINE:
@@ -172,19 +161,24 @@ class OutputMerger:
         replica, name = event.replica, event.transient.get("display_id")
         bundle = Bundle.of(event.data, event.metadata)
         if event.clear != "no":
+            self._gates[replica] = _Gate()
             self._weave.add(("clear", event.clear), replica, "", now)
+        elif event.update:
+            slot = self._named[replica].get(str(name))
+            if slot is not None:
+                slot.group[replica], slot.dirty = bundle, True
+        elif name is None and (text := plain_text(bundle.data)) is not None:
+            self._add_lines(replica, "stdout", [text], now)
+        elif not self._gates[replica].take(_DISPLAY, now):
+            self._gates[replica].count += 1
         elif name is not None:
-            self._feed_named(replica, str(name), bundle, event.update, now)
-        elif (text := plain_text(bundle.data)) is not None:
-            self._weave.add(("stdout", text), replica, text, now)
+            self._feed_named(replica, str(name), bundle, now)
         else:
             self._weave.add(("display", bundle.identity), replica, bundle, now)
 
-    def _feed_named(self, replica: int, name: str, bundle: Bundle, update: bool, now: float) -> None:
+    def _feed_named(self, replica: int, name: str, bundle: Bundle, now: float) -> None:
         slots = self._named[replica]
         if name not in slots:
-            if update:
-                return
             # Names may be random, so the replicas' displays are paired by their order.
             if len(slots) == len(self._named_slots):
                 self._named_slots.append(_Slot(self._new_name()))
@@ -219,10 +213,6 @@ class OutputMerger:
         out: list[Instruction] = []
         for entry in self._weave.release(now, final=final):
             self._release(entry, out, now)
-        if final and self._omitted_displays:
-            what = f"{self._omitted_displays:,} displays left out: a cell shows 2 a second once it has shown 60."
-            _print(out, "stdout", f"… {what}\n")
-            self._omitted_displays = 0
         for slot in self._slots:
             if slot.dirty and (final or slot.shown is None or now - slot.changed >= _CHANGE_S):
                 self._draw(slot, out, now)
@@ -243,14 +233,12 @@ class OutputMerger:
             text = prefix + content.replace("\n", "\n" + " " * len(prefix)) + "\n"
             _print(out, "stderr" if entry.key[0] == "stderr" else "stdout", text)
         elif isinstance(content, _Slot):
-            if content not in self._slots and self._may_show(now):
+            if content not in self._slots:
                 self._slots.append(content)
                 self._draw(content, out, now)
         elif figure and self._beside is not None:
             self._beside.group.update(dict.fromkeys(entry.replicas, content))
             self._beside.dirty = True
-        elif not self._may_show(now):
-            return
         elif figure:
             self._beside = _Slot(self._new_name(), dict.fromkeys(entry.replicas, content))
             self._slots.append(self._beside)
@@ -258,11 +246,6 @@ class OutputMerger:
             if len(entry.replicas) < self._total:
                 _print(out, "stdout", f"{mark(entry.replicas)}\n")
             out.append(Show(self._new_name(), content))
-
-    def _may_show(self, now: float) -> bool:
-        allowed = self._displays.take(1, now)
-        self._omitted_displays += not allowed
-        return allowed
 
     def _close_figures(self, out: list[Instruction], now: float) -> None:
         """What comes next is shown below the figures that stand side by side."""
@@ -285,7 +268,6 @@ class OutputMerger:
         if whole:
             # Everything that was still to come before would be wiped at once.
             out[:] = [Clear(entry.key[1] == "wait")]
-            self._displays = _Pace(60, 2)
             self._area = ()
             self._slots.clear()
         for slot in self._slots:
