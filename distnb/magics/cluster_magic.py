@@ -170,7 +170,7 @@ class ClusterMagic:
         status = session.status() if session is not None else ()
         rows = variables(self._shell.user_ns, {row.engine: row.device for row in status})
         if rows:
-            self._table(COLUMNS, rows, numeric=("size",))
+            self._table(COLUMNS, rows)
         else:
             print("No variable of the notebook lives on the engines.")
 

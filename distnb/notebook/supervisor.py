@@ -72,15 +72,13 @@ class Supervisor:
         self.events = EventHub()
         self._questions = itertools.count(1)
         self._state = Supervision()
-        self._lock = threading.Lock()  # of _state and _watchers
-        self._watchers: list[tuple[int, threading.Event]] = []
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lost_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lost: queue.SimpleQueue[GiveUpOn | Died] = queue.SimpleQueue()
         self._hellos: dict[int, Hello] = {}
         self._given_up: dict[int, float] = {}
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # of _state and _hellos
         self._thread = threading.Thread(target=self._serve, name="distnb-supervisor", daemon=True)
         self._thread.start()
 
@@ -119,12 +117,12 @@ class Supervisor:
 
     def program_began(self, program: int, engines: Iterable[int]) -> None:
         """Follow a program. To be called before it is sent."""
-        with self._lock:
+        with self._changed:
             self._state.began(program, engines)
 
     def replied(self, engine: int, program: int) -> None:
         """A reply that says a program went well has been read, and no event will tell so."""
-        with self._lock:
+        with self._changed:
             self._state.ended(engine, program, True, "", 0.0)
 
     def failed(self, engine: int, program: int, summary: str) -> None:
@@ -197,22 +195,12 @@ class Supervisor:
         with self._changed:
             for engine in engines:
                 self._hellos.pop(engine, None)
-        with self._lock:
-            for engine in engines:
                 self._state.stuck.pop(engine, None)
 
     def wait_ended(self, program: int, timeout_s: float) -> bool:
         """Wait until all that a program wrote has been published. False if that took too long."""
-        ended = threading.Event()
-        with self._lock:
-            self._watchers.append((program, ended))
-        self._do(self._notify)
-        return ended.wait(timeout_s)
-
-    def wake_waiters(self) -> None:
-        """Make `wait_hello` look at its `failed()` again."""
         with self._changed:
-            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._state.waiting_for(program), timeout_s)
 
     def close(self) -> None:
         """End the thread."""
@@ -233,7 +221,7 @@ class Supervisor:
         poller.register(self._control, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
         while True:
-            with self._lock:  # another thread may begin a program
+            with self._changed:  # another thread may begin a program
                 deadline = self._state.next_deadline()
             poller.poll(None if deadline is None else int(max(0.0, deadline - time.monotonic()) * 1000) + 1)
             try:
@@ -265,7 +253,6 @@ class Supervisor:
         self._lose(death)
         self.events.publish(death)
         self._advance(lambda now: self._state.died(death.engine, now))
-        self.wake_waiters()
 
     def _lose(self, loss: GiveUpOn | Died) -> None:
         if isinstance(loss, GiveUpOn):
@@ -275,21 +262,14 @@ class Supervisor:
 
     def _advance(self, step: Callable[[float], list[Order]]) -> None:
         """Let the state machine take a step, and carry out what it orders."""
-        with self._lock:
+        with self._changed:
             orders = step(time.monotonic())
+            self._changed.notify_all()
         for order in orders:
             if isinstance(order, EndProgram):
                 self._send(order.engine, Abort(order.program, order.reason, order.interrupted))
             else:
                 self._lose(order)
-        self._notify()
-
-    def _notify(self) -> None:
-        with self._lock:
-            ended = [each for each in self._watchers if not self._state.waiting_for(each[0])]
-            self._watchers = [each for each in self._watchers if each not in ended]
-        for _, event in ended:
-            event.set()
 
     def _send(self, engine: int, message: Any) -> None:
         try:

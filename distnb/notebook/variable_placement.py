@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distnb.errors import OptionError
 from distnb.notebook.handles.handle import HANDLES, RemoteMirrored, RemotePerReplica, RemoteState, state_of_handle
-from distnb.notebook.output.wording import human_bytes
 from distnb.values import Mirrored
 
 __all__ = ["COLUMNS", "drift_reports", "variables"]
 
-COLUMNS = ("variable", "kind", "type", "shape", "dtype", "lives on", "size")
+COLUMNS = ("variable", "kind", "type", "shape", "dtype", "lives on")
 
 
 def variables(user_ns: Mapping[str, Any], devices: Mapping[int, str]) -> list[tuple[str, ...]]:
@@ -37,7 +33,6 @@ def _described(state: RemoteState, devices: Mapping[int, str]) -> tuple[str, ...
     replicas = [replica for replica in sorted(state.facts) if replica not in state.lost]
     summaries = [state.facts[replica].summary for replica in replicas]
     known = [summary for summary in summaries if summary is not None]
-    sizes = [_nbytes(summary.shape, summary.dtype) for summary in known]
     where = [
         summary.device if summary is not None and ":" in summary.device else devices.get(engines[replica], "")
         for replica, summary in zip(replicas, summaries, strict=True)
@@ -47,7 +42,6 @@ def _described(state: RemoteState, devices: Mapping[int, str]) -> tuple[str, ...
         " | ".join(dict.fromkeys(summary.shape for summary in known if summary.shape)),
         " | ".join(dict.fromkeys(summary.dtype for summary in known if summary.dtype)),
         _grouped(where) or "notebook",
-        human_bytes(sum(size for size in sizes if size is not None)) if sizes and None not in sizes else "",
     )
 
 
@@ -55,17 +49,6 @@ def _type_name(state: RemoteState) -> str:
     """The class of the object; components that are plain values are told from the values."""
     values = [*(fact.value for fact in state.facts.values() if fact.summary is None), *state.local.values()]
     return type(values[0]).__name__ if values and state.type_name == "object" else state.type_name.rsplit(".", 1)[-1]
-
-
-def _nbytes(shape: str, dtype: str) -> int | None:
-    """Of a tensor or array, from what is shown of it: shape `[2, 3]`, dtype `float32`."""
-    bits = re.search(r"(\d+)", dtype)
-    width = 1 if dtype.endswith("bool") else int(bits[1]) // 8 if bits else 0
-    try:
-        sizes = ast.literal_eval(shape) if shape else None
-    except (SyntaxError, ValueError):
-        return None
-    return math.prod(sizes) * width if width and isinstance(sizes, list | tuple) else None
 
 
 def _grouped(devices: list[str]) -> str:
