@@ -16,7 +16,7 @@ from distnb.cluster.resolvers import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
 )
-from distnb.errors import NoClusterError, OptionError, closest
+from distnb.errors import OptionError, closest
 from distnb.magics.commands import COMMANDS, asks_for_help, distnb_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
@@ -73,7 +73,8 @@ class ClusterMagic:
             elif spec is not None and spec.num_replicas:
                 count, what = spec.num_replicas, f"one with {spec.num_replicas} engines"
             print(f"No cluster is running: starting {what}.", flush=True)
-            session = self._start(count, devices, spec is not None and bool(spec.option("oversubscribe")))
+            oversubscribe = spec is not None and bool(spec.option("oversubscribe"))
+            session = self._start(count, devices, oversubscribe=oversubscribe)
         self._front.attach(session)
         return session
 
@@ -81,17 +82,15 @@ class ClusterMagic:
 
     def start(self, found: Namespace) -> None:
         """`%distnb start [-n N] [--devices …] [--oversubscribe] [--hosts a,b [--per-host N] …]`."""
-        where = {
-            name: value for name, value in vars(found).items() if name not in ("count", "devices", "oversubscribe")
-        }
-        resolver = where.pop("resolver")
+        options = vars(found)
+        resolver = options.pop("resolver")
         if resolver is not None:
-            where["cluster_resolver"] = self._resolver(resolver)
-        self._start(found.count, found.devices, found.oversubscribe, **where)
+            options["cluster_resolver"] = self._resolver(resolver)
+        self._start(options.pop("count"), options.pop("devices"), **options)
 
-    def _start(self, count: int | None, devices: Any, oversubscribe: bool, **where: Any) -> Session:
+    def _start(self, count: int | None, devices: Any, **options: Any) -> Session:
         tell = _progress(self._shell)
-        session = sessions.start(count, devices, oversubscribe=oversubscribe, on_progress=tell, **where)
+        session = sessions.start(count, devices, on_progress=tell, **options)
         self._front.attach(session)
         rows = session.status()
         several = len({row.host for row in rows}) > 1
@@ -110,17 +109,11 @@ class ClusterMagic:
 
     def restart(self, found: Namespace) -> None:
         """`%distnb restart [ENGINE …] [--missing]`."""
-        wrong = [word for word in found.engines if not word.isdigit()]
-        if wrong:
-            raise OptionError(
-                f"%distnb restart {wrong[0]}: engines are named by their numbers; %distnb status shows them."
-            )
         if found.engines and found.missing:
             raise OptionError("%distnb restart: give the engines' numbers, or --missing, not both.")
-        session = self._session()
-        chosen = tuple(int(word) for word in found.engines) or None
+        session = sessions.require()
         tell = _progress(self._shell)
-        replaced = session.restart(chosen, missing=found.missing, on_progress=tell)
+        replaced = session.restart(tuple(found.engines) or None, missing=found.missing, on_progress=tell)
         who = ", ".join(map(str, replaced))
         tell(f"{_count(len(replaced), 'engine')} replaced: {who}." if replaced else "No engine is missing.")
 
@@ -129,13 +122,15 @@ class ClusterMagic:
         if sessions.current() is None:
             print("No cluster is running. %distnb start begins one.")
             return
-        rows = [(row.engine, row.device, row.state, row.pid, row.host) for row in self._session().status()]
+        rows = [(row.engine, row.device, row.state, row.pid, row.host) for row in sessions.require().status()]
         self._table(("engine", "device", "state", "pid", "host"), rows, numeric=("engine", "pid"))
 
     def devices(self, found: Namespace) -> None:
         """`%distnb devices`."""
         session = sessions.current()
-        by_device: dict[str, list[str]] = {str(device): [] for device in _machine_devices()}
+        gpus = [f"cuda:{index}" for index in range(available_gpus())]
+        there = gpus + [f"tpu:{index}" for index in range(tpu_chips.chips())] or ["cpu:0"]
+        by_device: dict[str, list[str]] = {device: [] for device in there}
         for row in session.status() if session is not None else ():
             by_device.setdefault(row.device, []).append(f"engine {row.engine}")
         self._table(
@@ -144,7 +139,7 @@ class ClusterMagic:
 
     def stacks(self, found: Namespace) -> None:
         """`%distnb stacks`."""
-        session = self._session()
+        session = sessions.require()
         stacks = session.stacks()
         unheard = "It does not answer: it has ended, or native code holds Python's lock.\n"
         for row in session.status():
@@ -152,7 +147,7 @@ class ClusterMagic:
 
     def interrupt(self, found: Namespace) -> None:
         """`%distnb interrupt`."""
-        session = self._session()
+        session = sessions.require()
         if session.interrupt():
             print("The program is being ended.")
         elif session.stuck:
@@ -176,7 +171,7 @@ class ClusterMagic:
 
     def check(self, found: Namespace) -> None:
         """`%distnb check [NAME …]`."""
-        self._session()
+        sessions.require()
         reports = drift_reports(self._shell.user_ns, found.names)
         print("\n".join(f"{name}: {text}" for name, text in reports.items()) or "Nothing is mirrored.")
 
@@ -184,13 +179,13 @@ class ClusterMagic:
         """`%distnb output [REPLICA] [--save FILE]`."""
         written = self._front.written()
         if found.replica is not None:
-            if not found.replica.isdigit() or int(found.replica) not in written:
+            if found.replica not in written:
                 there = ", ".join(map(str, written)) or "none"
                 raise OptionError(
                     f"%distnb output {found.replica}: no such replica wrote anything in the latest cell where one did; "
                     f"those that did: {there}."
                 )
-            written = {int(found.replica): written[int(found.replica)]}
+            written = {found.replica: written[found.replica]}
         text = "".join(
             f"── replica {replica} ──\n{part}{'' if part.endswith(chr(10)) else chr(10)}"
             for replica, part in written.items()
@@ -227,12 +222,6 @@ class ClusterMagic:
             "of the notebook that is a ClusterResolver."
         )
 
-    def _session(self) -> Session:
-        session = sessions.current()
-        if session is None:
-            raise NoClusterError("No cluster is running. %distnb start begins one.")
-        return session
-
     def _table(self, header: tuple[str, ...], rows: Sequence[tuple[Any, ...]], numeric: tuple[str, ...] = ()) -> None:
         cells = [tuple(map(str, row)) for row in [header, *rows]]
         widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
@@ -263,8 +252,3 @@ def _progress(shell: InteractiveShell) -> Callable[[str], None]:
 
 def _count(number: int, thing: str) -> str:
     return f"1 {thing}" if number == 1 else f"{number} {thing}s"
-
-
-def _machine_devices() -> tuple[str, ...]:
-    gpus = tuple(f"cuda:{index}" for index in range(available_gpus()))
-    return gpus + tuple(f"tpu:{index}" for index in range(tpu_chips.chips())) or ("cpu:0",)

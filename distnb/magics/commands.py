@@ -63,10 +63,13 @@ class LineParser(argparse.ArgumentParser):
         return [option for action in self._actions for option in action.option_strings]
 
 
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number, 1 or more")
+def _whole(text: str, least: int = 0) -> int:
+    if not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number, {least} or more")
     return int(text)
+
+
+_count = partial(_whole, least=1)
 
 
 def asks_for_help(line: str) -> bool:
@@ -92,7 +95,7 @@ def _commands() -> dict[str, LineParser]:
     commands = {name: LineParser(f"%distnb {name}", text) for name, text in about.items()}
     _start(commands["start"])
     add = commands["restart"].add_argument
-    add("engines", metavar="ENGINE", nargs="*", help="their numbers, as %%distnb status shows them")
+    add("engines", metavar="ENGINE", nargs="*", type=_whole, help="their numbers, as %%distnb status shows them")
     add("--missing", action="store_true", help="those that have ended; what is mirrored is restored to them")
     commands["check"].add_argument("names", metavar="NAME", nargs="*", help="variables; without one, all mirrored ones")
     add = commands["output"].add_argument
@@ -100,6 +103,7 @@ def _commands() -> dict[str, LineParser]:
         "replica",
         metavar="REPLICA",
         nargs="?",
+        type=_whole,
         help="of this replica; without it, of all, in the latest cell where one wrote",
     )
     add("--save", metavar="FILE", help="write it to a file")

@@ -416,7 +416,7 @@ def test_help_and_unknown_commands(shell: InteractiveShell) -> None:
     assert "did you mean start" in error_of(shell, "%distnb help strat")
     assert "whole number" in error_of(shell, "%distnb start -n many")
     assert "takes nothing more" in error_of(shell, "%distnb stop now")
-    assert "numbers" in error_of(shell, "%distnb restart first")
+    assert "whole number" in error_of(shell, "%distnb restart first")
     assert "not both" in error_of(shell, "%distnb restart 1 --missing")
     assert "invalid choice: 'loud'" in error_of(shell, "%distnb live loud")
 
