@@ -196,7 +196,7 @@ class OutputMerger:
     def idle(self) -> bool:
         """Whether `collect` would have nothing to do, now or later, without new events."""
         return (
-            not self._weave.steps
+            self._weave.empty
             and not self._area
             and not any(slot.dirty for slot in self._slots)
             and not any(screen.open for screen in self._screens.values())
