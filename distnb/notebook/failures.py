@@ -40,8 +40,6 @@ def raise_failure(
     """Raise what ended a program; nothing if it went well.
 
     Args:
-        outcome: How it ended.
-        team: Who ran it.
         callers_lines: Draws where an ordinary cell called it, which is shown above the replica's traceback; None for
             a distributed cell.
         opened: Opens an exception that was packed.

@@ -58,14 +58,7 @@ class EventHub:
 
 
 class Supervisor:
-    """Reads the control channel and carries out what `Supervision` orders.
-
-    Args:
-        control: The control socket of the switchboard; used by this thread only.
-
-    Attributes:
-        events: Where everything that happens is published.
-    """
+    """Reads the control channel, which only its thread uses, and carries out what `Supervision` orders."""
 
     def __init__(self, control: zmq.Socket[bytes]) -> None:
         self._control = control

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 
 from distnb.notebook.output.live_model import Curve, Line, LiveModel
 from distnb.notebook.output.wording import filled, html_table, human_bytes
@@ -23,11 +22,9 @@ def head_text(model: LiveModel, now: float) -> str:
     parts += [model.state, _duration(model.seconds(now))]
     if model.steps:
         parts.append(f"step {model.steps:,}")
-    steps, examples = model.rates()
+    examples = sum(row.examples_per_second() for row in model.rows.values())
     if examples:
         parts.append(f"{examples:,.0f} examples/s")
-    elif steps:
-        parts.append(f"{steps:,.1f} steps/s")
     return " · ".join(parts)
 
 
@@ -39,8 +36,8 @@ def replica_table(model: LiveModel) -> tuple[list[str], list[list[str]]]:
             str(row.replica),
             row.device,
             row.state if row.state != "running" and model.state != "ended" else "",
-            f"{row.steps:,}" if row.steps else "",
-            _rate(row.per_second()[1]),
+            _count(row.steps),
+            _count(row.examples_per_second()),
             human_bytes(row.rss_nbytes),
             human_bytes(row.device_nbytes),
             *(short_number(row.values.get(name)) for name in model.curves),
@@ -93,8 +90,8 @@ def _first_and_last(line: Line) -> str:
     return f"{first}{short_number(line.last)}"
 
 
-def _rate(value: float | None) -> str:
-    return "" if value is None or not math.isfinite(value) else f"{value:,.0f}"
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value else ""
 
 
 def _duration(seconds: float) -> str:

@@ -172,7 +172,7 @@ def test_another_process_in_an_engines_place_counts_from_the_beginning() -> None
     for steps in range(0, 300, 50):  # past what its predecessor had counted
         model.feed(TelemetrySample(0, 1, 0, 0.01 * steps, steps, 16 * steps, 10), 0.01 * steps)
     assert (model.rows[0].steps, model.rows[0].examples) == (250, 4000)
-    assert model.rates()[0] == pytest.approx(100)
+    assert model.rows[0].examples_per_second() == pytest.approx(1600)
 
 
 def test_rates_come_from_what_was_counted() -> None:
@@ -180,16 +180,13 @@ def test_rates_come_from_what_was_counted() -> None:
     for tick in range(11):
         for replica in (0, 1):
             model.feed(TelemetrySample(replica, 1, replica, tick * 0.2, tick * 10, tick * 160, 1_000_000), tick * 0.2)
-    steps, examples = model.rates()
-    assert steps == pytest.approx(50)
-    assert examples == pytest.approx(1600)
+    assert [row.examples_per_second() for row in model.rows.values()] == pytest.approx([800, 800])
     assert head_text(model, 2.0) == "mirrored · 2 replicas · running · 2.0 s · step 100 · 1,600 examples/s"
 
 
 def test_nothing_is_invented() -> None:
     model = started()
     model.feed(TelemetrySample(0, 1, 0, 0.2, 0, 0, 1_000_000), 0.2)
-    assert model.rates() == (None, None)
     assert replica_table(model)[0] == ["replica", "device", "memory"]
 
 

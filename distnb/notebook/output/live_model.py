@@ -124,8 +124,8 @@ class ReplicaRow:
     device_nbytes: int | None = None
     where: str = ""
     values: dict[str, float] = field(default_factory=dict)
-    _history: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=64))
-    _first: tuple[float, int, int] | None = None
+    _history: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))  # seconds, examples
+    _first: tuple[float, int] | None = None
 
     def measured(self, sample: TelemetrySample, steps_before: int, examples_before: int) -> None:
         """Take a sample; what had been counted before the cell is taken off."""
@@ -134,39 +134,28 @@ class ReplicaRow:
         self.rss_nbytes, self.device_nbytes = sample.rss_nbytes, sample.device_nbytes
         if self._history and sample.seconds < self._history[-1][0]:
             self._history.clear()
-        latest = (sample.seconds, self.steps, self.examples)
-        self._history.append(latest)
-        if self._first is None or self.steps == 0:
-            self._first = latest
+        self._history.append((sample.seconds, self.examples))
+        if self._first is None or self.examples == 0:
+            self._first = self._history[-1]
         while len(self._history) > 2 and self._history[1][0] < sample.seconds - _RATE_WINDOW_S:
             self._history.popleft()
 
-    def per_second(self) -> tuple[float | None, float | None]:
-        """Steps and examples a second: over the last two seconds; once ended, over all. None: nothing counted."""
+    def examples_per_second(self) -> float:
+        """Over the last two seconds; once ended, over all. 0 where nothing was counted."""
         if len(self._history) < 2 or self._first is None:
-            return None, None
-        then, steps, examples = self._history[0] if self.state == "running" else self._first
-        now, steps_now, examples_now = self._history[-1]
-        if now <= then:
-            return None, None
-        return (
-            (steps_now - steps) / (now - then) if steps_now else None,
-            (examples_now - examples) / (now - then) if examples_now else None,
-        )
+            return 0.0
+        then, before = self._history[0] if self.state == "running" else self._first
+        now, examples = self._history[-1]
+        return (examples - before) / (now - then) if now > then else 0.0
 
 
 class LiveModel:
-    """Everything that one cell's view shows.
+    """Everything that one cell's view shows: curves by name, in the order in which they came, and rows by replica.
 
     Args:
         title: The strategy's word, for the status line.
         counted_before: (steps, examples) that each engine, and the notebook as `HERE`, had counted when the cell began.
         devices: Of each engine.
-
-    Attributes:
-        curves: By name, in the order in which they came.
-        rows: By replica.
-        state: How the cell stands.
     """
 
     def __init__(
@@ -281,13 +270,6 @@ class LiveModel:
             self.state = self._failure()
         elif self.state in ("starting", "running"):
             self.state = "ended"
-
-    def rates(self) -> tuple[float | None, float | None]:
-        """Steps a second (of the slowest replica), and examples a second (of all together)."""
-        pairs = [row.per_second() for row in self.rows.values()]
-        steps = [pair[0] for pair in pairs if pair[0] is not None]
-        examples = [pair[1] for pair in pairs if pair[1] is not None]
-        return (min(steps) if steps else None), (sum(examples) if examples else None)
 
     @property
     def steps(self) -> int:

@@ -32,11 +32,7 @@ def mark(replicas: Iterable[int]) -> str:
 
 
 def cell_name(filename: str, shell: InteractiveShell | None = None) -> str:
-    """The name of a cell in tracebacks, "Cell In[3]", by what its code objects carry; "" if it is no cell.
-
-    Args:
-        shell: Where it ran; None for this process's shell, if it has one.
-    """
+    """The name of a cell in tracebacks, "Cell In[3]", by what its code objects carry; "" if it is no cell."""
     ipython = sys.modules.get("IPython")
     if shell is None and ipython is not None:
         shell = ipython.get_ipython()
@@ -64,14 +60,11 @@ def html_table(
     code: Collection[str] = (),
     caption: str = "",
 ) -> str:
-    """Draw a table.
+    """Draw a table; cells are escaped, and `caption` stands above it.
 
     Args:
-        header: Titles of the columns.
-        rows: Their cells; text is escaped.
         numeric: Titles of the columns that are aligned to the right.
         code: Titles of columns of texts that may have several lines; their spaces count, and long lines are wrapped.
-        caption: A line above the table.
     """
 
     def cells(tag: str, values: Sequence[object]) -> str:
