@@ -56,19 +56,7 @@ class RendezvousStore:
     The port is taken at once, and torch imported only when `serve` is called: engines can be told where the store
     will be while torch still loads, and those that connect early wait in the socket's queue.
 
-    Example:
-        >>> store = RendezvousStore()
-        >>> store.host
-        '127.0.0.1'
-        >>> store.close()
-
-    Args:
-        port: Where to listen; 0 for any free port.
-        host: The address to listen on, as a number. Whoever can reach it can read and write: no other than loopback
-            without a word in the documentation.
-
-    Raises:
-        StartError: The port is taken, or the address is none of this machine's.
+    Whoever can reach it can read and write: no other address than loopback without a word in the documentation.
     """
 
     def __init__(self, port: int = 0, host: str = _LOOPBACK) -> None:

@@ -10,45 +10,29 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
 
+from distnb.accelerators import torch_device
 from distnb.collectives.group import exits
 from distnb.collectives.group.gloo_sockets import Connections, event_loops
 from distnb.errors import CollectiveError
 
-__all__ = ["FOREVER", "Carrier", "Backends", "abort_all", "form"]
+if TYPE_CHECKING:
+    from distnb.collectives.group.process_group import GuardedProcessGroup
 
-FOREVER = timedelta(days=3650)
-"""The time limit that the inner backends get. A replica that computes for an hour is slow, not lost."""
+__all__ = ["Backends", "abort_all"]
 
+_FOREVER = timedelta(days=3650)  # a replica that computes for an hour is slow, not lost
 _DRAIN_S = 5.0
 _END_S = 1.0
-_HOPELESS_S = 60.0
 _THREADS = 2  # of Gloo's, as in torch: so many collectives are under way at once
 _THREADS_ACROSS = 8  # between machines a model's buckets wait for the network, not for a core, and not for each other
 
 _device_making = threading.Lock()
-
-
-@dataclass(frozen=True)
-class Carrier:
-    """A c10d backend for the tensors of the replicas' own devices.
-
-    Attributes:
-        name: torch's name for it, "nccl".
-        device: This replica's device.
-        group: The label of the group.
-        replicas: The group's members, as numbers in the default group.
-    """
-
-    name: str
-    device: torch.device
-    group: str
-    replicas: tuple[int, ...]
 
 
 @dataclass
@@ -57,16 +41,46 @@ class Backends:
 
     Attributes:
         backends: "cpu" (Gloo), and the type of the replicas' devices if these have a backend of their own (NCCL).
-        staged: Device types whose tensors go through host memory, by the "cpu" backend.
         plain: A C++ process group over the same backends, for the few operations that backends themselves don't offer
             to Python.
         connections: The connected sockets of the Gloo backend.
     """
 
     backends: dict[str, Any]
-    staged: frozenset[str]
     plain: dist.ProcessGroup
     connections: Connections = field(default_factory=Connections)
+
+    @classmethod
+    def connect(cls, store: Store, group: GuardedProcessGroup, local: bool) -> Backends:
+        """Connect with the other ranks of a group. Cannot be interrupted.
+
+        Args:
+            store: Where addresses are exchanged, under a prefix that nobody used before.
+            group: Who they are.
+            local: All are on this machine: listen on loopback only.
+        """
+        with _device_making:  # its event loop is known by being new; what may block below must not hold the lock
+            before = event_loops()
+            device = _gloo_device(local)
+            made = [poller for pipe, poller in event_loops().items() if pipe not in before]
+        gloo = _gloo(PrefixStore("gloo", store), group, device, _THREADS if local else _THREADS_ACROSS)
+        connections = Connections.of_device(made)
+        connections.stop_listening()
+        if local:
+            try:
+                connections.check_peers()
+            except CollectiveError:
+                connections.shut_down()
+                connections.close()
+                raise
+        else:
+            connections.expect_silence()
+        backends: dict[str, Any] = {"cpu": gloo}
+        name, kind = group.member.backend_name, group.member.device.type
+        if name != "gloo":
+            make = _nccl if name == "nccl" else _from_outside
+            backends[kind] = make(PrefixStore(name, store), group)
+        return cls(backends, _plain(group, backends), connections)
 
     @property
     def of_device(self) -> Any:
@@ -84,9 +98,7 @@ class Backends:
     def end(self, idle: bool, until: float) -> None:
         """Before the interpreter ends: have the backends' threads end, or keep those that could wait for others.
 
-        Args:
-            idle: Whether no operation of Gloo's is under way.
-            until: When to stop waiting, as `time.monotonic` tells it; but not before a second has passed.
+        Without an operation of Gloo's under way it waits until a moment, but for a second at least.
         """
         if not idle:
             self.keep_for_ever()
@@ -109,9 +121,8 @@ class Backends:
     def release(self, idle: Callable[[], bool]) -> None:
         """Give the backends back, on a thread: their destructors may take their time.
 
-        Args:
-            idle: Tells whether no operation is under way any more. A Gloo operation that was aborted can stay under
-                way for ever, and the destructor would wait for it: such a backend is leaked, with its threads.
+        A Gloo operation that was aborted can stay under way for ever, and the destructor would wait for it: a backend
+        that does not become idle is leaked, with its threads.
         """
         keep = [self.plain, *self.backends.values()]
 
@@ -156,90 +167,8 @@ def leak(*objects: Any) -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
-def form(
-    store: Store,
-    rank: int,
-    size: int,
-    *,
-    carrier: Carrier | None,
-    staged: frozenset[str],
-    local: bool,
-    check: Callable[[], None],
-    on_abandon: Callable[[], None],
-) -> Backends:
-    """Connect with the other replicas, all of which are known to be on their way here.
-
-    Args:
-        store: Where addresses are exchanged, under a prefix that nobody used before.
-        rank, size: Who is who.
-        carrier: What carries the devices' own tensors, beside Gloo; None where nothing does.
-        staged: See `Backends`.
-        local: All replicas are on this machine: listen on loopback only.
-        check: Called while waiting; raises when there is no point any more.
-        on_abandon: Called when a thread is left behind that may block in the store's connection.
-
-    Raises:
-        CollectiveError: The connection failed.
-    """
-    made: list[Any] = []
-
-    # On a thread, since the constructors cannot be interrupted: when a peer dies in these milliseconds, this replica
-    # leaves the thread behind instead of waiting with it.
-    def make() -> None:
-        try:
-            made.append(_make(store, rank, size, carrier, staged, local))
-        except BaseException as error:  # noqa: BLE001  (raised on the thread that waits)
-            made.append(error)
-        finished.set()
-
-    finished = threading.Event()
-    thread = threading.Thread(target=make, name="distnb-form", daemon=True)
-    exits.note(thread)
-    began = time.monotonic()
-    try:
-        thread.start()
-        while not finished.wait(0.05):
-            check()
-            if time.monotonic() - began > _HOPELESS_S:
-                raise CollectiveError(
-                    f"Replica {rank} met the other {size - 1} replicas at the store, but could not connect to them "
-                    f"within {_HOPELESS_S:.0f} s. Is there a firewall between the machines, or is it the wrong network "
-                    "interface (set GLOO_SOCKET_IFNAME)?"
-                )
-    except BaseException:  # an order to end the program is raised anywhere, not in `check` alone
-        on_abandon()
-        raise
-    if isinstance(made[0], Backends):
-        return made[0]
-    raise CollectiveError(f"Replica {rank} could not connect to the other {size - 1} replicas: {made[0]}") from made[0]
-
-
-def _make(store: Store, rank: int, size: int, carrier: Carrier | None, staged: frozenset[str], local: bool) -> Backends:
-    with _device_making:  # its event loop is known by being new; whoever is left behind below must not hold the lock
-        before = event_loops()
-        device = _gloo_device(local)
-        made = [poller for pipe, poller in event_loops().items() if pipe not in before]
-    gloo = _gloo(PrefixStore("gloo", store), rank, size, device, _THREADS if local else _THREADS_ACROSS)
-    connections = Connections.of_device(made)
-    connections.stop_listening()
-    if local:
-        try:
-            connections.check_peers()
-        except CollectiveError:
-            connections.shut_down()
-            connections.close()
-            raise
-    else:
-        connections.expect_silence()
-    backends: dict[str, Any] = {"cpu": gloo}
-    if carrier is not None:
-        make = _nccl if carrier.name == "nccl" else _from_outside
-        backends[carrier.device.type] = make(PrefixStore(carrier.name, store), rank, size, carrier)
-    return Backends(backends, staged, _plain(rank, size, backends), connections)
-
-
-def _plain(rank: int, size: int, backends: Mapping[str, Any]) -> dist.ProcessGroup:
-    plain: dist.ProcessGroup = cast(Any, dist.ProcessGroup)(rank, size)
+def _plain(group: GuardedProcessGroup, backends: Mapping[str, Any]) -> dist.ProcessGroup:
+    plain: dist.ProcessGroup = cast(Any, dist.ProcessGroup)(group.rank(), group.size())
     # A backend from outside may be a process group written in Python, which C++ cannot hold.
     kinds = {kind: _type_of(backend) for kind, backend in backends.items() if isinstance(backend, Backend)}
     plain._set_default_backend(list(kinds.values())[-1])
@@ -261,33 +190,33 @@ def _gloo_device(local: bool) -> Any:
     return dist.ProcessGroupGloo.create_default_device(lazy_init=False)
 
 
-def _gloo(store: Store, rank: int, size: int, device: Any, threads: int) -> Any:
+def _gloo(store: Store, group: GuardedProcessGroup, device: Any, threads: int) -> Any:
     options = cast(Any, dist.ProcessGroupGloo)._Options()
     options._devices = [device]
     options._threads = threads
-    options._timeout = FOREVER
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    options._timeout = _FOREVER
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), options)
 
 
-def _nccl(store: Store, rank: int, size: int, carrier: Carrier) -> Any:
+def _nccl(store: Store, group: GuardedProcessGroup) -> Any:
     # Aborting is ours alone: torch's watchdog would end the process over a communicator that we aborted.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = FOREVER
-    backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    options._timeout = _FOREVER
+    backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
     # Now, and not in the first operation, where the connecting would block uninterruptibly.
-    backend.eager_connect_single_device(carrier.device)
+    backend.eager_connect_single_device(torch_device(group.member.device))
     return backend
 
 
-def _from_outside(store: Store, rank: int, size: int, carrier: Carrier) -> Any:
+def _from_outside(store: Store, group: GuardedProcessGroup) -> Any:
     """A backend of a package beside torch, made as `init_process_group` makes it."""
-    plugin = dist.Backend._plugins[carrier.name.upper()]
+    plugin = dist.Backend._plugins[group.member.backend_name.upper()]
     if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, size, FOREVER)
+        return plugin.creator_fn(store, group.rank(), group.size(), _FOREVER)
     options = _DistributedBackendOptions()
-    options.store, options.group_rank, options.group_size = store, rank, size
-    options.timeout, options.group_id = FOREVER, carrier.group
-    options.global_ranks_in_group = list(carrier.replicas)
+    options.store, options.group_rank, options.group_size = store, group.rank(), group.size()
+    options.timeout, options.group_id = _FOREVER, group.label
+    options.global_ranks_in_group = list(group.replicas)
     return plugin.creator_fn(options, None)

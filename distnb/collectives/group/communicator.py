@@ -72,7 +72,7 @@ class Communicator:
         self._deadlocks: DeadlockDetector | None = None
         self.open: dict[int, Any] = {}  # works of Gloo's by their numbers
         self._watched: set[Any] = set()
-        self._deadlines: dict[int, tuple[Any, float, float]] = {}  # number -> (work, limit, until when)
+        self._deadlines: dict[Any, tuple[Any, float, float]] = {}  # number or message -> (work, limit, until when)
         self._failed_since: float | None = None
         self._left_since: float | None = None
 
@@ -91,7 +91,7 @@ class Communicator:
     def _connect(self) -> None:
         group = self.group
         try:
-            backends, log = group.form(self)
+            backends, log = group.member.form(self)
         except BaseException as error:
             if group.breaks:
                 text = str(error) if isinstance(error, CollectiveError) else "The forming of a group was broken off."
@@ -106,10 +106,7 @@ class Communicator:
     def fail(self, error: BaseException, *, mendable: bool = False, told: bool = False, abort: bool = True) -> None:
         """End every operation under way, and all later ones, with an error. Safe from any thread.
 
-        Args:
-            error: What all of them raise.
-            mendable, told: See the attributes.
-            abort: Whether to abort the backends too; else the caller does.
+        With `abort=False` the caller aborts the backends.
         """
         with self.failing:
             if self.failure is not None and (mendable or not self.mendable):
@@ -128,9 +125,7 @@ class Communicator:
     def retire(self, error: BaseException | None = None, abort: bool = True) -> None:
         """Let go of the backends: another communicator takes this one's place, or none. Never blocks.
 
-        Args:
-            error: What all that is still done with it raises.
-            abort: Whether to end what is under way.
+        What is still done with it raises the error; what is under way may end well where it is not aborted.
         """
         with self.failing:
             self.failure, self.mendable, self._retired = error or CollectiveError(_EARLIER), False, True
@@ -143,11 +138,7 @@ class Communicator:
             backends.release(lambda: not self.under_way())
 
     def end_process(self, until: float) -> None:
-        """Before the interpreter ends: end what is under way, and the backends' threads.
-
-        Args:
-            until: When to stop waiting, as `time.monotonic` tells it.
-        """
+        """Before the interpreter ends: end what is under way, and the backends' threads, until a moment."""
         if (backends := self.backends) is None:
             return
         self.fail(CollectiveError("This replica's program has ended."), abort=self.under_way())
@@ -186,10 +177,6 @@ class Communicator:
         """Number a collective that is about to be entered, and compare it with what others called.
 
         `posting` is held, until it is entered.
-
-        Args:
-            record: What it is.
-            limit_s: See `limit`.
 
         Raises:
             CollectiveError: It must not be entered.
@@ -237,20 +224,17 @@ class Communicator:
             verifier.begin_again()
         self.fail(found.error, mendable=True, told=True)
 
-    def limit(self, number: int, work: Any, limit_s: float | None) -> None:
-        """Fail if an operation is not completed in time from now on.
+    def limit(self, what: Any, work: Any, limit_s: float | None) -> None:
+        """Fail if an operation (a collective's number, or a message) is not completed in time from now on.
 
-        Args:
-            number: The collective's number.
-            work: Tells whether it is completed; None while operations are coalesced, which have no limit.
-            limit_s: How long it may take; None for as long as it takes.
+        While operations are coalesced they have no work, and no limit.
         """
         if limit_s is None:
             return
         if work is None:
-            self._deadlines.pop(number, None)
+            self._deadlines.pop(what, None)
         else:
-            self._deadlines[number] = (work, limit_s, time.monotonic() + limit_s)
+            self._deadlines[what] = (work, limit_s, time.monotonic() + limit_s)
 
     def watch(self, work: Any) -> None:
         """Have a work concluded by an abort."""
@@ -286,14 +270,9 @@ class Communicator:
             self._deadlocks.begin_program()
 
     def examine_forming(self, absent: Callable[[], list[int]]) -> None:
-        """Look, while connecting, for reasons not to wait any longer.
+        """Look, while connecting, for reasons not to wait any longer: an abort, or a replica that cannot come any more.
 
-        Args:
-            absent: Gives the ranks that have not come yet.
-
-        Raises:
-            BaseException: The one that ended this group or the whole one, or CollectiveMismatchError if a replica
-                cannot come any more.
+        `absent` gives the ranks that have not come yet.
         """
         group, former = self.group, self.former
         if self.failure is not None:
@@ -318,15 +297,12 @@ class Communicator:
             raise
 
     def examine(self, number: int | None, waiting: bool = True, mourning_s: float = _FAILED_GRACE_S) -> None:
-        """Look, while waiting, for reasons not to wait any longer.
+        """Look, while waiting, for reasons not to wait any longer, and raise what is found.
 
         Args:
             number: Which operation; None of a message.
             waiting: Whether this replica does nothing else meanwhile.
             mourning_s: How long a replica must be known to have ended with an error.
-
-        Raises:
-            BaseException: The one that ended the group, or CollectiveMismatchError if the verifier finds one now.
         """
         if self.failure is not None:
             self.raise_failure()
@@ -399,14 +375,9 @@ class Communicator:
         self.fail(CollectiveError(f"The connection to another replica was lost, which may have died: {error}"))
         self.raise_failure()
 
-    def raise_out_of_time(self, number: int | None, limit_s: float) -> NoReturn:
-        """Raise that the time limit which the caller gave is over; the group stays whole."""
-        self.examine(number)
-        raise self._out_of_time(number, limit_s)
-
-    def _out_of_time(self, number: int | None, limit_s: float) -> CollectiveError:
+    def _out_of_time(self, number: Any, limit_s: float) -> CollectiveError:
         who, what = "", "The operation"
-        if (verifier := self.verifier) is not None and number is not None:
+        if (verifier := self.verifier) is not None and isinstance(number, int):
             what = verifier.describe(number)
             absent = ", ".join(map(str, verifier.absent(number)))
             who = f" Not there yet: replica {absent}." if absent else ""
@@ -420,11 +391,11 @@ class Communicator:
         for number, inner in list(self.open.items()):
             if inner.is_completed():
                 self.open.pop(number, None)
-        for number, (work, limit_s, until) in list(self._deadlines.items()):
+        for what, (work, limit_s, until) in list(self._deadlines.items()):
             if work.is_completed():
-                self._deadlines.pop(number, None)
+                self._deadlines.pop(what, None)
             elif time.monotonic() > until:
-                self.fail(self._out_of_time(number, limit_s), mendable=True)
+                self.fail(self._out_of_time(what, limit_s), mendable=True)
         numbers, verifier = list(self.open), self.verifier
         if verifier is None or self.failure is not None:
             return
@@ -434,7 +405,7 @@ class Communicator:
                 return
             if verifier.log.untold:
                 verifier.log.exchange()  # only that: an error of this replica's own may be on its way to who catches it
-            if not self.group.only_gloo:
+            if self.group.member.backend_name != "gloo":
                 # Waits for an accelerator see nothing: look for them whether a replica has left where this one is.
                 self._miss(verifier, verifier.departed(verifier.number))
         except Superseded:

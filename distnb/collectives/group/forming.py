@@ -3,74 +3,53 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import PrefixStore
 
-from distnb.collectives.group import backends, rendezvous
-from distnb.collectives.group.backends import Backends, Carrier
+from distnb.collectives.group import exits, rendezvous
+from distnb.collectives.group.backends import Backends
 from distnb.collectives.group.communicator import Communicator
-from distnb.collectives.group.rendezvous import Card, StoreClient
+from distnb.collectives.group.rendezvous import Card
 from distnb.collectives.shared_memory import shared_sum
 from distnb.collectives.verify import collective_log
 from distnb.collectives.verify.collective_log import CollectiveLog
 from distnb.collectives.verify.replicated_log import ReplicatedLog
 from distnb.errors import CollectiveError
 
+if TYPE_CHECKING:
+    from distnb.collectives.group.membership import Member
+
 __all__ = ["Forming"]
 
 _PERIOD_S = 0.1
 _PAUSE_S = 0.0002
 _LOOKS = 5  # at a replica that is gone, until what it told before is surely known
+_HOPELESS_S = 60.0
 
 
-@dataclass
 class Forming:
-    """One forming of one communicator.
+    """One forming of one communicator."""
 
-    Attributes:
-        communicator: What is formed.
-        client: The store's.
-        prefix: Where in the store this team of this generation meets.
-        device: This replica's device, by its name.
-        carrier: What carries tensors of the replicas' own devices; None where nothing but Gloo does.
-        staged: Device types whose tensors go through host memory.
-        give_up: Raises once the joining was given up.
-        timeout_s: How long to wait for the others to come; None for as long as there is hope.
-    """
-
-    communicator: Communicator
-    client: StoreClient
-    prefix: str
-    device: str
-    carrier: Carrier | None
-    staged: frozenset[str]
-    give_up: Callable[[], None]
-    timeout_s: float | None
-
-    def __post_init__(self) -> None:
-        self._group = self.communicator.group
+    def __init__(self, communicator: Communicator, member: Member) -> None:
+        self.communicator = communicator
+        self._member = member
+        self._group = communicator.group
         self._rank: int = self._group.rank()
         self._size: int = self._group.size()
+        self._store = PrefixStore(f"{member.prefix}/{self._group.meeting}", member.client.store())
         self._log: CollectiveLog | None = None
         self._connected: Backends | None = None
         self._next_look = 0.0
         self._lost_looks = 0
-        self._local = self._abandoned = False
-        self._connect_store()
-
-    def _connect_store(self) -> None:
-        self._store = PrefixStore(f"{self.prefix}/{self._group.meeting}", self.client.store())
+        self._local = False
 
     def run(self) -> tuple[Backends, CollectiveLog]:
-        """Form it.
-
-        Raises:
-            CollectiveError: Another replica did not come in time, or could not be connected to.
-        """
+        """Form it. Raises CollectiveError if another replica did not come in time, or could not be connected to."""
         try:
             self._log = log = self._share_log()
             return self._connect(log), log
@@ -81,9 +60,10 @@ class Forming:
         rank, size, beside = self._rank, self._size, shared_sum.nbytes(self._size)
         memory, descriptor = collective_log.create_memory(size, beside) if rank == 0 else (None, -1)
         try:
-            card = Card(rendezvous.host(), os.getpid(), descriptor, self.device)
+            card = Card(rendezvous.host(), os.getpid(), descriptor, str(self._member.device))
             what = f"the process group of replicas {list(self._group.replicas)}"
-            cards = rendezvous.meet(self._store, rank, size, card, self._check, timeout_s=self.timeout_s, what=what)
+            timeout_s = self._member.timeout_s
+            cards = rendezvous.meet(self._store, rank, size, card, self._check, timeout_s=timeout_s, what=what)
             self._local = len({other.host for other in cards}) == 1
             if self._local and memory is None:
                 with suppress(OSError):
@@ -94,28 +74,13 @@ class Forming:
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
-        return ReplicatedLog(self._log_store(), rank, size)
-
-    def _log_store(self) -> PrefixStore:
-        return PrefixStore("log", self._store)
+        return ReplicatedLog(PrefixStore("log", self._store), rank, size)
 
     def _connect(self, log: CollectiveLog) -> Backends:
         try:
-            connected = backends.form(
-                self._store,
-                self._rank,
-                self._size,
-                carrier=self.carrier,
-                staged=self.staged,
-                local=self._local,
-                check=self._check,
-                on_abandon=self._abandon,
-            )
+            connected = self._make_backends(log)
         except BaseException as error:
             with suppress(Exception):
-                if self._abandoned and isinstance(log, ReplicatedLog):
-                    self._connect_store()
-                    log.move(self._log_store())
                 log.set_verdict(f"Replica {self._group.replicas[self._rank]} could not connect: {error}")
                 log.exchange()
             raise
@@ -128,10 +93,44 @@ class Forming:
             raise
         return connected
 
-    def _abandon(self) -> None:
-        """A thread is left behind that may block in the connection to the store: use another one from now on."""
-        self.client.spoil()
-        self._abandoned = True
+    def _make_backends(self, log: CollectiveLog) -> Backends:
+        """Connect with the others, all of which are known to be on their way here.
+
+        On a thread, since the constructors cannot be interrupted: when a peer dies in these milliseconds, this replica
+        leaves the thread behind instead of waiting with it.
+        """
+        made: list[Any] = []
+
+        def make() -> None:
+            try:
+                made.append(Backends.connect(self._store, self._group, self._local))
+            except BaseException as error:  # noqa: BLE001  (raised on the thread that waits)
+                made.append(error)
+            finished.set()
+
+        finished = threading.Event()
+        thread = threading.Thread(target=make, name="distnb-form", daemon=True)
+        exits.note(thread)
+        began = time.monotonic()
+        who = f"Replica {self._rank}"
+        try:
+            thread.start()
+            while not finished.wait(0.05):
+                self._check()
+                if time.monotonic() - began > _HOPELESS_S:
+                    raise CollectiveError(
+                        f"{who} met the other {self._size - 1} replicas at the store, but could not connect to them "
+                        f"within {_HOPELESS_S:.0f} s. Is there a firewall between the machines, or is it the wrong "
+                        "network interface (set GLOO_SOCKET_IFNAME)?"
+                    )
+        except BaseException:  # an order to end the program is raised anywhere, not in `_check` alone
+            # The thread may block in the connection to the store: another one is used from now on.
+            self._member.client.spoil()
+            log.lost = True
+            raise
+        if isinstance(made[0], Backends):
+            return made[0]
+        raise CollectiveError(f"{who} could not connect to the other {self._size - 1} replicas: {made[0]}") from made[0]
 
     def _leave_together(self, log: CollectiveLog) -> None:
         """Wait until everyone is connected: an abort on one replica would spoil the connecting of another."""
@@ -146,11 +145,14 @@ class Forming:
             time.sleep(_PAUSE_S if time.monotonic() - began < 0.05 else 10 * _PAUSE_S)
 
     def _all_agree(self, name: str, agrees: bool) -> bool:
-        return rendezvous.all_agree(PrefixStore(name, self._store), self._rank, self._size, agrees, self._check)
+        """Whether every replica says yes. All learn the same."""
+        store = PrefixStore(name, self._store)
+        told = rendezvous.exchange(store, self._rank, self._size, "yes" if agrees else "no", self._check)
+        return all(each == b"yes" for each in told)
 
     def _check(self, absent: Callable[[], list[int]] = list) -> None:
         """Look, while waiting, for reasons not to wait any longer."""
-        self.give_up()
+        self._member.attempt.check()
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + _PERIOD_S

@@ -76,29 +76,29 @@ def _state(descriptor: int) -> str:
 
 
 def give_up_on_silence(port: int) -> None:
-    """Have this process's connections to a server that always reads fail when its machine is gone.
+    """Have this process's connections to a port, whose server always reads, fail when that machine is gone.
 
-    Args:
-        port: The server's. torch's store has no other way to end a question that nobody answers.
+    torch's store has no other way to end a question that nobody answers.
     """
     for name in os.listdir("/proc/self/fd"):
         try:
             with socket.socket(fileno=os.dup(int(name))) as opened:
                 if opened.type == socket.SOCK_STREAM and opened.getpeername()[1] == port:
                     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * LOST_AFTER_S))
-                    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
-                    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+                    _probe(opened)
         except (OSError, IndexError):
             pass  # no socket, or not connected, or not of this kind
 
 
-def owner_of_peer(connected: socket.socket) -> int | None:
-    """The user who holds the other end of a connection within this machine; None if nobody does any more.
+def _probe(opened: socket.socket) -> None:
+    """Have the kernel ask for signs of life where nobody sends."""
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
 
-    Raises:
-        CollectiveError: The kernel does not tell.
-    """
+
+def owner_of_peer(connected: socket.socket) -> int | None:
+    """The user who holds the other end of a connection within this machine; None if nobody does any more."""
     table = "/proc/net/tcp6" if connected.family == socket.AF_INET6 else "/proc/net/tcp"
     # Of the peer's own line: its address comes first.
     ends = f"{_in_hexadecimal(connected.getpeername())} {_in_hexadecimal(connected.getsockname())}"
@@ -124,11 +124,8 @@ class Connections:
     """Duplicates of the connected sockets of one Gloo device.
 
     Duplicates, because a number kept aside could mean a stranger's socket later: Gloo closes a connection that
-    fails, and the number is given to the next file that anyone opens.
-
-    Args:
-        descriptors: The sockets, as Gloo holds them.
-        listening: The socket where it listens for them, as Gloo holds it, and the epoll instance that watches that.
+    fails, and the number is given to the next file that anyone opens. Of the socket where Gloo listens for them the
+    number is kept with that of the epoll instance that watches it, until all have connected.
     """
 
     def __init__(self, descriptors: Iterable[int] = (), listening: Iterable[tuple[int, int]] = ()) -> None:
@@ -140,12 +137,9 @@ class Connections:
 
     @classmethod
     def of_device(cls, loops: Iterable[int]) -> Connections:
-        """Find the connected sockets of a Gloo device.
+        """Those of a Gloo device, of the event loops that were made while it was.
 
-        Gloo's event loop is an epoll instance that watches a pipe, one listening socket, and the connections.
-
-        Args:
-            loops: Event loops that were made while the device was.
+        Its own loop is an epoll instance that watches a pipe, one listening socket, and the connections.
         """
         found: list[int] = []
         listening: list[tuple[int, int]] = []
@@ -170,11 +164,7 @@ class Connections:
         self._listening = []
 
     def check_peers(self) -> None:
-        """See to it that all peers are processes of this user, where all are on this machine.
-
-        Raises:
-            CollectiveError: Another user's process came in the place of a replica.
-        """
+        """Raise CollectiveError where the process of another user of this machine came in the place of a replica."""
         for opened in self._sockets:
             owner = owner_of_peer(opened)
             if owner is not None and owner != os.geteuid():
@@ -191,9 +181,7 @@ class Connections:
         """
         self._probed = True
         for opened in self._sockets:
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+            _probe(opened)
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, int(LOST_AFTER_S / _PROBE_S) - 1)
 
     def silent(self) -> bool:
@@ -222,9 +210,6 @@ class Connections:
             if since_ms > 1000 * LOST_AFTER_S and (unconfirmed or info[_PROBES] > 1):
                 return True
         return False
-
-    def __len__(self) -> int:
-        return len(self._sockets)
 
     def shut_down(self) -> None:
         """End every operation that uses these connections. Safe from any thread, and more than once."""

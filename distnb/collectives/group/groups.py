@@ -24,6 +24,7 @@ from distnb.collectives.group import exits, rendezvous
 from distnb.collectives.group.gloo_sockets import LOST_AFTER_S, give_up_on_silence
 from distnb.collectives.group.interface import Group
 from distnb.collectives.group.membership import Attempt, Member
+from distnb.collectives.group.process_group import GuardedProcessGroup
 from distnb.collectives.group.rendezvous import StoreClient
 from distnb.collectives.group.world import TorchDistributed
 from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted
@@ -51,11 +52,9 @@ class Groups:
         self.joining: Attempt | None = None
         self._members: dict[tuple[int, ...], Member] = {}
         self._active: Member | None = None
-        self._group: Group | None = None
         self._torch = TorchDistributed()
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._script_joins = 0
         self._tending: threading.Thread | None = None
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._in_forked_child)
@@ -64,7 +63,7 @@ class Groups:
         """Make the group of this team and generation the default process group, forming it if it is new.
 
         Waits for the other replicas of the team. Groups of other teams stay connected beside it, as long as they are of
-        the newest generation.
+        the newest generation. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
 
         Args:
             team: Who runs together, and where their store is.
@@ -72,24 +71,16 @@ class Groups:
             device: This replica's device.
             timeout_s: How long to wait for the others; None for as long as nobody aborts.
 
-        Returns:
-            The group. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set accordingly.
-
         Raises:
             CollectiveError: The others did not come in time, or could not be connected to.
             ProgramAborted: `abort` was called meanwhile.
         """
-        member = self._members.get(team.engines)
-        if (
-            member is not None
-            and member is self._active
-            and member.generation == team.generation
-            and self._group is not None
-        ):
-            return self._group
-        group = self._join(team.engines, team, rank, device, StoreClient.of(team), timeout_s, apart=team.apart)
-        self._members[team.engines].set_environment(team)
-        return group
+        active = self._active
+        if active is not None and active.key == team.engines and active.generation == team.generation:
+            return active.interface
+        member = self._join(team.engines, team, rank, device, StoreClient.of(team), timeout_s, apart=team.apart)
+        member.set_environment(team)
+        return member.interface
 
     def _join(
         self,
@@ -100,7 +91,7 @@ class Groups:
         client: StoreClient,
         timeout_s: float | None,
         apart: bool,
-    ) -> Group:
+    ) -> Member:
         self._torch.install()
         attempt = Attempt()
         with self._lock:
@@ -115,14 +106,12 @@ class Groups:
                 member = None
             if member is None:
                 member = Member(key, rank, device, team.devices, apart)
-            member.advance(team, client, attempt, timeout_s, self._torch)
+            if member.generation != team.generation:
+                member.advance(team, client, attempt, timeout_s)
+                self._torch.set_store(member.world, PrefixStore(f"{team.prefix}/user", client.store()))
             with self._lock:
-                self._members[key] = member
+                self._members[key] = self._active = member
                 self._torch.enter(member.world)
-                group = self._group
-                if group is None or self._active is not member or group.team_generation != team.generation:
-                    group = self._group = Group(member.group, device, team.generation, team.devices)
-                self._active = member
             attempt.check()
         finally:
             with self._lock:
@@ -131,7 +120,7 @@ class Groups:
             self._tending = threading.Thread(target=self._tend, name="distnb-groups", daemon=True)
             exits.note(self._tending)
             self._tending.start()
-        return group
+        return member
 
     def join_from_env(self, *, sockets_only: bool = False, timeout_s: float | None = None) -> Group:
         """Join the group that torchrun or `distnb run` describes by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
@@ -145,8 +134,8 @@ class Groups:
         Raises:
             CollectiveError: The variables are not set, or the others cannot be reached.
         """
-        if self._group is not None:
-            return self._group
+        if self._active is not None:
+            return self._active.interface
         found = self._torch.foreign_default()
         if found is not None:
             rank, size, store = found.rank, found.size, found.store
@@ -161,10 +150,9 @@ class Groups:
         local = int(os.environ.get("LOCAL_RANK", rank))
         named = os.environ.get("DISTNB_DEVICE")  # `distnb run --devices …`: several replicas may share one
         device = parse_device(named) if named else device_of_rank(local)
-        self._script_joins += 1  # after `leave` the keys of the last time are still in the store
-        prefixed = PrefixStore(f"distnb/{self._script_joins}", store)
+        store = PrefixStore("distnb", store)
         card = rendezvous.Card(rendezvous.host(), os.getpid(), device=str(device))
-        where = PrefixStore("devices", prefixed)
+        where = PrefixStore("devices", store)
         cards = rendezvous.meet(where, rank, size, card, lambda absent: None, timeout_s=timeout_s)
         devices = tuple(parse_device(other.device) for other in cards)
         apart = not sockets_only and len({(other.host, other.device) for other in cards}) == size
@@ -172,16 +160,15 @@ class Groups:
         if len({other.host for other in cards}) > 1:
             give_up_on_silence(port)
         team = Team(tuple(range(size)), devices, 0, address, port)
-        key = (_SCRIPT, *team.engines)
-        group = self._join(key, team, rank, device, StoreClient(lambda: prefixed), timeout_s, apart)
+        member = self._join((_SCRIPT, *team.engines), team, rank, device, StoreClient(lambda: store), timeout_s, apart)
         if found is not None:
-            group.process_group.set_timeout(found.timeout)
+            member.group.set_timeout(found.timeout)
         self.program_began(1)
-        return group
+        return member.interface
 
     def current(self) -> Group | None:
         """The group that was joined last, or None."""
-        return self._group
+        return self._active.interface if self._active is not None else None
 
     def failure(self) -> BaseException | None:
         """What ended the current group, or None while it is whole. Waits in C++ raise a RuntimeError in its place."""
@@ -192,9 +179,6 @@ class Groups:
 
         Safe from any thread and more than once. Waits in C++ (DistributedDataParallel's) end with a RuntimeError. The
         next generation of the group is formed by `join`.
-
-        Args:
-            reason: Text of the ProgramAborted that is raised.
         """
         with self._lock:
             if self.joining is not None:
@@ -203,34 +187,19 @@ class Groups:
         if member is not None:
             member.fail(ProgramAborted(reason))
 
-    def leave(self) -> None:
-        """Drop all groups, and give torch.distributed back as it was. Never blocks."""
-        with self._lock:
-            self._torch.leave()
-            members = list(self._members.values())
-            self._members.clear()
-            self._active = self._group = None
-        for member in members:
-            member.suspend()
-
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def program_began(self, program: int) -> None:
-        """A program began on this replica: from now on others can tell whether it is still in it.
-
-        Args:
-            program: Its serial number, equal on all replicas and growing.
-        """
+        """A program began on this replica; its serial number is equal on all replicas, and grows."""
         if self._active is not None:
             self._torch.program_began()
             self._active.begin(program)
 
-    def program_ended(self, failed: bool | None = None) -> bool:
+    def program_ended(self, failed: bool) -> bool:
         """The program ended on this replica: it will call no further collectives.
 
         Args:
-            failed: Whether by an error, which others will be told of in another way. None: an exception is being
-                handled.
+            failed: Whether by an error, which others will be told of in another way.
 
         Returns:
             Whether it caught errors that left the group less than whole: the next program is to have a new generation.
@@ -241,21 +210,23 @@ class Groups:
         if self._active is None:
             return False
         disturbed = self._active.was_disturbed
-        self._active.end(sys.exc_info()[1] is not None if failed is None else failed)
+        self._active.end(failed)
         return disturbed
 
     # -- the process -------------------------------------------------------------------------------------------------
 
+    def _groups(self) -> list[GuardedProcessGroup]:
+        return [group for member in list(self._members.values()) for group in member.groups()]
+
     def _tend(self) -> None:
         """On a thread of its own: look after waits in C++, and after works that nobody waits for."""
         while not exits.ending.wait(_PERIOD_S):
-            for member in list(self._members.values()):
-                for group in member.groups():
-                    with suppress(Exception):  # this thread must live; what is wrong is raised where somebody waits
-                        communicator = group.communicator
-                        if communicator.backends is not None and communicator.backends.connections.silent():
-                            communicator.fail(CollectiveError(_SILENT))
-                        communicator.tend()
+            for group in self._groups():
+                with suppress(Exception):  # this thread must live; what is wrong is raised where somebody waits
+                    communicator = group.communicator
+                    if communicator.backends is not None and communicator.backends.connections.silent():
+                        communicator.fail(CollectiveError(_SILENT))
+                    communicator.tend()
 
     def _at_exit(self) -> None:
         member = self._active
@@ -268,9 +239,8 @@ class Groups:
             return
         exits.ending.set()
         until = time.monotonic() + _EXIT_GRACE_S
-        for each in list(self._members.values()):
-            for group in each.groups():
-                group.communicator.end_process(until)
+        for group in self._groups():
+            group.communicator.end_process(until)
         exits.join_all(until)
 
     def _in_forked_child(self) -> None:
@@ -278,16 +248,14 @@ class Groups:
 
         It takes no lock, which the parent's threads may hold, and destroys nothing, which would wait for those threads.
         """
-        members = list(self._members.values())
-        if members:
+        if self._members:
             # Garbage of the parent can be the last to hold what Gloo's threads served.
             gc.freeze()
         else:
             self._pid = os.getpid()  # what it joins from now on is its own
-        for member in members:
-            for group in member.groups():
-                group.forget_in_child()
-        self._active = self._group = None
+        for group in self._groups():
+            group.forget_in_child()
+        self._active = None
 
 
 groups = Groups()

@@ -15,14 +15,12 @@ from torch._C._distributed_c10d import (
     AllreduceOptions,
     AllToAllOptions,
     BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
 )
 
 from distnb.collectives.group.process_group import OWN, GuardedProcessGroup
 from distnb.collectives.shared_memory.shared_sum import GATHER, SharedWork
 from distnb.collectives.verify.regions import Regions
-from distnb.collectives.verify.signature import of_tensors
+from distnb.collectives.verify.signature import Key, of_tensors
 from distnb.errors import OptionError, StructureError
 from distnb.topology import Device
 
@@ -36,34 +34,33 @@ _DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value
 _SMALL_NBYTES = 1024
 
 
-def _options(op: str) -> Any:
-    if op not in _OPS:
-        raise OptionError(f"{op!r} is no reduce op of a group. The ops are {', '.join(map(repr, _OPS))}.")
-    made: Any = AllreduceOptions()
-    made.reduceOp = _OPS[op]
-    return made
-
-
 def _bytes_of(tensor: Tensor) -> Tensor:
     """The same memory as bytes, for dtypes that a backend does not carry. The tensor must be contiguous."""
     return tensor if tensor.dtype in _CARRIED else tensor.reshape(-1).view(torch.uint8)
 
 
 class PendingCollective:
-    """An operation under way. `wait` gives its result."""
+    """A reduction under way in a tensor's own memory, or in a contiguous copy of it; without a work it is done."""
 
-    def __init__(self, work: Any, tensor: Tensor, divisor: int) -> None:
+    def __init__(self, work: Any, tensor: Tensor, divisor: int, whole: Tensor | None = None) -> None:
         self._work = work
         self._tensor = tensor
         self._divisor = divisor
+        self._whole = tensor if whole is None else whole
 
     def wait(self) -> None:
         """Wait for the end; the tensor holds the result then. An abort ends the wait."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        if self._divisor == 1 and self._whole is self._tensor:
+            return
+        with torch.no_grad():
             if self._divisor != 1:
-                self._tensor.div_(self._divisor)
+                self._whole.div_(self._divisor)
+            if self._whole is not self._tensor:
+                self._tensor.copy_(self._whole)
 
 
 class Group:
@@ -111,20 +108,33 @@ class Group:
 
     def all_reduce_start(self, tensor: Tensor, op: str = "sum") -> PendingCollective | SharedWork:
         """The same, under way while the caller goes on. The tensor must be left alone until its `wait`."""
-        options = _options(op)  # refuses ops that there are not
-        _check_mean(tensor, op)
+        return self._reduce("all_reduce", tensor, op, None)
+
+    def reduce(self, tensor: Tensor, to: int = 0, op: str = "sum") -> Tensor | None:
+        """The sum (mean, max, min) of all replicas' tensors, on one replica; None on the others. It is not changed."""
+        self._check_replica(to, "reduce to")
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._reduce("reduce", total, op, to).wait()
+        return total if self.rank == to else None
+
+    def _reduce(self, word: str, tensor: Tensor, op: str, root: int | None) -> PendingCollective | SharedWork:
+        if op not in _OPS:
+            raise OptionError(f"{op!r} is no reduce op of a group. The ops are {', '.join(map(repr, _OPS))}.")
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise OptionError(
+                f"The mean of a {tensor.dtype} tensor would be rounded. Convert it to a floating dtype first, or use "
+                "op='sum'."
+            )
         # Not torch's name: a replica that calls this and one that calls torch's would never meet.
-        key = of_tensors(OWN + "all_reduce", _NUMBERS[op], None, [tensor])
+        key = of_tensors(OWN + word, _NUMBERS[op], root, [tensor])
         in_memory = self.process_group.start_in_memory(key, tensor, op)
         if in_memory is not None:
             return in_memory
-        if tensor.is_contiguous():
-            work = self.process_group.run(key, "allreduce", ([_view(tensor)],), (True,), options)
-            return PendingCollective(work, tensor, self.size if op == "mean" else 1)
         whole = tensor.contiguous()
-        self.process_group.run(key, "allreduce", ([_view(whole)],), (True,), options).wait()
-        tensor.copy_(whole.div_(self.size) if op == "mean" else whole)
-        return PendingCollective(None, tensor, 1)
+        options: Any = AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        work = self.process_group.run(key, "allreduce", ([_view(whole)],), (True,), options)
+        return PendingCollective(work, tensor, self.size if op == "mean" else 1, whole)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every replica's tensor, in replica order. Shape and dtype must be the same everywhere."""
@@ -193,47 +203,12 @@ class Group:
             with torch.no_grad():
                 tensor.copy_(whole)
 
-    def reduce(self, tensor: Tensor, to: int = 0, op: str = "sum") -> Tensor | None:
-        """The sum (mean, max, min) of all replicas' tensors, on one replica; None on the others.
-
-        Args:
-            tensor: Same shape and dtype everywhere; left as it is.
-            to: Which replica gets the result.
-            op: "sum", "mean", "max" or "min".
-        """
-        self._check_replica(to, "reduce to")
-        _check_mean(tensor, op)
-        options: Any = ReduceOptions()
-        options.reduceOp, options.rootRank = _options(op).reduceOp, to
-        message = tensor.detach().clone(memory_format=torch.contiguous_format)
-        key = of_tensors(OWN + "reduce", _NUMBERS[op], to, [message])
-        self.process_group.run(key, "reduce", ([_view(message)],), (True,), options).wait()
-        if self.rank != to:
-            return None
-        return message.div_(self.size) if op == "mean" else message
-
     def gather(self, tensor: Tensor, to: int = 0) -> list[Tensor] | None:
-        """Every replica's tensor, in replica order, on one replica; None on the others.
-
-        Args:
-            tensor: Same shape and dtype everywhere.
-            to: Which replica gets them.
-        """
+        """Every replica's tensor, in replica order, on one replica; None on the others. Shapes and dtypes are equal."""
         self._check_replica(to, "gather to")
-        here = self.rank == to
-        mine = tensor.detach()
-        key = of_tensors(OWN + "gather", None, to, [mine])
-        in_memory = self.process_group.start_in_memory(key, mine, GATHER, None if here else ())
-        if in_memory is not None:
-            parts = in_memory.result()
-            return parts if here else None
-        mine = mine.contiguous()
-        gathered = [torch.empty_like(mine) for _ in range(self.size)] if here else []
-        options: Any = GatherOptions()
-        options.rootRank = to
-        tensors = [[_bytes_of(each) for each in gathered]] if here else [], [_bytes_of(mine)]
-        self.process_group.run(key, "gather", tensors, (True, False), options).wait()
-        return gathered if here else None
+        key = of_tensors(OWN + "gather", None, to, [tensor])
+        parts = self._pass_on(key, tensor, range(self.size) if self.rank == to else (), (to,))
+        return parts if self.rank == to else None
 
     def exchange(self, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor | None:
         """One step in which replicas pass tensors to each other. Every replica calls it with the same pairs.
@@ -256,42 +231,33 @@ class Group:
                 f"exchange got the pairs {list(pairs)}: in one step a replica sends to one other replica at most, and "
                 "gets from one at most. Make two steps of it."
             )
-        source = sources[targets.index(self.rank)] if self.rank in targets else None
-        target = targets[sources.index(self.rank)] if self.rank in sources else None
+        key = of_tensors(OWN + "exchange", None, ", ".join(f"{a}→{b}" for a, b in pairs), [tensor])
+        mine = [source for source, target in pairs if target == self.rank]
+        return next(iter(self._pass_on(key, tensor, mine, [b for a, b in pairs if a == self.rank])), None)
+
+    def _pass_on(self, key: Key, tensor: Tensor, sources: Sequence[int], targets: Sequence[int]) -> list[Tensor]:
+        """Send a tensor to a replica, or to none, and get others', source by source. All are of one shape and dtype."""
         mine = tensor.detach()
-        key = of_tensors(OWN + "exchange", None, ", ".join(f"{a}→{b}" for a, b in pairs), [mine])
-        wanted = () if source is None else (source,)
-        in_memory = self.process_group.start_in_memory(key, mine, GATHER, wanted, wanted=target is not None)
+        in_memory = self.process_group.start_in_memory(key, mine, GATHER, sources, wanted=bool(targets))
         if in_memory is not None:
-            return next(iter(in_memory.result()), None)
+            return in_memory.result()
         message = _bytes_of(mine.contiguous()).reshape(-1)
-        got = torch.empty_like(mine, memory_format=torch.contiguous_format) if source is not None else None
-        nothing, count = message.new_empty(0), message.numel()
-        tensors = nothing if got is None else _bytes_of(got).reshape(-1), nothing if target is None else message
-        received = [count if rank == source else 0 for rank in range(self.size)]
-        sent = [count if rank == target else 0 for rank in range(self.size)]
+        count = message.numel()
+        received, sent = ([count * (rank in them) for rank in range(self.size)] for them in (sources, targets))
+        got = mine.new_empty((len(sources), *mine.shape))
+        tensors = _bytes_of(got).reshape(-1), message if targets else message.new_empty(0)
         self.process_group.run(key, "alltoall_base", tensors, (True, False), received, sent, AllToAllOptions()).wait()
-        return got
+        return list(got)
 
     def note(self, operation: str, tensors: Sequence[Tensor]) -> None:
         """Record something that all replicas do together, and that takes several collectives, under its own name.
 
-        Args:
-            operation: What it is, for the errors of all replicas if they do not.
-            tensors: What it is about: of the same shapes and dtypes everywhere.
-
-        Raises:
-            CollectiveMismatchError: Another replica called something else.
+        Raises CollectiveMismatchError if another replica does something else, or with other shapes or dtypes.
         """
         self.process_group.note(of_tensors(operation, None, None, tensors))
 
     def note_pack(self, tensors: Sequence[Tensor], layout: object) -> None:
-        """Record what is about to be sent as one message: replicas must do so alike. Communicates nothing itself.
-
-        Args:
-            tensors: What the message is made of.
-            layout: Has an equal repr on all replicas, too.
-        """
+        """Record what is about to be sent as one message: tensors, and a layout whose repr is equal on all replicas."""
         self.process_group.note(of_tensors(OWN + "pack", None, None if layout is None else repr(layout), tensors))
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -315,14 +281,6 @@ class Group:
     def barrier(self) -> None:
         """Wait until every replica is here."""
         self.process_group.barrier().wait()
-
-
-def _check_mean(tensor: Tensor, op: str) -> None:
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise OptionError(
-            f"The mean of a {tensor.dtype} tensor would be rounded. Convert it to a floating dtype first, or use "
-            "op='sum'."
-        )
 
 
 def _view(tensor: Tensor) -> Tensor:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Sequence
 
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore
 
-from distnb.accelerators import c10d_backend, torch_device
-from distnb.collectives.group import backends
-from distnb.collectives.group.backends import Backends, Carrier
+from distnb.accelerators import c10d_backend
+from distnb.collectives.group.backends import Backends, abort_all
 from distnb.collectives.group.communicator import Communicator
 from distnb.collectives.group.forming import Forming
+from distnb.collectives.group.interface import Group
 from distnb.collectives.group.process_group import GuardedProcessGroup
 from distnb.collectives.group.rendezvous import StoreClient
-from distnb.collectives.group.world import TorchDistributed, World
+from distnb.collectives.group.world import World
 from distnb.collectives.verify.collective_log import CollectiveLog
-from distnb.errors import CollectiveError, ProgramAborted
+from distnb.errors import ProgramAborted
 from distnb.topology import Device, Team
 
 __all__ = ["Attempt", "Member"]
@@ -48,7 +47,19 @@ class Member:
         device: This replica's device.
         devices: Every replica's.
         apart: Whether each replica has a device of its own.
+
+    Attributes:
+        backend_name: What carries tensors of the replicas' own devices; "gloo" does where nothing else can.
+        device_types: Whose tensors the groups carry; those that are `staged` go through host memory.
+        interface: The group of this generation, as the rest of distnb uses it.
+        client, prefix: Where in which store this generation meets.
+        attempt, timeout_s: The joining, and how long it waits for the others; None for as long as there is hope.
     """
+
+    client: StoreClient
+    interface: Group
+    timeout_s: float | None = None
+    prefix = ""
 
     def __init__(
         self, key: tuple[int, ...], rank: int, device: Device, devices: tuple[Device, ...], apart: bool
@@ -59,39 +70,25 @@ class Member:
         self.devices = devices
         # The devices' own backend needs one of them for each replica.
         alike = apart and len({each.type for each in devices}) == 1
-        self._backend = c10d_backend(device.type) if alike else None
+        self.backend_name = (c10d_backend(device.type) if alike else None) or "gloo"
+        self.device_types = tuple(dict.fromkeys(("cpu", device.type)))
+        self.staged = frozenset(self.device_types[1:] if self.backend_name == "gloo" else ())
+        self.attempt = Attempt()
         self.generation = -1
-        self.group = self._make_group(rank, range(len(devices)), "world", None)
-        name, kind = self.group.name(), "cuda" if device.type == "cpu" else device.type
-        self.world = World.of_group(self.group, HashStore(), name, f"cpu:gloo,{kind}:{name}")
+        self.group = GuardedProcessGroup(self, "world", range(len(devices)))
+        kind = "cuda" if device.type == "cpu" else device.type
+        config = f"cpu:gloo,{kind}:{self.backend_name}"
+        self.world = World.of_group(self.group, HashStore(), self.backend_name, config)
         self._names: Counter[str] = Counter()
         self._subgroups: tuple[weakref.ref[GuardedProcessGroup], ...] = ()
-        self._client: StoreClient | None = None
-        self._prefix = ""
-        self._attempt = Attempt()
-        self._timeout_s: float | None = None
 
-    def _make_group(
-        self, rank: int, replicas: Sequence[int], label: str, parent: GuardedProcessGroup | None
-    ) -> GuardedProcessGroup:
-        return GuardedProcessGroup(
-            rank,
-            label=label,
-            replicas=replicas,
-            form=self._form,
-            backend_name=self._backend or "gloo",
-            device_types=list(dict.fromkeys(("cpu", self.device.type))),
-            parent=parent,
-            make_subgroup=self._make_subgroup,
-        )
-
-    def _make_subgroup(self, parent: GuardedProcessGroup, ranks: list[int], name: str) -> GuardedProcessGroup | None:
+    def make_subgroup(self, parent: GuardedProcessGroup, ranks: list[int], name: str) -> GuardedProcessGroup | None:
+        """A part of a group of this team; None if this replica is not in it."""
         if self.rank not in ranks:
             return None
         # Unlike torch's, a name is never used twice in a store: not after a destroyed group, nor in a later generation.
         self._names[name] += 1
-        label = f"part/{self.generation}/{name}/{self._names[name]}"
-        made = self._make_group(ranks.index(self.rank), ranks, label, parent)
+        made = GuardedProcessGroup(self, f"part/{self.generation}/{name}/{self._names[name]}", ranks, parent)
         # Never changed in place: other threads look at it.
         self._subgroups = (*(each for each in self._subgroups if each() is not None), weakref.ref(made))
         return made
@@ -102,45 +99,27 @@ class Member:
 
     # -- forming -----------------------------------------------------------------------------------------------------
 
-    def advance(
-        self, team: Team, client: StoreClient, attempt: Attempt, timeout_s: float | None, torch: TorchDistributed
-    ) -> None:
+    def advance(self, team: Team, client: StoreClient, attempt: Attempt, timeout_s: float | None) -> None:
         """Be connected in the team's generation."""
         if self.generation == team.generation:
-            if self.group.has_ended:
-                raise CollectiveError(
-                    f"Generation {team.generation} of this team's process group was aborted. Join a newer one."
-                )
             return
         self.suspend()
-        self._client, self._prefix, self._attempt, self._timeout_s = client, team.prefix, attempt, timeout_s
+        self.client, self.prefix, self.attempt, self.timeout_s = client, team.prefix, attempt, timeout_s
         self.group.renew()
         try:
-            self.group.connect()
+            self.group.ready()
         except BaseException:
             self.suspend()
             raise
         for group in self.groups()[1:]:
             group.renew()  # the parts connect when they are first used
         self.generation = team.generation
-        torch.set_store(self.world, PrefixStore(f"{team.prefix}/user", client.store()))
-        self._attempt = Attempt()
+        self.interface = Group(self.group, self.device, team.generation, self.devices)
+        self.attempt = Attempt()
 
-    def _form(self, communicator: Communicator) -> tuple[Backends, CollectiveLog]:
-        assert self._client is not None
-        group, carrier = communicator.group, None
-        if self._backend is not None:
-            carrier = Carrier(self._backend, torch_device(self.device), group.label, group.replicas)
-        return Forming(
-            communicator,
-            self._client,
-            self._prefix,
-            str(self.device),
-            carrier=carrier,
-            staged=frozenset({self.device.type} - {"cpu"}) if carrier is None else frozenset(),
-            give_up=self._attempt.check,
-            timeout_s=self._timeout_s,
-        ).run()
+    def form(self, communicator: Communicator) -> tuple[Backends, CollectiveLog]:
+        """Connect one with the other replicas."""
+        return Forming(communicator, self).run()
 
     def suspend(self) -> None:
         """Drop the connections. Never blocks."""
@@ -190,4 +169,4 @@ class Member:
         groups = self.groups()
         for group in groups:
             group.fail(error, abort=False)
-        backends.abort_all([made for group in groups if (made := group.communicator.backends) is not None])
+        abort_all([made for group in groups if (made := group.communicator.backends) is not None])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,14 @@ from distnb.collectives.group.eager import methods_always_eager
 from distnb.collectives.group.work import CollectiveWork, DeviceWork, MessageWork, Staging, positive_seconds
 from distnb.collectives.shared_memory.shared_sum import SharedWork
 from distnb.collectives.verify import signature
-from distnb.collectives.verify.collective_log import CollectiveLog
+from distnb.collectives.verify.collective_log import Record
 from distnb.collectives.verify.regions import PositionTracker, Regions
 from distnb.collectives.verify.signature import Key, of_tensors
 from distnb.collectives.verify.verifier import Superseded
 from distnb.errors import CollectiveError, OptionError
+
+if TYPE_CHECKING:
+    from distnb.collectives.group.membership import Member
 
 __all__ = ["OWN", "GuardedProcessGroup"]
 
@@ -43,7 +46,35 @@ _IN_CHILD = "A forked child of a replica, such as a DataLoader's worker, cannot 
 # For the type checker it is anything: torch's stubs have overloads that only the old interface used.
 _ProcessGroup: Any = dist.ProcessGroup
 Work = dist.Work
-_BOTH = (True, False)
+_T = TypeVar("_T")
+_ONE, _BOTH = (True,), (True, False)
+
+
+def _collective(
+    word: str, method: str, written: tuple[bool, ...], default: Callable[[], Any] | None = None, compared: int = -1
+) -> Callable[..., Work]:
+    """A method of torch's ProcessGroup: tensors, or lists of them, and options.
+
+    Args:
+        word: What errors call it.
+        method: The backend's name for it.
+        written: Which of the tensors it writes to.
+        default: Makes options where none are given.
+        compared: Which of the tensors are alike on all replicas.
+    """
+
+    def call(self: GuardedProcessGroup, *args: Any) -> Work:
+        tensors, given = args[: len(written)], args[len(written) :]
+        opts = (given[0] if given else None) or (default() if default is not None else None)
+        alike = tensors[compared]
+        if isinstance(alike, Tensor):
+            alike = [alike]
+        elif isinstance(alike[0], list):
+            alike = alike[0]
+        key = of_tensors(word, _op(opts), getattr(opts, "rootRank", None), alike)
+        return self.run(key, method, tensors, written, opts)
+
+    return call
 
 
 @methods_always_eager
@@ -54,13 +85,9 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     C++ is told no backends: it could go around the guard.
 
     Args:
-        rank: Who this replica is in the group.
+        member: This process in the team.
         label: Names the group among those of the team, the same on every replica.
         replicas: The replica id of each rank.
-        form: Connects a communicator with the other ranks.
-        backend_name: What torch's `get_backend` says.
-        device_types: The types of device whose tensors the group carries.
-        make_subgroup: Makes the part of the group that `new_group` asks for: of this group, of these ranks, by name.
         parent: The group that this one is a part of.
 
     Attributes:
@@ -70,23 +97,17 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         regions, positions: Where this replica is in its program.
     """
 
+    # C++ keeps these in its backends, of which it knows none here.
+    group_name = ""
+    group_desc = "undefined"
+
     def __init__(
-        self,
-        rank: int,
-        *,
-        label: str,
-        replicas: Sequence[int],
-        form: Callable[[Communicator], tuple[Backends, CollectiveLog]],
-        backend_name: str,
-        device_types: Sequence[str],
-        make_subgroup: Callable[[GuardedProcessGroup, list[int], str], GuardedProcessGroup | None],
-        parent: GuardedProcessGroup | None = None,
+        self, member: Member, label: str, replicas: Sequence[int], parent: GuardedProcessGroup | None = None
     ) -> None:
-        super().__init__(rank, len(replicas))
+        super().__init__(replicas.index(member.rank), len(replicas))
+        self.member = member
         self.label = label
         self.replicas = tuple(replicas)
-        self.form = form
-        self.only_gloo = backend_name == "gloo"
         self.parent = parent
         self.program: int = parent.program if parent is not None else 0
         self.regions: Regions = parent.regions if parent is not None else Regions()
@@ -99,27 +120,28 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._time_limit_s: float | None = None
         self._patience_s: float | None = None
         self._in_memory = True
-        self._make_subgroup = make_subgroup
-        self._backend_name = backend_name
-        self._devices = [torch.device(kind) for kind in device_types]
-        self._group_name = label
-        self._group_desc = "undefined"
 
     # -- what torch asks it about itself -----------------------------------------------------------------------------
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return list(self._devices)
+        return [torch.device(kind) for kind in self.member.device_types]
 
     def _get_backend(self, device: torch.device) -> Any:
-        backends = self._ready()[1]
-        kind = "cpu" if device.type in backends.staged else device.type
-        if kind not in backends.backends:
-            raise RuntimeError(f"No backend type associated with device type {device.type}")
-        return backends.backends[kind]
+        kind = self._carried_as(device.type)
+        return self.ready()[1].backends[kind]
+
+    def _carried_as(self, kind: str) -> str:
+        """The type of device whose backend carries tensors of another type: some go through host memory."""
+        if kind not in self.member.device_types:
+            raise RuntimeError(
+                f"No backend type associated with device type {kind}: these replicas communicate tensors on "
+                f"{', '.join(self.member.device_types)}."
+            )
+        return "cpu" if kind in self.member.staged else kind
 
     def _get_backend_name(self) -> str:
-        return self._backend_name
+        return self.member.backend_name
 
     name = _get_backend_name
 
@@ -127,28 +149,19 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """What C++ is told. No name that it knows: it would take the group for one of its own classes."""
         return "distnb"
 
-    # C++ keeps the names in its backends, of which it knows none here.
-    @property
-    def group_name(self) -> str:
-        return self._group_name
-
-    @property
-    def group_desc(self) -> str:
-        return self._group_desc
-
     def _set_group_name(self, name: str) -> None:
-        self._group_name = name
+        self.group_name = name
 
     def _set_group_desc(self, text: str) -> None:
-        self._group_desc = text
+        self.group_desc = text
 
     def getGroupName(self) -> str:
         """What C++ asks for the name."""
-        return self._group_name
+        return self.group_name
 
     def getGroupDesc(self) -> str:
         """What C++ asks for the description."""
-        return self._group_desc
+        return self.group_desc
 
     def _get_sequence_number_for_group(self) -> int:
         verifier = self.communicator.verifier
@@ -176,17 +189,12 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def prefer(self, patience_s: float | None, in_memory: bool) -> tuple[float | None, bool]:
         """What the strategy that computes now was told of communication. All replicas alike; returns what held before.
 
-        Args:
-            patience_s: How long one collective may take before it ends the communicator; None for as long as it takes.
-            in_memory: Whether memory that replicas share may be used instead of sockets.
+        A collective that takes longer than `patience_s` ends the communicator; `in_memory` allows memory that replicas
+        share instead of sockets.
         """
         before = self._patience_s, self._in_memory
         self._patience_s, self._in_memory = patience_s, in_memory
         return before
-
-    def connect(self) -> None:
-        """Connect with the other ranks now, and not in the first operation."""
-        self._ready()
 
     def reset(self) -> None:
         """Let go of the connections; every operation is refused until `renew`. Never blocks."""
@@ -227,7 +235,8 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """The communicator ended by an error that the program can catch."""
         self._broke_in_program, self.half_met = True, half_met
 
-    def _ready(self) -> tuple[Communicator, Backends]:
+    def ready(self) -> tuple[Communicator, Backends]:
+        """What the next operation is done with, connected. Raises what ended the group, if something did."""
         current = self.communicator
         if current.failure is not None and current.mendable and current.told:
             current = self._replace(current)
@@ -285,17 +294,25 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 current.raise_failure()
 
     @property
-    def has_ended(self) -> bool:
-        """Whether no operation can follow in this generation."""
-        return self.communicator.failure is not None and not self.communicator.mendable
-
-    @property
     def was_disturbed(self) -> bool:
         """Whether the program's errors have left the group, or what replicas agreed on, less than whole."""
         broken = self._broke_in_program or self.communicator.failure is not None
         return broken or self.positions.excused or self.positions.disturbed > (0, 0)
 
     # -- how operations begin ----------------------------------------------------------------------------------------
+
+    def _enter(
+        self, record: Record, limit_s: float | None, begin: Callable[[Communicator, Backends, int], _T]
+    ) -> tuple[Communicator, int, _T]:
+        """Post a collective, and begin it. Returns what it is done with, its number, and what `begin` returned."""
+        while True:
+            current, backends = self.ready()
+            try:
+                with current.posting:
+                    number = current.post(record, limit_s)
+                    return current, number, begin(current, backends, number)
+            except Superseded as found:
+                current.supersede(found)
 
     def run(
         self,
@@ -315,50 +332,32 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             rest: The other arguments.
             timeout: The caller's own time limit.
         """
-        current, backends = self._ready()
-        device = key[3]
+        device, staging = self._carried_as(key[3]), None
         record = signature.record(key)
-        staging = None
-        if device in backends.staged:
+        if device != key[3]:
             staging = Staging(_device_of(tensors))
             tensors = tuple(staging.host(each, written=flag) for each, flag in zip(tensors, written, strict=True))
-            device = "cpu"
-        wait_s, limit_s = positive_seconds(timeout), self._patience_s
+        limit_s = self._patience_s
         if not key[0].startswith(OWN):
-            # A caller that waits in Gloo is freed alone; one that waits in NCCL only by an abort.
-            limits = (limit_s, self._time_limit_s, wait_s if device != "cpu" else None)
+            limits = (limit_s, self._time_limit_s, positive_seconds(timeout))
             limit_s = min((each for each in limits if each is not None), default=None)
-        while True:
-            call = self._backend_call(backends, device, method)
+
+        def begin(current: Communicator, backends: Backends, number: int) -> Any:
+            backend = backends.backends[device]
+            if device == "cpu":
+                current.open[number] = Beginning()
             try:
-                with current.posting:
-                    number = current.post(record, limit_s)
-                    if device == "cpu":
-                        current.open[number] = Beginning()
-                    try:
-                        inner = call(*tensors, *rest)
-                    except BaseException as error:
-                        current.retract(number, error)
-                        raise
-                break
-            except Superseded as found:
-                current.supersede(found)
-                current, backends = self._ready()
+                return (getattr(backend, method, None) or getattr(backends.plain, method))(*tensors, *rest)
+            except BaseException as error:
+                current.retract(number, error)
+                raise
+
+        current, number, inner = self._enter(record, limit_s, begin)
         current.limit(number, inner, limit_s)
         if device != "cpu":
             return cast(Work, inner and DeviceWork(current, inner))  # none while operations are coalesced
         current.open[number] = inner
-        return CollectiveWork(current, inner, number, staging, wait_s)
-
-    @staticmethod
-    def _backend_call(backends: Backends, device: str, method: str) -> Callable[..., Any]:
-        backend = backends.backends.get(device)
-        if backend is None:
-            raise RuntimeError(
-                f"No backend type associated with device type {device}: these replicas communicate tensors on "
-                f"{', '.join(backends.backends)}."
-            )
-        return getattr(backend, method, None) or getattr(backends.plain, method)  # type: ignore[no-any-return]
+        return CollectiveWork(current, inner, number, staging)
 
     def start_in_memory(
         self, key: Key, tensor: Tensor, op: str, sources: Sequence[int] | None = None, wanted: bool = True
@@ -375,39 +374,24 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         Returns:
             The work; None if this tensor, or this group, cannot be served so. That is so on all replicas then.
         """
-        while True:
-            current, backends = self._ready()
-            shared, kind = current.shared, tensor.device.type
-            served = shared is not None and self._in_memory and (kind == "cpu" or kind in backends.staged)
-            if shared is None or not served or not shared.takes(tensor, op):
-                return None
-            try:
-                record = signature.record(key)
-                with current.posting:
-                    number = current.post(record, self._patience_s)
-                    own = shared.post(tensor, current, number, wanted)
-            except Superseded as found:
-                current.supersede(found)
-                continue
-            work = SharedWork(shared, own, tensor, op, current, number, sources)
-            current.limit(number, work, self._patience_s)
-            return work
+        shared = self.ready()[0].shared
+        if shared is None or not self._in_memory or self._carried_as(key[3]) != "cpu" or not shared.takes(tensor, op):
+            return None
+
+        def begin(current: Communicator, backends: Backends, number: int) -> SharedWork:
+            assert current.shared is not None  # replicas that share memory do so in each communicator
+            own = current.shared.post(tensor, current, number, wanted)
+            return SharedWork(current.shared, own, tensor, op, current, number, sources)
+
+        current, number, work = self._enter(signature.record(key), self._patience_s, begin)
+        current.limit(number, work, self._patience_s)
+        return work
 
     def note(self, key: Key) -> int:
-        """Record something that every replica must do alike, though nothing is communicated in it. Returns its number.
+        """Record what every replica must do alike, though nothing is communicated in it. Returns its number."""
+        return self._enter(signature.record(key), None, lambda current, backends, number: number)[1]
 
-        Args:
-            key: Its signature.
-        """
-        while True:
-            current, _ = self._ready()
-            try:
-                with current.posting:
-                    return current.post(signature.record(key))
-            except Superseded as found:
-                current.supersede(found)
-
-    # -- reductions and broadcasts -----------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> Work:
         if isinstance(tensors, Tensor):  # torch's short form
@@ -418,53 +402,20 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 opts.reduceOp = given
         return self.run(of_tensors("all_reduce", _op(opts), None, tensors), "allreduce", (tensors,), (True,), opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Work:
-        key = of_tensors("all_reduce_coalesced", _op(opts), None, tensors)
-        return self.run(key, "allreduce_coalesced", (tensors,), (True,), opts)
-
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
-        return self.run(of_tensors("broadcast", None, opts.rootRank, tensors), "broadcast", (tensors,), (True,), opts)
-
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
-        return self.run(of_tensors("reduce", _op(opts), opts.rootRank, tensors), "reduce", (tensors,), (True,), opts)
-
-    # -- gathers -----------------------------------------------------------------------------------------------------
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        key = of_tensors("all_gather", None, None, inputs)
-        return self.run(key, "allgather", (outputs, inputs), _BOTH, opts or AllgatherOptions())
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        key = of_tensors("all_gather_into_tensor", None, None, [input])
-        return self.run(key, "_allgather_base", (output, input), _BOTH, opts or AllgatherOptions())
-
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
-        key = of_tensors("all_gather_coalesced", None, None, inputs)
-        return self.run(key, "allgather_coalesced", (outputs, inputs), _BOTH, opts or AllgatherOptions())
-
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
-        key = of_tensors("all_gather_into_tensor", None, None, inputs)
-        return self.run(key, "allgather_into_tensor_coalesced", (outputs, inputs), _BOTH, opts or AllgatherOptions())
-
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
-        return self.run(of_tensors("gather", None, opts.rootRank, inputs), "gather", (outputs, inputs), _BOTH, opts)
-
-    # -- scatters ----------------------------------------------------------------------------------------------------
-
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
-        return self.run(of_tensors("scatter", None, opts.rootRank, outputs), "scatter", (outputs, inputs), _BOTH, opts)
-
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
-        key = of_tensors("reduce_scatter", _op(opts), None, inputs[0])
-        return self.run(key, "reduce_scatter", (outputs, inputs), _BOTH, opts)
-
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:
-        key = of_tensors("reduce_scatter_tensor", _op(opts), None, [input])
-        return self.run(key, "_reduce_scatter_base", (output, input), _BOTH, opts)
-
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Work:
-        key = of_tensors("reduce_scatter_tensor", _op(opts), None, inputs)
-        return self.run(key, "reduce_scatter_tensor_coalesced", (outputs, inputs), _BOTH, opts)
+    allreduce_coalesced = _collective("all_reduce_coalesced", "allreduce_coalesced", _ONE)
+    broadcast = _collective("broadcast", "broadcast", _ONE)
+    reduce = _collective("reduce", "reduce", _ONE)
+    allgather = _collective("all_gather", "allgather", _BOTH, AllgatherOptions)
+    all_gather_single = _collective("all_gather_into_tensor", "_allgather_base", _BOTH, AllgatherOptions)
+    allgather_coalesced = _collective("all_gather_coalesced", "allgather_coalesced", _BOTH, AllgatherOptions)
+    all_gather_single_coalesced = _collective(
+        "all_gather_into_tensor", "allgather_into_tensor_coalesced", _BOTH, AllgatherOptions
+    )
+    gather = _collective("gather", "gather", _BOTH)
+    scatter = _collective("scatter", "scatter", _BOTH, compared=0)
+    reduce_scatter = _collective("reduce_scatter", "reduce_scatter", _BOTH)
+    reduce_scatter_single = _collective("reduce_scatter_tensor", "_reduce_scatter_base", _BOTH)
+    reduce_scatter_single_coalesced = _collective("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", _BOTH)
 
     # -- all to all --------------------------------------------------------------------------------------------------
 
@@ -501,13 +452,14 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Work:
         given = opts or BarrierOptions()
-        # A time limit of Gloo's own would break the connections when it passes; ours only frees the caller.
+        # A time limit of Gloo's own would break the connections when it passes.
         inner = BarrierOptions()
         inner.device_ids, inner.device = given.device_ids, given.device
         kind = given.device.type if given.device is not None else "cpu"
-        if kind not in {each.type for each in self._devices} or kind in self._ready()[1].staged:
+        if kind not in self.member.device_types:
             kind = "cpu"
-        return self.run(("barrier", None, None, kind), "barrier", (), (), inner, timeout=given.timeout)
+        key = ("barrier", None, None, self._carried_as(kind))
+        return self.run(key, "barrier", (), (), inner, timeout=given.timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with a time limit, whose error names all replicas that did not come."""
@@ -528,15 +480,15 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _message(self, method: str, tensors: list[Tensor], written: bool, *rest: Any) -> Work:
         """Start a send or a receive. These have no number: only two replicas take part."""
-        current, backends = self._ready()
-        device = tensors[0].device
-        if device.type != "cpu" and device.type not in backends.staged:
-            return DeviceWork(current, getattr(backends.backends[device.type], method)(tensors, *rest))
-        staging = None
-        if device.type in backends.staged:
+        current, backends = self.ready()
+        device, staging = tensors[0].device, None
+        kind = self._carried_as(device.type)
+        if kind != device.type:
             staging = Staging(device)
             tensors = staging.host(tensors, written=written)
-        inner = getattr(backends.backends["cpu"], method)(tensors, *rest)
+        inner = getattr(backends.backends[kind], method)(tensors, *rest)
+        if kind != "cpu":
+            return DeviceWork(current, inner)
         return MessageWork(current, inner, staging, self._time_limit_s)
 
     # -- subgroups ---------------------------------------------------------------------------------------------------
@@ -560,7 +512,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             # A name from torch's counter: every replica makes its groups in the same order. The counters themselves may
             # differ since an earlier failure, so the group gets its number in the log.
             name = str(self.note(("new_group", None, None, "cpu", tuple(ranks), "ranks")))
-        made = self._make_subgroup(self, list(ranks), name)
+        made = self.member.make_subgroup(self, list(ranks), name)
         if made is not None:
             made.set_timeout(timeout)
             made._set_group_name(group_name)
@@ -575,8 +527,9 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-def _op(opts: Any) -> int:
-    return hash(opts.reduceOp)  # the op's number, five times faster than asking for it
+def _op(opts: Any) -> int | None:
+    op = getattr(opts, "reduceOp", None)
+    return hash(op) if op is not None else None  # its number, five times faster than asking for it
 
 
 def _device_of(value: Any) -> torch.device:

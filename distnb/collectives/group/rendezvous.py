@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from distnb.errors import CollectiveError
 from distnb.topology import Team
 
-__all__ = ["Card", "StoreClient", "all_agree", "host", "meet"]
+__all__ = ["Card", "StoreClient", "exchange", "host", "meet"]
 
-_CONNECT_S = 60.0
+_CONNECT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,7 @@ def host() -> str:
 
 
 class StoreClient:
-    """A connection to a store, made when it is first needed and kept: a new one can take seconds on a busy machine.
-
-    Args:
-        connect: Makes a connection.
-    """
+    """A connection to a store, made when it is first needed and kept: a new one can take seconds on a busy machine."""
 
     def __init__(self, connect: Callable[[], Store]) -> None:
         self._connect = connect
@@ -66,13 +62,19 @@ class StoreClient:
         if not team.store_directory:
             return cls.at(team.store_host, team.store_port)
         # A file for each generation: a replica that is killed while it writes spoils none but that.
-        return _at_file(os.path.join(team.store_directory, f"store-{team.generation}"))
+        return cls.in_file(os.path.join(team.store_directory, f"store-{team.generation}"))
 
     @staticmethod
     @functools.cache
     def at(address: str, port: int) -> StoreClient:
         """The client of the TCPStore that listens there; one for the whole process."""
         return StoreClient(lambda: _connect(address, port))
+
+    @staticmethod
+    @functools.cache
+    def in_file(path: str) -> StoreClient:
+        """The client of the store that is a file; one for the whole process."""
+        return StoreClient(lambda: _open(path))
 
     def store(self) -> Store:
         """The connection. Raises CollectiveError if nobody answers."""
@@ -85,22 +87,15 @@ class StoreClient:
         self._store = None
 
 
-@functools.cache
-def _at_file(path: str) -> StoreClient:
-    return StoreClient(lambda: _open(path))
-
-
 def _open(path: str) -> Store:
     store = FileStore(path)
-    store.set_timeout(timedelta(seconds=_CONNECT_S))
+    store.set_timeout(_CONNECT)
     return store
 
 
 def _connect(address: str, port: int) -> Store:
     try:
-        return TCPStore(
-            address, port, None, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)
-        )
+        return TCPStore(address, port, None, is_master=False, wait_for_workers=False, timeout=_CONNECT)
     except RuntimeError as error:
         raise CollectiveError(f"The rendezvous store at {address}:{port} does not answer: {error}") from error
 
@@ -115,22 +110,11 @@ def meet(
     timeout_s: float | None = None,
     what: str = "the process group",
 ) -> list[Card]:
-    """Leave a card in the store and wait for everyone's.
-
-    Args:
-        store: Under a prefix that nobody used before.
-        rank, size: Who is who.
-        card: This replica's.
-        check: Called while waiting, with a function that gives the ranks that have not come; raises when there is
-            no point any more.
-        timeout_s: How long to wait; None for as long as `check` lets it.
-        what: What is being formed, for the error.
-
-    Returns:
-        The cards in rank order.
+    """Exchange cards in a store; see `exchange`.
 
     Raises:
-        CollectiveError: Somebody did not come in time.
+        CollectiveError: Somebody did not come to `what` is formed in time; without a limit it takes as long as `check`
+            lets it.
     """
     began = time.monotonic()
 
@@ -142,23 +126,24 @@ def meet(
                 f"Rank {rank} waited {timeout_s:g} s for {what}; these of {size} ranks did not come: {missing}."
             )
 
-    told = _exchange(store, "card", rank, size, json.dumps(asdict(card)), look)
+    told = exchange(PrefixStore("card", store), rank, size, json.dumps(asdict(card)), look)
     return [Card(**json.loads(each)) for each in told]
 
 
-def all_agree(
-    store: Store, rank: int, size: int, agrees: bool, check: Callable[[Callable[[], list[int]]], None]
-) -> bool:
-    """Whether every replica says yes. All learn the same."""
-    return all(each == b"yes" for each in _exchange(store, "agrees", rank, size, "yes" if agrees else "no", check))
-
-
-def _exchange(
-    store: Store, name: str, rank: int, size: int, value: str, check: Callable[[Callable[[], list[int]]], None]
+def exchange(
+    store: Store, rank: int, size: int, value: str, check: Callable[[Callable[[], list[int]]], None]
 ) -> list[bytes]:
-    """Leave a value in the store and wait for everyone's, in rank order."""
-    store.set(f"{name}/{rank}", value)
-    keys = [f"{name}/{other}" for other in range(size)]
+    """Leave a value in the store and wait for everyone's, in rank order.
+
+    Args:
+        store: Under a prefix that nobody used before.
+        rank, size: Who is who.
+        value: This replica's.
+        check: Called while waiting, with a function that gives the ranks that have not come; raises when there is
+            no point any more.
+    """
+    store.set(str(rank), value)
+    keys = [str(other) for other in range(size)]
 
     def absent() -> list[int]:
         return [other for other, key in enumerate(keys) if not store.check([key])]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,14 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = ["CollectiveWork", "DeviceWork", "MessageWork", "Staging", "positive_seconds"]
 
-_SLICE = timedelta(milliseconds=100)
-# A wait of Gloo's that times out leaves the work as it is: it can be waited for again, or left alone.
+_SLICE_S = 0.1
+_SLICE = timedelta(seconds=_SLICE_S)
 
 
 def _ended(inner: Any) -> RuntimeError | None:
     """Wait a while for one of Gloo's works. None when it ended well; else its error, or that time is over."""
     try:
-        inner.wait(_SLICE)
+        inner.wait(_SLICE)  # one that times out leaves the work as it is: it can be waited for again, or left alone
     except RuntimeError as error:
         return error.with_traceback(None)
     return None
@@ -34,32 +33,24 @@ def _ended(inner: Any) -> RuntimeError | None:
 
 def positive_seconds(timeout: timedelta | None) -> float | None:
     """A time limit for one wait; torch passes "none given" as zero or as a negative number."""
-    if timeout is None:
-        return None
-    seconds = timeout.total_seconds()
+    seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None
 
 
 class Staging:
     """Host copies of a device's tensors for one operation, where replicas share one GPU and only Gloo can carry them.
 
-    Args:
-        device: The device of the tensors.
+    Attributes:
+        devices: The device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.devices = [device]
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._result: list[torch.Tensor] = []
-        self._done = False
 
     def host(self, value: Any, *, written: bool) -> Any:
-        """A host copy of a tensor, or of each tensor in nested lists.
-
-        Args:
-            value: Tensor or (nested) list of tensors.
-            written: The operation writes to it, so that it is copied back.
-        """
+        """A host copy of a tensor, or of each in nested lists; one that is `written` is copied back in the end."""
         if isinstance(value, torch.Tensor):
             copy = value.detach().to("cpu", copy=True)
             if written:
@@ -68,29 +59,18 @@ class Staging:
         return [self.host(each, written=written) for each in value]
 
     def copy_back(self) -> Sequence[torch.Tensor]:
-        """Bring what the operation wrote to the device. Idempotent.
-
-        Returns:
-            The tensors that were written.
-        """
-        if not self._done:
-            self._done = True
-            with torch.no_grad():
-                for original, copy in self._pairs:
-                    original.copy_(copy)
-            self._result = [original for original, _ in self._pairs]
-            self._pairs = []
+        """Bring what the operation wrote to the device, and return those tensors. Idempotent."""
+        with torch.no_grad():
+            for original, copy in self._pairs:
+                original.copy_(copy)
+        self._result += [original for original, _ in self._pairs]
+        self._pairs = []
         return self._result
 
 
 @methods_always_eager
 class _GuardedWork(dist.Work):
-    """What works have in common: they stand in front of the backend's own, and end with their communicator.
-
-    Args:
-        communicator: What it is done with.
-        inner: The backend's own work.
-    """
+    """What works have in common: they stand in front of the backend's own, and end with their communicator."""
 
     def __init__(self, communicator: Communicator, inner: Any) -> None:
         super().__init__()
@@ -99,25 +79,6 @@ class _GuardedWork(dist.Work):
 
     def result(self) -> Any:
         return self._inner.result()
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def source_rank(self) -> int:
-        return int(self._inner._source_rank())
-
-    _source_rank = source_rank
-
-
-@methods_always_eager
-class DeviceWork(_GuardedWork):
-    """An operation under way in NCCL: waiting only makes the current stream wait, and never blocks."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream wait. Raises what ended the communicator, if something did."""
-        if self._communicator.failed:
-            self._communicator.raise_failure()
-        return bool(self._inner.wait() if positive_seconds(timeout) is None else self._inner.wait(timeout))
 
     def is_completed(self) -> bool:
         return bool(self._inner.is_completed())
@@ -128,6 +89,19 @@ class DeviceWork(_GuardedWork):
     def exception(self) -> Any:
         return self._inner.exception()
 
+    def _source_rank(self) -> int:
+        return int(self._inner._source_rank())
+
+
+@methods_always_eager
+class DeviceWork(_GuardedWork):
+    """An operation under way in NCCL: waiting only makes the current stream wait, and never blocks."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._communicator.failed:
+            self._communicator.raise_failure()
+        return bool(self._inner.wait() if positive_seconds(timeout) is None else self._inner.wait(timeout))
+
     def synchronize(self) -> None:
         self._inner.synchronize()
 
@@ -137,36 +111,24 @@ class DeviceWork(_GuardedWork):
     def get_future(self) -> torch.futures.Future[Any]:
         return self._inner.get_future()  # type: ignore[no-any-return]
 
-    def under_way(self) -> bool:
-        """NCCL's abort leaves nothing under way."""
-        return False
-
 
 @methods_always_eager
 class _HostWork(_GuardedWork):
     """A work of Gloo's.
 
     Args:
-        communicator: What it is done with.
-        inner: Gloo's own work.
         number: Its number in the collective log; messages have none.
         staging: Where tensors of a device go through host memory: what to copy back.
-        limit_s: A time limit for each wait, or None.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        inner: Any,
-        number: int | None,
-        staging: Staging | None = None,
-        limit_s: float | None = None,
-    ) -> None:
+    def __init__(self, communicator: Communicator, inner: Any, number: int | None, staging: Staging | None) -> None:
         super().__init__(communicator, inner)
         self.number = number
         self._staging = staging
-        self._limit_s = limit_s
         self._future: torch.futures.Future[Any] | None = None
+
+    def synchronize(self) -> None:
+        self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that is completed with the work, and that an abort fails: also for those who wait in C++."""
@@ -202,13 +164,13 @@ class CollectiveWork(_HostWork):
     _heard = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end. Raises what ended the communicator, if something did."""
         communicator = self._communicator
-        if self._communicator.failed:
+        if communicator.failed:
             communicator.raise_failure()
         if _ended(self._inner) is not None:
+            communicator.limit(self.number, self._inner, positive_seconds(timeout))
             try:
-                self._wait_longer(positive_seconds(timeout) or self._limit_s)
+                self._wait_longer()
             finally:
                 communicator.waited()
         communicator.finished(self)
@@ -216,15 +178,13 @@ class CollectiveWork(_HostWork):
             self._staging.copy_back()
         return True
 
-    def _wait_longer(self, limit: float | None) -> None:
-        communicator, inner, began = self._communicator, self._inner, time.monotonic()
+    def _wait_longer(self) -> None:
+        communicator, inner = self._communicator, self._inner
         while True:
             # What timed out while it ended shows no error when asked again.
             if inner.is_completed() and (error := _ended(inner)) is not None:
                 communicator.explain(self.number, error)
             communicator.examine(self.number)
-            if limit is not None and time.monotonic() - began > limit:
-                communicator.raise_out_of_time(self.number, limit)
             if _ended(inner) is None:
                 return
 
@@ -233,9 +193,6 @@ class CollectiveWork(_HostWork):
 
     def is_success(self) -> bool:
         return not self._communicator.failed and self._inner.is_success()
-
-    def exception(self) -> Any:
-        return self._inner.exception()
 
     def _follow(self) -> None:
         self._heard = False  # now there is somebody to be told
@@ -252,7 +209,7 @@ class CollectiveWork(_HostWork):
 
     def _conclude(self, root: torch.futures.Future[Any]) -> Any:
         communicator = self._communicator
-        if self._communicator.failed and not self._inner.is_completed():
+        if communicator.failed and not self._inner.is_completed():
             communicator.raise_failure()
         failed: RuntimeError | None = None
         try:
@@ -280,18 +237,11 @@ class MessageWork(_HostWork):
     """
 
     def __init__(self, communicator: Communicator, inner: Any, staging: Staging | None, limit_s: float | None) -> None:
-        super().__init__(communicator, inner, None, staging, limit_s)
+        super().__init__(communicator, inner, None, staging)
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._waiting = False
-
-    def _begin(self) -> None:
-        with self._lock:
-            if self._waiting:
-                return
-            self._waiting = True
-        self._communicator.watch(self)
+        self._limit_s = limit_s
+        communicator.watch(self)
         thread = threading.Thread(target=self._run, name="distnb-message", daemon=True)
         exits.note(thread)
         thread.start()
@@ -306,13 +256,10 @@ class MessageWork(_HostWork):
         self.conclude()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end. Raises what ended the communicator, if something did."""
-        self._begin()
-        limit, began = positive_seconds(timeout) or self._limit_s, time.monotonic()
-        while not self._ended.wait(0.1):
+        if not self._ended.is_set():
+            self._communicator.limit(self, self, positive_seconds(timeout) or self._limit_s)
+        while not self._ended.wait(_SLICE_S):
             self._communicator.examine(None)
-            if limit is not None and time.monotonic() - began > limit:
-                self._communicator.raise_out_of_time(None, limit)
         if self._error is not None:
             self._communicator.explain(None, self._error)
         if self._staging is not None:
@@ -320,7 +267,6 @@ class MessageWork(_HostWork):
         return True
 
     def is_completed(self) -> bool:
-        self._begin()
         return self._ended.is_set()
 
     def is_success(self) -> bool:
@@ -330,7 +276,6 @@ class MessageWork(_HostWork):
         return self._error
 
     def _follow(self) -> None:
-        self._begin()
         if self._ended.is_set():
             self.conclude()
 
@@ -343,4 +288,4 @@ class MessageWork(_HostWork):
 
     def under_way(self) -> bool:
         """Whether Gloo still works on it."""
-        return self._waiting and not self._ended.is_set()
+        return not self._ended.is_set()

@@ -29,11 +29,7 @@ _unregister = torch._C._distributed_c10d._unregister_process_group
 
 
 class World:
-    """What torch.distributed knows of one default group and its subgroups, while it knows another one.
-
-    Args:
-        group: The default group; None for what torch knows now.
-    """
+    """What torch.distributed knows of one default group and its subgroups, while it knows another one."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -42,14 +38,7 @@ class World:
 
     @classmethod
     def of_group(cls, group: Any, store: Store, backend_name: str, backend_config: str) -> World:
-        """That of a new default group.
-
-        Args:
-            group: The group.
-            store: What torch's `new_group` and others use as the default store.
-            backend_name: What `get_backend` says.
-            backend_config: What `get_backend_config` says.
-        """
+        """That of a new default group: its store, and what `get_backend` and `get_backend_config` say."""
         made, name = cls(group), "0"
         made.maps["pg_map"][group] = (backend_name, store)
         made.maps["pg_names"][group] = name
@@ -103,35 +92,22 @@ class TorchDistributed:
         self._lock = threading.RLock()
 
     def enter(self, world: World) -> None:
-        """Make this the world that torch knows. One that was not ours, set up by the user before, is kept aside."""
+        """Make this the world that torch knows."""
         with self._lock:
             if self._current is world:
                 return
             if self._current is not None:
                 self._current.save()
             elif dist.is_initialized():
-                self._set_aside = World(c10d._world.default_pg)
+                self._set_aside = World(c10d._world.default_pg)  # the user's own; it lives on, though unused
                 self._set_aside.save()
             world.load()
             self._current = world
 
-    def leave(self) -> None:
-        """Give torch.distributed back as it was before `enter`."""
-        with self._lock:
-            if self._current is None:
-                return
-            self._current.save()
-            self._current = None
-            if self._set_aside is not None:
-                self._set_aside.load()
-                self._set_aside = None
-
     def set_store(self, world: World, store: Store) -> None:
         """Use another store in a world from now on."""
-        backend_name, _ = world.maps["pg_map"][world.group]
-        world.maps["pg_map"][world.group] = (backend_name, store)
-        if self._current is world:
-            c10d._world.pg_map[world.group] = (backend_name, store)
+        maps = c10d._world.pg_map if self._current is world else world.maps["pg_map"]
+        maps[world.group] = (maps[world.group][0], store)
 
     def foreign_default(self) -> Foreign | None:
         """The default group that is not ours, if there is one."""

@@ -66,11 +66,7 @@ def nbytes(size: int) -> int:
 
 
 class SharedSum:
-    """The areas of one communicator.
-
-    Args:
-        log: In whose memory they are, behind the log itself.
-    """
+    """The areas of one communicator, in its collective log's memory, behind the log itself."""
 
     def __init__(self, log: CollectiveLog) -> None:
         memory, size = log.memory, log.size
@@ -108,12 +104,8 @@ class SharedSum:
     def post(self, tensor: torch.Tensor, communicator: Communicator, number: int, wanted: bool = True) -> int:
         """Copy a tensor to this replica's area and tell the others. Returns the operation's own number.
 
-        Call it in the order of the collectives, one at a time.
-
-        Args:
-            tensor: What the others read, or what is as large as that.
-            communicator, number: Whose collective this is, and which.
-            wanted: Whether any of the others reads it; else nothing is copied.
+        Call it in the order of the collectives, one at a time. A tensor that is not wanted by any of the others is only
+        as large as what they read, and is not copied.
         """
         own = self._number = self._number + 1
         begin = self._room(tensor.numel() * tensor.dtype.itemsize, own, communicator, number)
@@ -248,12 +240,7 @@ class SharedSum:
 
 
 class SharedWork:
-    """One reduction under way.
-
-    Attributes:
-        number: The collective's number in the collective log.
-        sources: Whose tensors this replica reads, in this order; None for all.
-    """
+    """One reduction or gather under way: of the tensors of some sources, in this order, or of all."""
 
     def __init__(
         self,
@@ -274,7 +261,7 @@ class SharedWork:
         self.sources = range(shared.size) if sources is None else sources
 
     def wait(self) -> None:
-        """Wait for the end; the tensor holds the result then. Raises what ended the communicator, if something did."""
+        """Wait for the end; the tensor holds the result then."""
         self.result()
 
     def result(self) -> list[torch.Tensor]:
