@@ -10,8 +10,9 @@ from typing import Any
 
 from distnb.notebook.handles.computing import special_methods
 from distnb.values.structure import map_structure
+from distnb.wire.messages import ObjectId
 
-__all__ = ["PendingCall", "Unsettled", "resolve"]
+__all__ = ["BesideCall", "PendingCall", "Unsettled", "resolve"]
 
 # Calls under way; more would only fill queues. Many are waited for at once: that sends what waits to leave together.
 _MOST_UNSETTLED, _FEW_UNSETTLED = 1000, 900
@@ -93,22 +94,54 @@ def _was_told(value: PendingCall) -> bool:
     return True
 
 
+class BesideCall:
+    """A call that is sent once the replicas have begun with the next program: they need it later than that.
+
+    Args:
+        send: Sends it.
+        changes: The ids of engine objects that it changes.
+    """
+
+    def __init__(self, send: Callable[[], PendingCall], changes: set[ObjectId]) -> None:
+        self._send = send
+        self.changes = changes
+        self._sent: PendingCall | None = None
+
+    def send(self) -> PendingCall:
+        """Send it, unless that was done."""
+        if self._sent is None:
+            self._sent = self._send()
+        return self._sent
+
+    def result(self) -> Any:
+        """Wait for its result.
+
+        Raises:
+            BaseException: What it raised on the replicas.
+        """
+        return resolve(self.send())
+
+
 class Unsettled:
     """The calls that nobody has waited for yet, by their programs, in the order in which they were sent."""
 
     def __init__(self) -> None:
         self._calls: dict[int, PendingCall] = {}
+        self._quiet: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def add(self, program: int, call: PendingCall) -> None:
-        """A call was sent."""
+    def add(self, program: int, call: PendingCall, *, own_error: bool) -> None:
+        """A call was sent. `own_error`: what it raises is told even if nobody uses its result."""
         self._calls[program] = call
+        if not own_error:
+            self._quiet.add(program)
 
     def discard(self, program: int) -> None:
         """A call went well, and its result is there: whoever wants that has it."""
         self._calls.pop(program, None)
+        self._quiet.discard(program)
 
     def keep_few(self) -> None:
         """Wait for the oldest of them, where they have become too many; raises what one of them raised."""
@@ -125,6 +158,8 @@ class Unsettled:
     def settle(self) -> None:
         """Wait for all of them; raises what the first that failed did, unless a use of its result has done so."""
         calls, self._calls = self._calls, {}
-        for call in calls.values():
+        quiet, self._quiet = self._quiet, set()
+        for program, call in calls.items():
             if not _was_told(call):
-                resolve(call)
+                with contextlib.suppress(Exception) if program in quiet else contextlib.nullcontext():
+                    resolve(call)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StructureError
 from distnb.input.optional import AskedIterator
 from distnb.notebook.handles.state import state_of_handle
-from distnb.notebook.pending import resolve
+from distnb.notebook.pending import BesideCall
 
 if TYPE_CHECKING:
     from distnb.input.dataset import DistributedIterator
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["RemoteDataset"]
 
 Call = Callable[..., Any]
-"""`call(function, *args, wait=True)`: calls it on every replica, in cross-replica context, and regroups the results."""
+"""`call(function, *args)`: calls it on every replica, in cross-replica context, and regroups the results."""
+
+Beside = Callable[[Sequence[Any], Sequence[Any]], BesideCall]
+"""`beside((function, *args), changed)`: calls it, beside the next program, where it changes engine objects."""
 
 
 class RemoteDataset:
@@ -28,9 +31,10 @@ class RemoteDataset:
     `note` is told of each batch that is given.
     """
 
-    def __init__(self, handle: Any, call: Call, note: Callable[[Any], None]) -> None:
+    def __init__(self, handle: Any, call: Call, beside: Beside, note: Callable[[Any], None]) -> None:
         self._handle = handle
         self._call = call
+        self._beside = beside
         self._note = note
 
     is_distributed_dataset = True
@@ -42,7 +46,7 @@ class RemoteDataset:
         facts = state_of_handle(iterator).facts
         for replica, fact in facts.items():
             facts[replica] = replace(fact, holds=tuple(held for held in fact.holds if not isinstance(held, str)))
-        return RemoteIterator(iterator, self._handle, self._call, self._note)
+        return RemoteIterator(iterator, self._handle, self._call, self._beside, self._note)
 
     def __len__(self) -> int:
         return int(self._call(len, self._handle))
@@ -75,18 +79,20 @@ class RemoteDataset:
 class RemoteIterator(AskedIterator):
     """One iteration over the engines' dataset.
 
-    The replicas are asked for the next batch when this one is given, so that it is there when the cell comes for it. It
-    counts as given only then; and where reading it raises, or could be told by the user's code, it is not asked for.
+    The replicas are asked for the next batch while they work on this one, so that it is there when the cell comes for
+    it. It counts as given only then; and where reading it raises, or could be told by the user's code, it is not asked
+    for.
     """
 
     is_distributed_iterator = True
 
-    def __init__(self, handle: Any, dataset: Any, call: Call, note: Callable[[Any], None]) -> None:
+    def __init__(self, handle: Any, dataset: Any, call: Call, beside: Beside, note: Callable[[Any], None]) -> None:
         self._handle = handle
         self._dataset = dataset
         self._call = call
+        self._beside = beside
         self._note = note
-        self._asked: Any = None
+        self._asked: BesideCall | None = None
         self._ended = False
 
     def __next__(self) -> Any:
@@ -102,7 +108,7 @@ class RemoteIterator(AskedIterator):
                 self._call(_nothing, self._dataset)  # what reading changed in the notebook's data comes with it
                 raise StopIteration
         if ahead:
-            self._asked = self._call(_ask_ahead, self._handle, came, wait=False)
+            self._asked = self._beside((_ask_ahead, self._handle, came), (self._handle, self._dataset))
         self._note(batch)
         return batch
 
@@ -112,7 +118,7 @@ class RemoteIterator(AskedIterator):
         if asked is None:
             return False, None
         try:
-            more, batch = resolve(asked)
+            more, batch = asked.result()
         except StructureError:  # the replicas read different data, and some are at the end
             return False, None
         return more is True, batch

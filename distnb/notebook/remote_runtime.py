@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
+from distnb.notebook.pending import BesideCall
 from distnb.notebook.remote_dataset import RemoteDataset
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime.base import Owner
@@ -81,15 +82,18 @@ class Remote:
         """A dataset that every replica reads its slices of."""
         keywords = {"batch_size": batch_size, "options": options}
         handle = self._ask("distribute_dataset", (dataset,), keywords)
-        return RemoteDataset(handle, self._call, self._note_batch)
+        return RemoteDataset(handle, self._call, self._beside, self._note_batch)
 
     def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
         """A dataset whose pipelines a function makes on the engines."""
         handle = self._ask("distribute_datasets_from_function", (fn,), {"options": options})
-        return RemoteDataset(handle, self._call, self._note_batch)
+        return RemoteDataset(handle, self._call, self._beside, self._note_batch)
 
-    def _call(self, function: Callable[..., Any], *args: Any, wait: bool = True) -> Any:
-        return self._ask("", (function, *args), {}, wait=wait)
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self._ask("", (function, *args), {})
+
+    def _beside(self, args: Sequence[Any], changed: Sequence[Any]) -> BesideCall:
+        return self._session().call_beside(self._strategy.spec, args, changed)
 
     def _note_batch(self, batch: Any) -> None:
         self._session().namespace.batch = batch

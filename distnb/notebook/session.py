@@ -7,15 +7,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
 from distnb.notebook.dispatch import Outcome
 from distnb.notebook.engines import Engines, EngineStatus
 from distnb.notebook.failures import raise_failure, warn_of_drift
 from distnb.notebook.front_end import FrontEnd
+from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
-from distnb.notebook.pending import PendingCall, Unsettled
+from distnb.notebook.pending import BesideCall, PendingCall, Unsettled
 from distnb.options import StrategySpec
 from distnb.topology import Device, Team
 from distnb.wire.exchange import Snapshot
@@ -24,6 +25,15 @@ from distnb.wire.messages import Apply, CallFunction, ObjectId, RunCell, Status
 __all__ = ["EngineStatus", "Session"]
 
 _OUTPUT_PATIENCE_S = 1.0
+
+
+class _Call(NamedTuple):
+    """A call under way: what follows it, who runs it, what it was sent, and `operations.changes` when it was."""
+
+    outcome: Outcome
+    team: Team
+    snapshot: Snapshot
+    changes: int
 
 
 class Session:
@@ -45,11 +55,13 @@ class Session:
         self.user_ns = user_ns
         self.front = FrontEnd()
         self.namespace = NotebookNamespace(user_ns, self.perform)
+        self.namespace.operations.before = self._send_besides
         self._engines = Engines(plan, self.namespace)
         self._supervisor = self._engines.supervisor
         self.events = self._supervisor.events
         self._dispatch = self._engines.dispatch
         self._unsettled = Unsettled()
+        self._besides: list[BesideCall] = []
         self._lookers = threading.local()
         self.unshown: set[int] = set()
         self._owner = os.getpid()
@@ -187,6 +199,7 @@ class Session:
             BaseException: The failing replica's own exception; KeyboardInterrupt when the user ended it.
         """
         with self._dispatch.turn:
+            self._send_besides()
             self.settle()  # what earlier calls did belongs to the namespace that the cell gets
             team = self.team(spec)
             self._dispatch.require_ready(team.engines)
@@ -239,49 +252,94 @@ class Session:
             BaseException: The failing replica's own exception; KeyboardInterrupt when the user ended it.
         """
         with self._dispatch.turn:
-            team = self.team(spec)
-            self.latest_strategy = spec.kind
-            program = self._dispatch.number()
-            with self._dispatch.interrupts as interrupts:
-                with interrupts.brief():
-                    if self._unsettled and self.namespace.may_be_changed(team):
-                        self._unsettled.wait()  # by a call under way: what this one sends depends on that
-                    snapshot = self.namespace.outgoing_call(args, kwargs, team)
-                    self.namespace.operations.changes += 1
-                message = CallFunction(program, team, spec, method, snapshot)
-                try:
-                    outcome = (self._dispatch.run if wait else self._dispatch.post)(program, team.engines, message)
-                except BaseException:
-                    self.namespace.failed(snapshot)
-                    raise
+            if not (wait and method == "run"):
+                self._send_besides()
+            with self._dispatch.interrupts:
+                call = self._post(spec, method, args, kwargs)
                 if wait:
-                    return self._finish_call(outcome, team, snapshot)
-
-                def finish(keep: Callable[[Any], object]) -> Any:
-                    result = self._finish_call(outcome, team, snapshot, outcome.interrupted, keep)
-                    self._unsettled.discard(program)
+                    ahead = not self.namespace.may_be_changed(call.team)
+                    if ahead:
+                        self._send_besides()
+                    result = self._finish_call(call)
+                    if not ahead:
+                        self._send_besides()
                     return result
-
-                pending = PendingCall(finish)
-                self._unsettled.add(program, pending)
+                pending = self._pend(call)
             self._unsettled.keep_few()
             return pending
 
+    def call_beside(self, spec: StrategySpec, args: Sequence[Any], reads: Sequence[Any]) -> BesideCall:
+        """Call a function on every replica once they have begun with the next program; what it does is not the user's.
+
+        Args:
+            spec: The strategy.
+            args: The function, and its arguments.
+            reads: Handles of what it changes: it is sent before a program that reads these.
+        """
+
+        def send() -> PendingCall:
+            with self._dispatch.turn, self._dispatch.interrupts:
+                return self._pend(self._post(spec, "", args, {}, beside=True), own_error=False)
+
+        beside = BesideCall(send, {state_of_handle(handle).identity for handle in reads})
+        self._besides.append(beside)
+        return beside
+
+    def _send_besides(self) -> None:
+        besides, self._besides = self._besides, []
+        for beside in besides:
+            beside.send()
+
+    def _post(
+        self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, beside: bool = False
+    ) -> _Call:
+        """Pack a call and send it; with the turn, and within `interrupts`."""
+        team = self.team(spec)
+        self.latest_strategy = spec.kind
+        with self._dispatch.interrupts.brief():
+            if self._unsettled and self.namespace.may_be_changed(team):
+                self._unsettled.wait()  # by a call under way: what this one sends depends on that
+            snapshot = self.namespace.outgoing_call(args, kwargs, team)
+            if not beside and any(self.namespace.reads(team, each.changes) for each in self._besides):
+                self.namespace.failed(snapshot)
+                self._send_besides()
+                snapshot = self.namespace.outgoing_call(args, kwargs, team)
+            self.namespace.operations.changes += not beside
+        program = self._dispatch.number()
+        try:
+            outcome = self._dispatch.post(program, team.engines, CallFunction(program, team, spec, method, snapshot))
+        except BaseException:
+            self.namespace.failed(snapshot)
+            raise
+        return _Call(outcome, team, snapshot, self.namespace.operations.changes)
+
+    def _pend(self, call: _Call, *, own_error: bool = True) -> PendingCall:
+        """The result of a call that nobody waits for yet."""
+        program = call.outcome.program
+
+        def finish(keep: Callable[[Any], object]) -> Any:
+            result = self._finish_call(call, call.outcome.interrupted, keep)
+            self._unsettled.discard(program)
+            return result
+
+        pending = PendingCall(finish)
+        self._unsettled.add(program, pending, own_error=own_error)
+        return pending
+
     def _finish_call(
         self,
-        outcome: Outcome,
-        team: Team,
-        snapshot: Snapshot,
+        call: _Call,
         known: bool = False,
         keep: Callable[[Any], object] = lambda result: None,
     ) -> Any:
         """Wait for a call and take in what it did.
 
         Args:
-            outcome, team, snapshot: Of the call.
+            call: What `_post` gave.
             known: Whether the user has heard of it that it was interrupted.
             keep: Given the result before SIGINT can raise again.
         """
+        outcome, team, snapshot = call.outcome, call.team, call.snapshot
         with self._dispatch.turn, self._dispatch.interrupts as interrupts:
             self._dispatch.wait(outcome)
             self._leave_broken_group(outcome, team)
@@ -289,7 +347,7 @@ class Session:
             with interrupts.brief():
                 if outcome.ok:  # perhaps before it heard of an interrupt
                     values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
-                    result = self.namespace.result(team, values)
+                    result = self.namespace.result(team, values, call.changes)
                 else:
                     self.namespace.failed(snapshot, _what_they_did(outcome, team))
                 if outcome.stuck:

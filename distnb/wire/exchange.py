@@ -158,6 +158,7 @@ class Summary:
         shape, dtype, device: Of tensors and arrays, else "".
         attributes: What `dir` gives, for completion.
         iterates: Whether it is an iterator.
+        number: The element of a tensor without dimensions in host memory, which takes no waiting and no room.
     """
 
     type: str
@@ -167,6 +168,7 @@ class Summary:
     device: str = ""
     attributes: tuple[str, ...] = ()
     iterates: bool = False
+    number: float | int | complex | None = None
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,9 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
     if is_array(shown) or is_tensor(shown) or _is_variable(shown):
         shape, dtype = str(tuple(shown.shape)), str(shown.dtype).removeprefix("torch.")
         text = None if brief or shown.nbytes > _SHORT_ELEMENTS * 16 else _short_text(shown)
-        return Summary(name, text, shape, dtype, str(getattr(shown, "device", "cpu")))
+        at_hand = name == "torch.Tensor" and shape == "()" and shown.is_cpu and not shown.requires_grad
+        number = shown.item() if at_hand and dense_tensor(shown) else None
+        return Summary(name, text, shape, dtype, str(getattr(shown, "device", "cpu")), number=number)
     if brief:
         return Summary(name, None, iterates=isinstance(shown, Iterator))
     if type(shown) is Placeholder:

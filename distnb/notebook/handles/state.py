@@ -67,6 +67,16 @@ class RemoteState:
         if parent is not None:
             state_of_handle(parent).give(given)
 
+    def known(self, replica: int) -> Any:
+        """A copy of a replica's component, if the notebook has heard what it is; else None."""
+        fact = self.facts.get(replica)
+        summary = None if fact is None or self.dated else fact.summary
+        if summary is None or summary.number is None:
+            return None
+        import torch
+
+        return torch.tensor(summary.number, dtype=getattr(torch, summary.dtype), device="cpu")
+
     @property
     def type_name(self) -> str:
         """The class of the object, on the first replica that has one."""

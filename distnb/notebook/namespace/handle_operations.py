@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,12 +45,14 @@ class HandleOperations:
 
     Attributes:
         changes: How many programs there were that may have changed what handles stand for: cells, calls, operations.
+        before: Called before an operation is packed: sends what is to be sent first.
     """
 
     def __init__(self, namespace: NotebookNamespace, perform: Perform) -> None:
         self._namespace = namespace
         self._perform = perform
         self.changes = 0
+        self.before: Callable[[], None] = lambda: None
 
     # -- forwarding ------------------------------------------------------------------------------------------------
 
@@ -130,6 +132,7 @@ class HandleOperations:
             raise DistributedValueError(_no_object(state))
         asked = tuple(sorted(state.facts.keys() - state.lost))
         tracked = state.tracked
+        self.before()
         snapshot = self._namespace.call_snapshot(tracked, (tuple(args), dict(kwargs)), touched=(handle,))
         answers = self._ask(tracked, operation, state.identity, Request(snapshot, path, asked))
         state.give(name for name in snapshot.sections if name.startswith("@"))
@@ -207,6 +210,7 @@ class HandleOperations:
         for replica in wanted:
             state.check_assigned(replica)
         found = {replica: state.local[replica] for replica in wanted if replica in state.local}
+        found |= {replica: value for replica in wanted if (value := state.known(replica)) is not None}
         remote = [replica for replica in wanted if replica not in found]
         packs = self.fetch(state.tracked, remote, (state.identity,))
         found.update({replica: state.tracked.tracker.open_loose(pack)["@0"] for replica, pack in packs.items()})
@@ -218,6 +222,7 @@ class HandleOperations:
         """Packed copies of several objects, as some replicas hold them."""
         if not replicas:
             return {}
+        self.before()
         touched = [handle for target in targets if (handle := tracked.handle(target)) is not None]
         snapshot = self._namespace.call_snapshot(tracked, None, touched=touched)
         return self._transfer(tracked, "fetch", targets[0], Request(snapshot, (), tuple(replicas), targets))
@@ -244,6 +249,7 @@ class HandleOperations:
         Returns:
             The ids of what they now have.
         """
+        self.before()
         snapshot = self._namespace.call_snapshot(tracked, None)
         pack, restored = self._transfer(
             tracked, "export", (0, ""), Request(snapshot, answers=(survivor,), targets=mirrored)

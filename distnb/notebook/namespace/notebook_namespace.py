@@ -29,6 +29,7 @@ from distnb.objects.reads import names_read
 from distnb.topology import Team
 from distnb.values import DistributedValues
 from distnb.wire.exchange import HeldArgument, Items, Keywords, NamedArgument, Result, Snapshot, is_bare
+from distnb.wire.messages import ObjectId
 
 __all__ = ["NotebookNamespace"]
 
@@ -125,9 +126,19 @@ class NotebookNamespace:
         tracked = self._teams.of(team.engines)
         return any(serial in tracked.outstanding for serial in tracked.changing)
 
-    def result(self, team: Team, replies: Mapping[int, Result]) -> Any:
-        """The result of a call, from what `EngineNamespace.close_call` gave on each replica."""
-        return self.take_in_call(self._teams.of(team.engines), replies)
+    def reads(self, team: Team, objects: set[ObjectId]) -> bool:
+        """Whether the call that was packed last reads one of these engine objects."""
+        return not objects.isdisjoint(self._teams.of(team.engines).references.met)
+
+    def result(self, team: Team, replies: Mapping[int, Result], changes: int | None = None) -> Any:
+        """The result of a call, from what `EngineNamespace.close_call` gave on each replica.
+
+        Args:
+            team: Who ran it.
+            replies: By replica.
+            changes: What `operations.changes` was when it was sent; None for what it is now.
+        """
+        return self.take_in_call(self._teams.of(team.engines), replies, changes=changes)
 
     def failed(self, snapshot: Snapshot, replies: Mapping[int, Result] | None = None) -> None:
         """A call failed, or could not be sent. What it did until then is taken in, as that of a cell is.
@@ -149,12 +160,19 @@ class NotebookNamespace:
             if tracked.key == snapshot.team:
                 tracked.reject(snapshot)
 
-    def take_in_call(self, tracked: TrackedObjects, results: Mapping[int, Result], *, with_result: bool = True) -> Any:
+    def take_in_call(
+        self,
+        tracked: TrackedObjects,
+        results: Mapping[int, Result],
+        *,
+        with_result: bool = True,
+        changes: int | None = None,
+    ) -> Any:
         """Take in what a program did, and give its result."""
         snapshot = tracked.outstanding.get(next(iter(results.values())).serial)
         if snapshot is None:  # since it was sent, both sides have forgotten the numbers of objects
             results = {replica: replace(one, changed={}, pack=None) for replica, one in results.items()}
-        incoming = Results(tracked, self.user_ns, self.operations, results, self._announce)
+        incoming = Results(tracked, self.user_ns, self.operations, results, self._announce, changes)
         try:
             incoming.take_in()
             result = incoming.result() if with_result else None

@@ -34,6 +34,7 @@ class Results:
         operations: What handles talk through.
         results: By replica; those that died or were cut off have none.
         announce: Told when an object of the notebook became a handle.
+        changes: What `operations.changes` was when it was sent; None for what it is now.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class Results:
         operations: HandleOperations,
         results: Mapping[int, Result],
         announce: Callable[[str], None],
+        changes: int | None = None,
     ) -> None:
         self._tracked = tracked
         self._user_ns = user_ns
         self._operations = operations
         self._results = dict(sorted(results.items()))
         self._announce = announce
+        self._changes = operations.changes if changes is None else changes
         self._first = next(iter(self._results.values()))
         self._serial = self._first.serial
         self._sent: dict[str, Any] = {}
@@ -337,7 +340,7 @@ class Results:
         if mirrored is None:
             mirrored = are_equal(facts) and len(facts) == len(self._results)
         state = RemoteState(self._tracked, self._operations, identity, dict(facts), local or {}, name)
-        state.as_of = self._operations.changes
+        state.as_of = self._changes
         state.gone = {engine for place, engine in enumerate(self._tracked.key[0]) if place not in self._results}
         handle = make_handle(state, mirrored=mirrored, size=self._tracked.size)
         self._tracked.add_handle(identity, handle)
@@ -381,7 +384,7 @@ class Results:
                 if identity in results.handles
             }
             state.facts.update(facts)
-            state.as_of = self._operations.changes
+            state.as_of = self._changes
             # Of components that differed, what is left when an engine has ended is not what all have.
             known = len(state.facts) == self._tracked.size and (isinstance(handle, Mirrored) or not state.gone)
             if known and not any(fact.wrapped for fact in facts.values()):
