@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
-from distnb.notebook.pending import BesideCall
+from distnb.notebook.pending import BesideCall, resolve
 from distnb.notebook.remote_dataset import RemoteDataset
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime.base import Owner
@@ -72,7 +72,7 @@ class Remote:
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Every replica's component, fetched: in the notebook they are all equally far."""
-        return local_components(value)
+        return local_components(resolve(value))
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
         """A distributed value made by a function, which each replica calls for itself."""

@@ -86,16 +86,21 @@ def capture_environment(before: Environment | None = None, moment: Moment = "beg
         moment: A cell's beginning, its end, or around a call. Modes that are not looked at then are taken from
             `before`, but not at the first call in a cell.
     """
-    loaded = {"", *filter(_is_loaded, ("torch", "numpy"))}
-    looked_at = _MOMENTS[: _MOMENTS.index(moment) + 1]
-    same_cell = before is not None and before.cell == _cell
-    known = before.modes if before is not None and same_cell else {}
-    modes = {
-        mode.name: mode.capture() if mode.when in looked_at or mode.name not in known else known[mode.name]
-        for mode in MODES
-        if mode.library in loaded
-    }
-    return before if before is not None and same_cell and known == modes else Environment(modes, _cell)
+    known = before.modes if before is not None and before.cell == _cell else {}
+    loaded = "", *filter(_is_loaded, ("torch", "numpy"))
+    whole = _looked_at("beginning", loaded)
+    modes = {mode.name: mode.capture() for mode in (_looked_at(moment, loaded) if known else whole)}
+    modes = {**known, **modes}
+    if len(modes) < len(whole):  # a library was loaded since
+        modes |= {mode.name: mode.capture() for mode in whole if mode.name not in modes}
+    return before if before is not None and known == modes else Environment(modes, _cell)
+
+
+@functools.cache
+def _looked_at(moment: Moment, loaded: tuple[str, ...]) -> tuple[Mode, ...]:
+    """The modes that are looked at, where these libraries are loaded."""
+    whens = _MOMENTS[: _MOMENTS.index(moment) + 1]
+    return tuple(mode for mode in MODES if mode.when in whens and mode.library in loaded)
 
 
 _cell = 0

@@ -242,6 +242,12 @@ class Result:
     environment: Environment | None = None
     result: Any = None
 
+    @property
+    def only_returned(self) -> bool:
+        """Whether the result of a call is all there is to take in."""
+        told = self.names, self.deleted, self.changed, self.fresh, self.handles
+        return not any(told) and self.pack is None and self.environment is None
+
 
 @dataclass(frozen=True)
 class Request:

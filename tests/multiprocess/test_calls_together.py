@@ -64,6 +64,16 @@ def test_operators_wait_for_a_result(strategy: Any) -> None:
     assert items == (1, 2, 3)
 
 
+def test_a_result_that_is_used_late_sets_no_mode_back(strategy: Any) -> None:
+    def use(dtype: Any) -> None:
+        torch.set_default_dtype(dtype)
+
+    early = strategy.run(use, args=(torch.float64,), options=NO_WAIT)
+    strategy.run(use, args=(torch.float32,))
+    assert resolve(early) is None
+    assert torch.get_default_dtype() is torch.float32
+
+
 def test_one_that_fails_is_not_the_others_failure(strategy: Any) -> None:
     def fails_once(name: str) -> int:
         import builtins

@@ -107,6 +107,65 @@ def test_a_batch_that_is_asked_for_ahead_is_not_yet_given(strategy: Any) -> None
         next(batches)
 
 
+def test_a_function_that_reads_the_dataset_s_position_finds_the_batches_given(strategy: Any) -> None:
+    dataset = strategy.distribute_dataset(DataLoader(TensorDataset(torch.arange(16.0)), batch_size=4))
+
+    def position() -> int:
+        found: int = dataset.state_dict()["position"]
+        return found
+
+    def double(batch: Any) -> Any:
+        return batch[0] * 2
+
+    for place, batch in enumerate(dataset):
+        strategy.run(double, args=(batch,))
+        assert strategy.run(position) == place + 1
+
+
+def test_a_loop_goes_on_after_an_error_that_it_caught(strategy: Any) -> None:
+    data = torch.arange(24.0)
+    dataset = strategy.distribute_dataset(DataLoader(TensorDataset(data), batch_size=4))
+
+    def step(batch: Any, fails: bool) -> Any:
+        if fails and distnb.replica_id() == 1:
+            raise KeyError("caught")
+        return distnb.get_replica_context().all_reduce("sum", batch[0].sum())
+
+    sums: list[float] = []
+    for place, batch in enumerate(dataset):
+        try:
+            sums.append(strategy.reduce("mean", strategy.run(step, args=(batch, place % 3 == 1)), axis=None).item())
+        except KeyError:
+            sums.append(-1.0)
+    whole = data.reshape(-1, 4).sum(dim=1).tolist()
+    assert sums == [-1.0 if place % 3 == 1 else value for place, value in enumerate(whole)]
+
+
+def test_a_number_is_read_as_it_is_now(strategy: Any) -> None:
+    def count() -> Any:
+        import builtins
+
+        vars(builtins).setdefault("counter", torch.zeros(())).add_(1)
+        return vars(builtins)["counter"]
+
+    def numbers(value: Any) -> list[float]:
+        return [one.item() for one in strategy.local_results(value)]
+
+    first = strategy.run(count)
+    assert numbers(first) == [1.0, 1.0]
+    second = strategy.run(count)
+    assert numbers(first) == numbers(second) == [2.0, 2.0]
+    total = strategy.reduce("sum", first, axis=None)
+    assert total.item() == 4.0
+    total.add_(5)
+    assert (total.item(), float(total)) == (9.0, 9.0)
+    late = strategy.run(count, options=distnb.RunOptions(wait=False))
+    strategy.run(count, options=distnb.RunOptions(wait=False))
+    assert numbers(late) == [4.0, 4.0]
+    half = strategy.run(lambda: torch.tensor(0.5, dtype=torch.bfloat16))
+    assert [(one.dtype, one.item()) for one in strategy.local_results(half)] == [(torch.bfloat16, 0.5)] * 2
+
+
 def test_what_reading_raises_is_raised_where_the_batch_is_wanted(strategy: Any) -> None:
     class Broken(Dataset[Any]):
         def __len__(self) -> int:

@@ -90,19 +90,30 @@ class Describer:
         wrapped = isinstance(value, DistributedValues)
         # The content of a distributed value is not asked for: looking at it would wait for the device.
         compared = not (mirrored or wrapped or is_apart(value))
+        # This replica's part is not what it is: that is asked for when it is shown.
+        summary = summarise(value, brief=brief or together)
+        if summary.number is not None and not wrapped:
+            return self._number(value, identity, summary)
         survey = None if wrapped else Surveyor(self._objects, value, contents=compared)
         return Described(
             "object",
             survey.digest if survey is not None and compared else None,
             identity=identity,
-            # This replica's part is not what it is: that is asked for when it is shown.
-            summary=summarise(value, brief=brief or together),
+            summary=summary,
             mirrored=mirrored,
             together=together,
             wrapped=wrapped,
             reads=tuple(sorted(survey.seen.names)) if survey is not None else (),
             holds=tuple(survey.holds) if survey is not None else (),
         )
+
+    def _number(self, value: Any, identity: ObjectId, summary: Summary) -> Described:
+        """A tensor of one number: there is no need to pickle it, as the losses of all steps."""
+        tracker = self._objects.tracker
+        number = tracker.number_of_memory(value.data_ptr(), 1)
+        holds = () if number is None else (tracker.name_of(number),)
+        digest = f"{summary.dtype} {summary.number!r}".encode()
+        return Described("object", digest, identity=identity, summary=summary, holds=holds)
 
     def register_fresh(self, value: Any) -> ObjectId:
         """An object that what is sent refers to, and that stays: the notebook gets a handle."""

@@ -12,7 +12,7 @@ from distnb.notebook.handles.handle import HANDLES, RemoteState, change_kind, ma
 from distnb.notebook.namespace.differences import differing
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.objects.code import is_code
-from distnb.objects.modes import apply_environment
+from distnb.objects.modes import Environment, apply_environment
 from distnb.objects.placeholder import Placeholder
 from distnb.objects.plain import same
 from distnb.values import Mirrored
@@ -58,15 +58,19 @@ class Results:
         self._different: dict[int, Any] = {}
         self._plain: dict[int, dict[str, Any]] = {}
         self._failed: dict[str, Exception] = {}
+        self._returned: list[Described] = []
 
     def take_in(self) -> None:
         """Bind and update everything."""
         tracked = self._tracked
         tracked.make_handle = self._fresh_handle
-        self._rename_former()
-        if self._first.environment is not None:
-            apply_environment(self._first.environment, early=True)  # paths, before anything is imported
         every = list(self._results.values())
+        if all(results.only_returned for results in every):
+            return
+        self._rename_former()
+        environment = self._environment_in_order()
+        if environment is not None:
+            apply_environment(environment, early=True)  # paths, before anything is imported
         names = sorted({name for results in every for name in results.names})
         # What is opened may be opened by code that uses these.
         early = [name for name in names if all(_is_early(results.names.get(name)) for results in every)]
@@ -80,7 +84,7 @@ class Results:
             if all(name in results.deleted for results in self._results.values()):
                 self._user_ns.pop(name, None)
         self._describe_handles()
-        self._take_environment()
+        self._take_environment(environment)
         if any(results.names or results.deleted for results in self._results.values()):
             tracked.bound = None  # the program bound names itself
 
@@ -94,19 +98,20 @@ class Results:
 
         trees = {replica: results.result for replica, results in self._results.items()}
         first = next(iter(trees.values()))
-        if isinstance(first, Leaf) and all(isinstance(tree, Leaf) for tree in trees.values()):
-            return self._combine("", {replica: tree.described for replica, tree in trees.items()}, "r")
+        if all(isinstance(tree, Leaf) for tree in trees.values()):
+            return self._combine_leaves(trees, "r")
         specs = {replica: structure.structure_of(tree) for replica, tree in trees.items()}
         if len(set(specs.values())) > 1:
             raise structure.unlike_structures(specs)
         leaves = {replica: structure.flatten(tree)[0] for replica, tree in trees.items()}
-        shape = structure.flatten(first)[1]
         rows = enumerate(zip(*leaves.values(), strict=True))
-        combined = [
-            self._combine("", dict(zip(leaves, (leaf.described for leaf in row), strict=True)), f"r{index}")
-            for index, row in rows
-        ]
-        return structure.unflatten(shape, combined)
+        combined = [self._combine_leaves(dict(zip(leaves, row, strict=True)), f"r{index}") for index, row in rows]
+        return structure.unflatten(structure.flatten(first)[1], combined)
+
+    def _combine_leaves(self, leaves: Mapping[int, Leaf], path: str) -> Any:
+        described = {replica: leaf.described for replica, leaf in leaves.items()}
+        self._returned += described.values()
+        return self._combine("", described, path)
 
     # -- values that were sent -----------------------------------------------------------------------------------------
 
@@ -356,11 +361,9 @@ class Results:
 
     def release(self) -> None:
         """Let the engines free what the program made and nobody holds here; at the end."""
-        made: set[ObjectId | None] = set()
+        made = {described.identity for described in self._returned}
         for one in self._results.values():
-            made |= {
-                each.identity for each in (*one.names.values(), *(leaf.described for leaf in leaves_of(one.result)))
-            }
+            made |= {described.identity for described in one.names.values()}
             made |= one.fresh.keys()
         tracked = self._tracked
         tracked.released += [
@@ -390,14 +393,22 @@ class Results:
             if known and not any(fact.wrapped for fact in facts.values()):
                 change_kind(handle, mirrored=are_equal(state.facts))
 
-    def _take_environment(self) -> None:
-        environment = self._first.environment
+    def _environment_in_order(self) -> Environment | None:
+        """The modes that the program changed, without those that a later one has set, which was taken in before."""
+        environment, set_by = self._first.environment, self._tracked.modes_set_by
+        if environment is None:
+            return None
+        modes = {name: value for name, value in environment.modes.items() if set_by.get(name, 0) < self._serial}
+        set_by.update(dict.fromkeys(modes, self._serial))
+        return Environment(modes, environment.cell)
+
+    def _take_environment(self, environment: Environment | None) -> None:
         known = self._tracked.environment
         if environment is not None:
             apply_environment(environment)
         if known is None:
             return
-        alike = all(results.environment == environment for results in self._results.values())
+        alike = all(results.environment == self._first.environment for results in self._results.values())
         if alike and len(self._results) == self._tracked.size:
             self._tracked.environment = known.with_changes(environment)
         else:
@@ -413,15 +424,6 @@ def _cannot_be_opened(name: str, error: Exception) -> str:
 
 def _is_early(described: Described | None) -> bool:
     return described is not None and described.kind in ("plain", "module")
-
-
-def leaves_of(tree: Any) -> list[Leaf]:
-    """The leaves of a result's structure."""
-    from distnb.values import structure
-
-    if tree is None or isinstance(tree, Leaf):
-        return [] if tree is None else [tree]
-    return [leaf for leaf in structure.flatten(tree)[0] if isinstance(leaf, Leaf)]
 
 
 def are_equal(facts: Mapping[int, Described]) -> bool:

@@ -101,6 +101,7 @@ class TrackedObjects:
         plain: The immutable values and the handles that names are bound to on the engines.
         bound: The names that are in the engines' namespace; None if that is not known.
         environment: What the engines' environment is; None if that is not known.
+        modes_set_by: Which program, by its snapshot, changed a mode last.
         ended: The engines were restarted or stopped.
         sources: File names whose text the engines have.
         modules: What they know of the notebook's modules.
@@ -116,6 +117,7 @@ class TrackedObjects:
         self.plain: dict[str, Any] = {}
         self.bound: tuple[str, ...] | None = None
         self.environment: Environment | None = None
+        self.modes_set_by: dict[str, int] = {}
         self.ended = False
         self.sources: set[str] = set()
         self.modules: dict[str, Reloads] = {}
