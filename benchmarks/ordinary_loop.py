@@ -3,7 +3,8 @@
     python -m benchmarks.ordinary_loop [--rounds 5] [--batches 48]
 
 The loop is the README's. In an ordinary cell each batch, each `strategy.run` and each `reduce` is a message to every
-replica and back; in a distributed cell none is. The target of the project: a step takes at most twice as long. Times are those of one step.
+replica and back; in a distributed cell none is. The target of the project: a step takes at most twice as long. Times
+are those of one step.
 """
 
 from __future__ import annotations
