@@ -130,8 +130,8 @@ class InputOptions:
         prefetch: Batches read ahead per replica; None means as many as there are replicas where the data is read
             from end to end, or its copies to a GPU are started early; 0 none.
         collate: What a DataLoader's own `collate_fn` sees on each replica: "slice", the examples of the replica's
-            slice; "global", those of the whole global batch, from which the slice is then cut; "auto" tries out on a
-            few examples whether that makes a difference.
+            slice; "global", those of the whole global batch, from which the slice is then cut; "auto", the slice
+            where it is torch's own, else the whole batch, since padding and mixing would make a difference.
         auto_shard_policy: See `AutoShardPolicy`; a name will do.
 
     Raises:

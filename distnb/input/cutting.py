@@ -130,7 +130,7 @@ def _walk(node: Any, count: int, leaf: Callable[[Any], Any], own: bool, listed: 
         return leaf(node)
     keys = _keys(node)
     if keys is None:
-        if _is_array(node) or (isinstance(node, Sequence) and not isinstance(node, _TEXT)):
+        if not isinstance(node, _TEXT) and (_is_array(node) or isinstance(node, Sequence)):
             if own or _length(node) == count:
                 return leaf(node)
             raise _MisfitError(node, _length(node) >= 0)
@@ -296,7 +296,7 @@ def _length(node: Any) -> int:
     """Entries along the first axis of an array or sequence; -1 for anything else."""
     if isinstance(getattr(node, "shape", None), tuple):
         return int(node.shape[0]) if node.shape else -1
-    return len(node) if isinstance(node, Sequence) else -1
+    return len(node) if isinstance(node, Sequence) and not hasattr(node, "to") else -1
 
 
 def _short(value: Any) -> str:
@@ -315,6 +315,11 @@ def _explain(misfit: _MisfitError, batch: Any, count: int) -> StructureError:
             f"{where} has {_length(misfit.part)} entries along axis 0, {other}. Every tensor, array and list of a "
             "batch must have one entry per example along axis 0, so that it can be cut among the replicas. "
             "Transpose or pad it where the batch is made (for example in the collate_fn)."
+        )
+    if hasattr(misfit.part, "to") and not isinstance(misfit.part, torch.Tensor):
+        return StructureError(
+            f"{where} is a {type(misfit.part).__name__}, which cannot be cut among the replicas. If each replica may "
+            'collate its own slice, pass InputOptions(collate="slice"); else collate into tensors.'
         )
     return StructureError(
         f"{where} is {_short(misfit.part)}: one value for the whole batch that was never batched, so it cannot be cut "

@@ -8,18 +8,19 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from distnb.errors import ProgramError, StructureError
-from distnb.input.batch_placement import BatchPlacement, placement_for
+from distnb.errors import ProgramError
+from distnb.input.agreeing import Agree, OwnData, SameData
+from distnb.input.batch_placement import placement_for
+from distnb.input.dealing import Place
 from distnb.input.draws import Drawing, ReplicaDraws, on_host, set_state, state_of
 from distnb.input.optional import AskedIterator
-from distnb.input.pipelines import Agree, Together
 from distnb.input.progress import Progress, as_state, checked_state
 from distnb.input.reading import Reader
-from distnb.input.sources.base import FROM_THE_START, Place, Source, StartingPoint
+from distnb.input.sources.base import Source
 from distnb.input.sources.element_spec import spec_of
 from distnb.options import InputOptions
 
-__all__ = ["Agree", "DistributedDataset", "DistributedIterator", "program_began", "program_failed"]
+__all__ = ["DistributedDataset", "DistributedIterator", "program_began", "program_failed"]
 
 UNKNOWN_CARDINALITY = -2
 
@@ -68,19 +69,18 @@ class DistributedDataset(Iterable[Any]):
         loads = self._start(progress, resume)
         self._progress, self._resume = progress, None
         placement = placement_for(self._place.target)
-        depth = self._depth()
-        reader = Reader(loads, self._place, placement, depth)
+        reader = Reader(loads, self._place, placement, self._depth())
         if resume is not None and resume["position"]:
             reader.fill()  # what was read ahead had been drawn when the state was taken
             self._drawing.restore(resume["random"])
-        # What others do meanwhile must not matter: no random numbers are drawn, and none of the user's code runs here.
-        ahead = self._options.prefetch != 0 and self._source.quiet
         if self._source.exclusive:
             self._end_previous = loads.close
-        if not self._place.several_pipelines or self._agree is None:
-            return DistributedIterator(reader, placement, self._agree, None, progress, ahead, self._source.data)
-        together = Together(self._place, placement, self._agree)
-        return DistributedIterator(reader, placement, None, together, progress, False, self._source.data)
+        if self._agree is not None and self._place.several_pipelines:
+            own = OwnData(reader, self._place, placement, self._agree)
+            return DistributedIterator(reader, own, progress, False, self._source.data)
+        # What others do meanwhile must not matter: no random numbers are drawn, and none of the user's code runs here.
+        ahead = self._options.prefetch != 0 and self._source.quiet
+        return DistributedIterator(reader, SameData(reader, self._agree), progress, ahead, self._source.data)
 
     def _next_epoch(self) -> int:
         last = self._progress
@@ -97,11 +97,10 @@ class DistributedDataset(Iterable[Any]):
         progress.began = self._drawing.capture()
         progress.generators = tuple(map(state_of, generators))
         progress.kept = self._source.kept() if resume is None else resume["kept"]
-        beginning = FROM_THE_START if resume is None else StartingPoint(skip, resume["kept"])
         progress.steps = skip // self._place.elements_per_step
         self._drawing.begin()
         with self._drawing(), on_host(self._place.device):
-            return self._source.start(beginning)
+            return self._source.start(skip, None if resume is None else resume["kept"])
 
     def __len__(self) -> int:
         """Number of global batches. Raises TypeError when it is not known."""
@@ -140,7 +139,7 @@ class DistributedDataset(Iterable[Any]):
         """
         if self._spec is None:
             try:
-                with ReplicaDraws(0, all_of_them=True), on_host(self._place.device):
+                with ReplicaDraws(0).entered(), on_host(self._place.device):
                     batch = self._source.peek()
             except StopIteration:
                 raise ProgramError("This dataset is empty, so what its batches look like is not known.") from None
@@ -213,20 +212,14 @@ class DistributedIterator(AskedIterator):
     def __init__(
         self,
         reader: Reader,
-        placement: BatchPlacement,
-        agree: Agree | None,
-        together: Together | None,
+        batches: SameData | OwnData,
         progress: Progress,
         ahead: bool,
         data: Any,
     ) -> None:
         self._reader = reader
-        self._placement = placement
-        self._agree = agree
-        self._together = together
+        self._batches = batches
         self._progress = progress
-        self._batches = 0
-        self._digest = 0
         self._open = True
         self._cut_short = False
         self.ahead = ahead
@@ -244,7 +237,7 @@ class DistributedIterator(AskedIterator):
             raise StopIteration
         self._read_in = _program
         try:
-            batch = self._next() if self._together is None else self._together.next(self._reader.read)
+            batch = self._batches.next()
         except StopIteration:
             self._open = False
             self._progress.ended = True
@@ -271,20 +264,7 @@ class DistributedIterator(AskedIterator):
         except BaseException:
             self.cut_short()
             raise
-        return None if batch is None else self._placement.hand_over(batch.made)
-
-    def _next(self) -> Any:
-        try:
-            batch = self._reader.read()
-        except StopIteration:
-            self._open = False
-            self._compare("end", self._batches, self._digest)
-            raise
-        self._digest = batch.digest
-        self._batches += 1
-        if self._batches == 1:
-            self._compare("first", batch.size, batch.digest)
-        return self._placement.hand_over(batch.made)
+        return None if batch is None else batch.tree
 
     def close(self) -> None:
         """End this iteration: later calls of `next` find nothing."""
@@ -299,27 +279,6 @@ class DistributedIterator(AskedIterator):
 
     def __reduce__(self) -> Any:
         return _stays, (self._data, id(self))
-
-    def _compare(self, moment: str, number: int | None, digest: int) -> None:
-        if self._agree is None:
-            return
-        seen = self._agree((moment, number, digest))
-        if all(one == seen[0] for one in seen):
-            return
-        self.close()
-        lines = "; ".join(f"replica {replica_id} {_told(one)}" for replica_id, one in enumerate(seen))
-        raise StructureError(
-            f"Replicas read different data: {lines}. Each must read the same global batches in the same order: seed "
-            "whatever shuffles them alike on all replicas, and do not pick files or examples by rank."
-        )
-
-
-def _told(seen: tuple[str, int | None, int]) -> str:
-    moment, number, digest = seen
-    drawn = f" (examples {digest:08x})" if digest else ""
-    if moment == "end":
-        return f"ended after {number} batches{drawn}"
-    return f"has a first batch of {number} examples{drawn}"
 
 
 # -- the programs of this process, which read iterations that are under way --------------------------------------------

@@ -5,26 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
-
-from distnb.errors import OptionError, ProgramError
-from distnb.input.dataset import Agree, DistributedDataset
+from distnb.errors import ProgramError
+from distnb.input.agreeing import Agree
+from distnb.input.dataset import DistributedDataset
+from distnb.input.dealing import Place, Turns
 from distnb.input.draws import Drawing, on_host
-from distnb.input.sources.base import Place, Shared, Turns
+from distnb.input.sharding import part_of, policy_for
+from distnb.input.sources.base import Shared
 from distnb.input.sources.choosing import source_of
-from distnb.input.sources.loaders import changed, is_plain
 from distnb.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from distnb.topology import Device
 
-__all__ = ["distribute", "distribute_from_function", "part_of"]
-
-
-_OWN_PARTS = frozenset({AutoShardPolicy.OFF, AutoShardPolicy.FILE, AutoShardPolicy.HINT})
-# Policies under which workers read global batches of their own.
-_ELSE = (
-    "Otherwise AutoShardPolicy.DATA cuts every global batch among all replicas, and distribute_datasets_from_function "
-    "leaves it to you what each worker reads."
-)
+__all__ = ["distribute", "distribute_from_function"]
 
 
 def distribute(
@@ -83,7 +75,8 @@ def distribute(
     turns = None
     own = _turns(workers or [0] * num_replicas, replica_id, num_replicas)
     policy = policy_for(dataset, options.auto_shard_policy, own.pipelines)
-    if policy in _OWN_PARTS:
+    if policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE, AutoShardPolicy.HINT):
+        # Workers read global batches of their own.
         dataset = part_of(dataset, policy, own.pipeline, own.pipelines)
         turns = own if own.pipelines > 1 else None
     place = Place(num_replicas, replica_id, device, _target(device, options), turns)
@@ -157,94 +150,3 @@ def _turns(pipelines: Sequence[int], replica_id: int, pieces: int) -> Turns:
 
 def _target(device: Device, options: InputOptions) -> Device:
     return device if options.fetch_to_device else Device("cpu")
-
-
-# -- the part of a dataset that one worker of several reads ------------------------------------------------------------
-
-
-def policy_for(dataset: Any, policy: AutoShardPolicy, workers: int) -> AutoShardPolicy:
-    """What AUTO means for a dataset: FILE where several workers can have files of their own, else DATA."""
-    if policy is not AutoShardPolicy.AUTO or workers == 1:
-        return policy
-    files = _files_of(dataset.dataset if isinstance(dataset, DataLoader) else dataset)
-    return AutoShardPolicy.FILE if files is not None and len(files) >= workers else AutoShardPolicy.DATA
-
-
-def part_of(dataset: Any, policy: AutoShardPolicy, worker: int, workers: int) -> Any:
-    """What one worker reads: a dataset of the same kind.
-
-    Args:
-        dataset: What the user distributes; of a DataLoader, its dataset is what is parted.
-        policy: Says how.
-        worker: Which one, from 0.
-        workers: How many there are.
-
-    Raises:
-        OptionError: The dataset does not say how it is parted, has fewer files than there are workers, or has a sampler
-            that is made for the whole of it.
-    """
-    if policy not in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
-        return dataset
-    whole = dataset.dataset if isinstance(dataset, DataLoader) else dataset
-    part = _by_files if policy is AutoShardPolicy.FILE else _by_hint
-    own = part(whole, worker, workers)
-    if workers == 1:
-        return dataset
-    return _reading(dataset, own) if isinstance(dataset, DataLoader) else own
-
-
-def _by_files(dataset: Any, worker: int, workers: int) -> Any:
-    files = _files_of(dataset)
-    if files is None:
-        raise OptionError(
-            f"AutoShardPolicy.FILE was asked for, and a {type(dataset).__name__} does not say which files it is made "
-            "of. Give it an attribute `files`, a sequence, and a method `with_files(files)` that gives a dataset like "
-            f"itself which reads these files only. {_ELSE}"
-        )
-    if len(files) < workers:
-        raise OptionError(
-            f"AutoShardPolicy.FILE gives each of {workers} workers files of its own, and this dataset is made of "
-            f"{len(files)}: {', '.join(map(str, files)) or 'none'}. Write the data as at least {workers} files. {_ELSE}"
-        )
-    return dataset if workers == 1 else dataset.with_files(list(files)[worker::workers])
-
-
-def _files_of(dataset: Any) -> Sequence[Any] | None:
-    """The files of a dataset that says which they are, and can be made of a part of them."""
-    files = getattr(dataset, "files", None)
-    told = isinstance(files, Sequence) and not isinstance(files, (str, bytes))
-    return files if told and callable(getattr(dataset, "with_files", None)) else None
-
-
-def _by_hint(dataset: Any, worker: int, workers: int) -> Any:
-    shard = getattr(dataset, "shard", None)
-    if not callable(shard):
-        raise OptionError(
-            f"AutoShardPolicy.HINT was asked for, and a {type(dataset).__name__} has no method `shard(num_shards, "
-            f"index)` that gives the part of one worker. {_ELSE}"
-        )
-    return dataset if workers == 1 else shard(workers, worker)
-
-
-def _reading(loader: DataLoader[Any], dataset: Any) -> Any:
-    """A loader like the user's that reads another dataset."""
-    if loader._dataset_kind == 1 and is_plain(loader):
-        return changed(loader, dataset=dataset)
-    batch_sampler, sampler = loader.batch_sampler, _sampler_like(loader.sampler, dataset)
-    if sampler is None or type(batch_sampler) not in (type(None), BatchSampler) or not is_plain(loader):
-        raise OptionError(
-            f"The DataLoader's {type(loader.sampler).__name__} was made for the whole dataset, and each worker reads "
-            "a part of it. Use shuffle=True or False, or make the DataLoader of each part in "
-            "distribute_datasets_from_function."
-        )
-    if batch_sampler is not None:
-        batch_sampler = BatchSampler(sampler, batch_sampler.batch_size, batch_sampler.drop_last)  # type: ignore[attr-defined]
-    return changed(loader, dataset=dataset, sampler=sampler, batch_sampler=batch_sampler)
-
-
-def _sampler_like(sampler: Any, dataset: Any) -> Sampler[Any] | None:
-    if type(sampler) is SequentialSampler:
-        return SequentialSampler(dataset)
-    if type(sampler) is RandomSampler and sampler._num_samples is None:
-        return RandomSampler(dataset, sampler.replacement, generator=sampler.generator)
-    return None

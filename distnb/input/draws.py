@@ -6,12 +6,9 @@ replicas' streams would part, and with them the next epoch's shuffle.
 
 from __future__ import annotations
 
-import pickle
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +22,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from distnb.input.sources.base import Place, Shared
+from distnb.input.dealing import Place
+from distnb.input.sources.base import Shared
 from distnb.topology import Device
 
 __all__ = [
@@ -40,9 +38,6 @@ __all__ = [
 ]
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring replicas get seeds far apart
-_NOTHING = nullcontext()
-_WATCHED = 2
-_numpy: Any = np.random  # its stubs leave out get_bit_generator
 
 
 def fold(seed: int, replica_id: int) -> int:
@@ -53,7 +48,7 @@ def fold(seed: int, replica_id: int) -> int:
 def on_host(device: Device) -> AbstractContextManager[Any]:
     """Where samplers and datasets run: a scope's default device must not move their tensors (nor their draws)."""
     if device.type == "cpu" or torch.get_default_device().type == "cpu":
-        return _NOTHING
+        return nullcontext()
     return torch.device("cpu")
 
 
@@ -69,65 +64,57 @@ def draws_at_start_only(batch_sampler: Any) -> bool:
     return known and getattr(sampler, "generator", None) is None
 
 
-class _CostlyGenerator:
-    """A global generator that is costly to switch (20–200 µs): left alone once a few batches did not draw from it."""
-
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None], own: Any) -> None:
-        self._read = read
-        self._write = write
-        self._own = own
-        self._watched = 0
-        self.used = True
-
-    def enter(self) -> None:
-        self._shared = self._read()
-        self._write(self._own)
-
-    def leave(self) -> None:
-        state = self._read()
-        self._write(self._shared)
-        if self._watched < _WATCHED:
-            # As bytes: NumPy's state holds an array, which has no plain comparison.
-            drawn = pickle.dumps(state) != pickle.dumps(self._own)
-            self._watched = _WATCHED if drawn else self._watched + 1
-            self.used = drawn or self._watched < _WATCHED
-        self._own = state
-
-
 class ReplicaDraws:
-    """A context in which the global generators of torch, NumPy and `random` hold a stream of one replica's loading.
+    """A stream that the global generators of torch, NumPy and `random` can hold for a while.
 
     Args:
         seed: Where the stream begins.
-        all_of_them: Go on switching NumPy's and `random`'s generators, too, if a few batches did not draw from them.
     """
 
-    def __init__(self, seed: int, *, all_of_them: bool = False) -> None:
-        self._all_of_them = all_of_them
-        self._own = torch.Generator().manual_seed(seed).get_state()
-        # The whole state, with the cached normal that swapping bit generators would leave behind.
-        read_numpy = partial(np.random.get_state, legacy=False)
-        bits: Any = type(_numpy.get_bit_generator())
-        self._costly = [
-            _CostlyGenerator(random.getstate, random.setstate, random.Random(seed).getstate()),
-            _CostlyGenerator(
-                read_numpy, np.random.set_state, np.random.RandomState(bits(seed)).get_state(legacy=False)
-            ),
-        ]
+    def __init__(self, seed: int) -> None:
+        numpy = np.random.RandomState(_words(seed)).get_state(legacy=False)
+        self._other: _States = (torch.Generator().manual_seed(seed).get_state(), random.Random(seed).getstate(), numpy)
+        self._inside = False
 
-    def __enter__(self) -> None:
-        self._shared = torch.default_generator.get_state()
-        torch.default_generator.set_state(self._own)
-        for generator in self._costly:
-            generator.enter()
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """A context in which the generators hold this stream."""
+        if self._inside:
+            yield
+            return
+        self._switch()
+        try:
+            yield
+        finally:
+            self._switch()
 
-    def __exit__(self, *_exc: object) -> None:
-        self._own = torch.default_generator.get_state()
-        torch.default_generator.set_state(self._shared)
-        for generator in self._costly:
-            generator.leave()
-        if not self._all_of_them and not all(generator.used for generator in self._costly):
-            self._costly = [generator for generator in self._costly if generator.used]
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A context in which the generators hold what they held outside."""
+        if not self._inside:
+            yield
+            return
+        self._switch()
+        try:
+            yield
+        finally:
+            self._switch()
+
+    def _switch(self) -> None:
+        here = torch.default_generator.get_state(), random.getstate(), np.random.get_state(legacy=False)
+        of_torch, of_random, of_numpy = self._other
+        torch.default_generator.set_state(of_torch)
+        random.setstate(of_random)
+        np.random.set_state(of_numpy)
+        self._other, self._inside = here, not self._inside
+
+
+_States = tuple[torch.Tensor, Any, Any]
+
+
+def _words(seed: int) -> list[int]:
+    """A seed in the form that NumPy takes."""
+    return [seed & 0xFFFFFFFF, seed >> 32]
 
 
 class WorkerSeeds:
@@ -141,8 +128,7 @@ class WorkerSeeds:
         seed = fold(torch.initial_seed(), self._replica_id)
         torch.manual_seed(seed)
         random.seed(seed)
-        if "numpy" in sys.modules:
-            np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+        np.random.seed(_words(seed))
         info = get_worker_info()
         if info is not None:
             object.__setattr__(info, "seed", seed)  # its own setter refuses; users seed their generators from it
@@ -165,38 +151,26 @@ class Drawing:
         self._shared = shared
         self._pipeline = place.turns.pipeline if place.turns is not None and place.several_pipelines else None
         self._own: ReplicaDraws | None = None
-        self._inside = False
 
     def begin(self) -> None:
         """An iteration begins, or the pipeline is made: each pipeline has a new stream."""
         if self._pipeline is not None:
             with self._shared():
                 seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-            self._own = ReplicaDraws(fold(seed, self._pipeline), all_of_them=True)
+            self._own = ReplicaDraws(fold(seed, self._pipeline))
 
     def __call__(self) -> AbstractContextManager[Any]:
         """A context in which the global generators hold the stream."""
-        return self._shared() if self._own is None else self._in(self._own)
-
-    @contextmanager
-    def _in(self, own: ReplicaDraws) -> Iterator[None]:
-        if self._inside:
-            yield
-            return
-        self._inside = True
-        try:
-            with own:
-                yield
-        finally:
-            self._inside = False
+        return self._shared() if self._own is None else self._own.entered()
 
     def capture(self) -> dict[str, Any]:
         """The shared stream's present states, of plain values."""
         with self._shared():
-            states: dict[str, Any] = {"torch": state_of(torch.default_generator), "python": random.getstate()}
-            if "numpy" in sys.modules:
-                states["numpy"] = _plain(np.random.get_state(legacy=False))
-        return states
+            return {
+                "torch": state_of(torch.default_generator),
+                "python": random.getstate(),
+                "numpy": _plain(np.random.get_state(legacy=False)),
+            }
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Set the shared stream to what `capture` gave."""
@@ -204,8 +178,7 @@ class Drawing:
         with self._shared():
             set_state(torch.default_generator, states["torch"])
             random.setstate((version, tuple(internal), gauss))
-            if "numpy" in states:
-                np.random.set_state(states["numpy"])
+            np.random.set_state(states["numpy"])
 
 
 def state_of(generator: torch.Generator) -> bytes:

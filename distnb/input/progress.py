@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from distnb.errors import OptionError
+from distnb.input.dealing import Place
 from distnb.input.draws import state_of
-from distnb.input.sources.base import Place, Source
+from distnb.input.sources.base import Source
 
 __all__ = ["Progress", "checked_state", "as_state"]
 

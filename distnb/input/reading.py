@@ -8,28 +8,24 @@ from typing import Any, NamedTuple
 
 from distnb.errors import StructureError
 from distnb.input.batch_placement import BatchPlacement
-from distnb.input.cutting import count_examples, cut, map_leaves, map_parts, slice_bounds
-from distnb.input.sources.base import Load, Place
+from distnb.input.cutting import cut, map_leaves, map_parts
+from distnb.input.dealing import Place
+from distnb.input.sources.base import Load
 from distnb.values.distributed import PerReplica
 
-__all__ = [
-    "Batch",
-    "Reader",
-    "may_be_empty",
-    "nothing_of",
-]
+__all__ = ["Batch", "Reader", "may_be_empty", "nothing_of"]
 
 
 class Batch(NamedTuple):
-    """One batch on its way to the caller.
+    """One batch on this replica.
 
     Attributes:
-        made: What the placement made of it.
-        size: Examples in the global batch; 0 where they were not counted, None where they cannot be.
+        tree: Its structure, with the replica's part of each leaf.
+        size: Examples in the global batch; None where they cannot be counted.
         digest: As in `Load`.
     """
 
-    made: Any
+    tree: Any
     size: int | None
     digest: int
 
@@ -48,7 +44,6 @@ class Reader:
         self._loads: Any = loads
         self._place = place
         self._placement = placement
-        self._as_is = place.num_replicas == 1 and place.target.type == "cpu"
         self._depth = depth
         self._ready: deque[Batch | Exception] = deque()
 
@@ -58,26 +53,21 @@ class Reader:
 
     def _have(self, count: int) -> None:
         ready = self._ready
-        while len(ready) < count:
-            if ready and isinstance(ready[-1], StopIteration):
-                break
+        while len(ready) < count and not (ready and isinstance(ready[-1], StopIteration)):
             try:
                 ready.append(self._next())
-            except StopIteration:
-                ready.append(StopIteration())
             except Exception as error:  # noqa: BLE001 - raised when its turn comes
                 ready.append(error)
 
     def read(self) -> Batch:
         """The next batch. Raises StopIteration at the end, and what the source raised, at its place."""
         self._have(self._depth + 1)
-        ready = self._ready
-        if isinstance(ready[0], StopIteration):
+        if isinstance(self._ready[0], StopIteration):
             raise StopIteration
-        item = ready.popleft()
+        item = self._ready.popleft()
         try:
             if isinstance(item, Batch):
-                return item
+                return self._handed_over(item)
             raise item
         finally:
             del item  # an exception's traceback knows this frame: were it kept here, neither would ever go
@@ -86,12 +76,14 @@ class Reader:
         """The batch that `read` gives next; None where that raises."""
         self._have(1)
         first = self._ready[0]
-        return first if isinstance(first, Batch) else None
+        return self._handed_over(first) if isinstance(first, Batch) else None
+
+    def _handed_over(self, batch: Batch) -> Batch:
+        return batch._replace(tree=self._placement.hand_over(batch.tree))
 
     def close(self) -> None:
         """End the iteration early. It may be called from any thread, and again."""
-        if hasattr(self._loads, "close"):
-            self._loads.close()
+        self._loads.close()
 
     def cut_short(self) -> None:
         """End the iteration early and for good: workers that outlive iterations end too."""
@@ -101,48 +93,35 @@ class Reader:
 
     def _next(self) -> Batch:
         load = next(self._loads)
-        size: int | None = 0
+        return Batch(self._placement.batch(lambda: self._placed(load), self._depth > 0), load.size, load.digest)
 
-        def make() -> Any:
-            nonlocal size
-            size, tree = self._make(load)
-            return tree
-
-        made = self._placement.batch(make, self._depth > 0)
-        return Batch(made, size, load.digest)
-
-    def _make(self, load: Load) -> tuple[int | None, Any]:
+    def _placed(self, load: Load) -> Any:
         carry = self._placement.carry
         replicas, replica_id = self._place.num_replicas, self._place.replica_id
         if load.examples is None and replicas == 1:
-            # One replica gets the very batch, whatever is in it.
-            return 0, load.tree if self._as_is else map_parts(load.tree, lambda part: carry(part, False))
-        if load.whole:
+            as_it_is = self._place.target.type == "cpu"
+            return load.tree if as_it_is else map_parts(load.tree, lambda part: carry(part, False))
 
-            def element(node: Any) -> Any:
-                if node is None:
-                    return None
-                component = carry(node if load.bounds != (0, 0) else nothing_of(node), load.borrowed)
-                return PerReplica.own(replica_id, component, replicas)
-
-            return None, map_parts(load.tree, element)
-        count = count_examples(load.tree) if load.examples is None else load.examples
-        size = count if load.size is None else load.size
-        start, stop = load.bounds or slice_bounds(count, replicas, replica_id)
-        uncut = load.separate and stop == count
-        borrowed = load.borrowed
+        def element(node: Any) -> Any:
+            if node is None:
+                return None
+            component = carry(node if load.stop else nothing_of(node), load.borrowed)
+            return PerReplica.own(replica_id, component, replicas)
 
         def leaf(node: Any) -> Any:
-            if load.separate and start == stop and not may_be_empty(node):
+            if load.separate and load.start == load.stop and not may_be_empty(node):
                 raise StructureError(
-                    f"A global batch of {size} example(s) leaves replica {replica_id} of {replicas} without any, and "
-                    f"the batch's {type(node).__name__} cannot be empty. Make the global batch larger, drop the last "
-                    "partial one (drop_last=True), or collate into tensors."
+                    f"A global batch of {load.size} example(s) leaves replica {replica_id} of {replicas} without any, "
+                    f"and the batch's {type(node).__name__} cannot be empty. Make the global batch larger, drop the "
+                    "last partial one (drop_last=True), or collate into tensors."
                 )
-            component = carry(node if uncut else cut(node, start, stop), borrowed)
-            return component if replicas == 1 else PerReplica.own(replica_id, component, replicas, size)
+            uncut = load.separate and load.stop == load.examples
+            component = carry(node if uncut else cut(node, load.start, load.stop), load.borrowed)
+            return component if replicas == 1 else PerReplica.own(replica_id, component, replicas, load.size)
 
-        return size, map_leaves(load.tree, count, leaf, own=load.separate)
+        if load.examples is None:
+            return map_parts(load.tree, element)
+        return map_leaves(load.tree, load.examples, leaf, own=load.separate)
 
 
 def may_be_empty(node: Any) -> bool:

@@ -333,34 +333,38 @@ def test_collating_that_needs_the_whole_batch_gets_it(data: Any, collate: Any, w
     def make() -> Any:
         return DataLoader(data, batch_size=4, shuffle=True, collate_fn=collate, num_workers=workers)
 
-    with pytest.warns(UserWarning, match=f"collate function {collate.__name__} gives other values"):
+    with pytest.warns(UserWarning, match=f"collate function {collate.__name__} may give other values.*collate=.slice"):
         check_equal(make, 3)
 
 
 @pytest.mark.filterwarnings("error:The collate function")  # what others left to the collector is not meant
 @pytest.mark.parametrize("workers", [0, 1])
-def test_collating_that_treats_examples_one_by_one_sees_slices(workers: int) -> None:
+def test_collating_that_treats_examples_one_by_one_may_see_slices(workers: int) -> None:
     data = Squares(8)
     make = lambda: DataLoader(data, batch_size=4, collate_fn=stack, num_workers=workers)  # noqa: E731
-    check_equal(make, 2)
+    options = InputOptions(collate="slice")
+    check_equal(make, 2, options=options)
     data.asked.clear()
-    dataset = distribute(make(), **place(2, 1))
-    list(dataset)
-    data.asked.clear()
+    dataset = distribute(make(), options=options, **place(2, 1))
     list(dataset)
     assert data.asked == ([] if workers else [2, 3, 6, 7])
 
 
-def test_what_cannot_be_cut_is_collated_by_the_slice() -> None:
-    loader = DataLoader(Ragged(), batch_size=4, collate_fn=pack)
+def test_what_cannot_be_cut_may_be_collated_by_the_slice() -> None:
+    loader, options = DataLoader(Ragged(), batch_size=4, collate_fn=pack), InputOptions(collate="slice")
     for replica_id in range(2):
-        for batch, expected in zip(distribute(loader, **place(2, replica_id)), loader, strict=True):
+        for batch, expected in zip(distribute(loader, options=options, **place(2, replica_id)), loader, strict=True):
             examples = torch.nn.utils.rnn.unpack_sequence(expected)
             mine = torch.nn.utils.rnn.unpack_sequence(batch.component(replica_id))
             assert equal(mine, examples[slice(*slice_bounds(len(examples), 2, replica_id))])
             assert batch.global_batch_size == len(examples)
     with pytest.raises(StructureError, match=r"leaves replica 1 of 2 without any.*PackedSequence cannot be empty"):
-        list(distribute(DataLoader(Ragged(), batch_size=1, collate_fn=pack), **place(2, 1)))
+        list(distribute(DataLoader(Ragged(), batch_size=1, collate_fn=pack), options=options, **place(2, 1)))
+    with (
+        pytest.warns(UserWarning, match="may give"),
+        pytest.raises(StructureError, match="PackedSequence.*collate=.sl"),
+    ):
+        list(distribute(loader, **place(2, 0)))
 
 
 def test_the_user_may_decide() -> None:
@@ -391,7 +395,7 @@ class Keyed(Dataset[Any]):
 def test_keys_that_are_no_numbers_and_no_length() -> None:
     batches = [["a", "bb", "ccc"], ["dddd"]]
     check_equal(lambda: DataLoader(Keyed(), batch_sampler=batches), 2)
-    with pytest.warns(UserWarning, match="could not be tried out"):
+    with pytest.warns(UserWarning, match="may give other values"):
         check_equal(lambda: DataLoader(Keyed(), batch_sampler=batches, collate_fn=lambda e: default_collate(e)), 2)
 
 

@@ -8,8 +8,9 @@ from typing import Any, overload
 import numpy as np
 import torch
 
-from distnb.input.cutting import count_examples, map_leaves, slice_bounds
-from distnb.input.sources.base import FROM_THE_START, Load, Place, Source, StartingPoint
+from distnb.input.cutting import count_examples, map_leaves
+from distnb.input.dealing import Dealer, Place
+from distnb.input.sources.base import Load, Source
 
 __all__ = ["ArraySource"]
 
@@ -37,12 +38,13 @@ class ArraySource(Source):
         self._batch_size = batch_size
         self._place = place
 
-    def start(self, beginning: StartingPoint = FROM_THE_START) -> Iterator[Load]:
-        place, examples = self._place, self._examples
-        for first in range(beginning.skip * self._batch_size, examples, self._batch_size):
-            size = min(self._batch_size, examples - first)
-            start, stop = slice_bounds(size, place.num_replicas, place.replica_id)
-            yield Load(self._columns, examples, (first + start, first + stop), size, borrowed=True)
+    def start(self, skip: int = 0, kept: bool | None = None) -> Iterator[Load]:
+        examples, size = self._examples, self._batch_size
+        ranges = iter([range(first, min(first + size, examples)) for first in range(0, examples, size)])
+        dealer = Dealer(lambda: next(ranges), len, self._place)
+        dealer.skip(skip)
+        for batch, _, start, stop, of_all in dealer:
+            yield Load(self._columns, examples, batch.start + start, batch.start + stop, of_all, borrowed=True)
 
     def length(self) -> int:
         return -(-self._examples // self._batch_size)

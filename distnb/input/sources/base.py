@@ -5,103 +5,35 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from distnb.topology import Device
-
-__all__ = ["FROM_THE_START", "StartingPoint", "Load", "Place", "Shared", "Source", "Turns"]
+__all__ = ["Load", "Shared", "Source"]
 
 Shared = Callable[[], AbstractContextManager[Any]]
 """Makes the random stream that all replicas share the current one for a while."""
 
 
-@dataclass(frozen=True)
-class Turns:
-    """How a replica takes from an input pipeline whose elements its readers take in turn.
-
-    Attributes:
-        pipelines: How many pipelines there are.
-        pipeline: Which of them this replica reads.
-        takers: Replicas that read it.
-        turn: This replica's place among them.
-        pieces: Into how many elements each batch of the pipeline is cut; 1 where a batch is an element.
-    """
-
-    pipelines: int
-    pipeline: int
-    takers: int
-    turn: int
-    pieces: int
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which replica reads, of how many, and where it wants its batches.
-
-    Attributes:
-        num_replicas: Replicas in sync.
-        replica_id: Which of them reads.
-        device: Where it computes.
-        target: Where its batches go: the device, or the host.
-        turns: How it takes from a pipeline; None where it gets its slice of each batch.
-    """
-
-    num_replicas: int
-    replica_id: int
-    device: Device
-    target: Device
-    turns: Turns | None = None
-
-    @property
-    def several_pipelines(self) -> bool:
-        """Whether other replicas read other data."""
-        return self.turns is not None and self.turns.pipelines > 1
-
-    @property
-    def elements_per_step(self) -> int:
-        """What all readers of the pipeline take of it together for one step."""
-        return self.turns.takers if self.turns else 1
-
-
 class Load(NamedTuple):
-    """What a source loaded of one global batch, and which part of it is this replica's slice.
+    """What a source loaded for this replica's portion of one global batch.
 
     Attributes:
-        tree: The batch's structure.
-        examples: How many are in the tree; None for a whole batch whose size must be read off its leaves.
-        bounds: Which of them are the slice; None to cut a whole batch by the rule.
-        size: Examples in the global batch; None when it is what the tree holds.
-        separate: The tree was collated from the slice alone, so that nothing has to be cut.
+        tree: The structure that was loaded.
+        examples: How many it holds; None for an element that is handed out as it is (or nothing in its place).
+        start, stop: Which of them are the portion.
+        size: Examples in the global batch; None where they cannot be counted.
+        separate: The tree was collated from the portion alone, so that nothing has to be cut.
         borrowed: The tree is the user's data itself, so slices must be copies.
         digest: Of the indices of all global batches so far, to see that replicas drew the same; 0 without indices.
-        whole: It is an element that cannot be cut, such as a scalar: it is handed out as it is or, where `bounds` are
-            (0, 0), nothing in its place.
     """
 
     tree: Any
-    examples: int | None = None
-    bounds: tuple[int, int] | None = None
-    size: int | None = None
+    examples: int | None
+    start: int
+    stop: int
+    size: int | None
     separate: bool = False
     borrowed: bool = False
     digest: int = 0
-    whole: bool = False
-
-
-class StartingPoint(NamedTuple):
-    """Where an iteration begins.
-
-    Attributes:
-        skip: Batches to leave out (elements, where replicas take turns).
-        kept: What `Source.kept` said before the iteration that is gone on with; None for a new one.
-    """
-
-    skip: int = 0
-    kept: bool | None = None
-
-
-FROM_THE_START = StartingPoint()
 
 
 class Source(ABC):
@@ -120,14 +52,15 @@ class Source(ABC):
     exclusive: bool = False
 
     @abstractmethod
-    def start(self, beginning: StartingPoint = FROM_THE_START) -> Iterator[Load]:
+    def start(self, skip: int = 0, kept: bool | None = None) -> Iterator[Load]:
         """Begin to read, on the caller's thread.
 
         Random numbers are drawn as an ordinary DataLoader draws them, from the shared stream. An iterator with a
         `close` method is closed when reading ends early; one with `give_up` has workers, which that ends.
 
         Args:
-            beginning: Where an earlier iteration is gone on with. What is left out draws what reading it would draw.
+            skip: Batches to leave out (elements, where replicas take turns). Reading them draws what it always draws.
+            kept: What `kept` said before the iteration that is gone on with; None for a new one.
         """
 
     @abstractmethod

@@ -1,9 +1,8 @@
-"""Which source reads a dataset: by the slice where it can be asked for single examples, else whole."""
+"""Which source reads a dataset."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,45 +10,23 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterDataPipe, MapDataPipe
 
 from distnb.errors import OptionError, ProgramError, StructureError
-from distnb.input.collating import CollateRule
 from distnb.input.cutting import count_examples
-from distnb.input.pipelines import TurnsSource
+from distnb.input.dealing import Place
+from distnb.input.draws import Drawing
 from distnb.input.sources.arrays import ArraySource
-from distnb.input.sources.base import Place, Shared, Source
-from distnb.input.sources.loaders import is_plain
-from distnb.input.sources.samples import SampleSource, SlicedSource
-from distnb.input.sources.whole import LoaderSource, PythonSource
-from distnb.input.sources.workers import WorkerSource
+from distnb.input.sources.base import Source
+from distnb.input.sources.iterables import IterableSource
+from distnb.input.sources.loaders import LoaderSource
 from distnb.options import InputOptions
 
 __all__ = ["source_of"]
 
 
-def source_of(dataset: Any, batch_size: int | None, place: Place, options: InputOptions, shared: Shared) -> Source:
-    """What reads this kind of dataset best.
-
-    Args:
-        dataset: See `distribute`.
-        batch_size: Likewise.
-        place: The replica that reads.
-        options: How it is fed.
-        shared: The random stream of whoever reads the same data.
-
-    Raises:
-        OptionError, ProgramError, StructureError: See `distribute`.
-    """
-    source = _whole_or_sliced(dataset, batch_size, place, options, shared)
-    if place.turns is None or isinstance(source, SlicedSource):
-        return source
-    return TurnsSource(source, place.turns)
-
-
-def _whole_or_sliced(
-    dataset: Any, batch_size: int | None, place: Place, options: InputOptions, shared: Shared
-) -> Source:
+def source_of(dataset: Any, batch_size: int | None, place: Place, options: InputOptions, drawing: Drawing) -> Source:
+    """What reads this kind of dataset. Arguments and errors are those of `distribute`."""
     if batch_size is not None:
         dataset = _batched(dataset, _checked(batch_size), place)
-    elif _needs_batch_size(dataset):
+    elif isinstance(dataset, _UNBATCHED) and not isinstance(dataset, DataLoader):
         raise OptionError(
             f"A {type(dataset).__name__} is not batched yet. Wrap it in a DataLoader (one with batch_size=None, if its "
             "elements are batches), or give distribute_dataset the size of the global batch (batch_size=…)."
@@ -57,26 +34,25 @@ def _whole_or_sliced(
     if isinstance(dataset, Source):
         return dataset
     if isinstance(dataset, DataLoader):
-        return _of_loader(dataset, place, options, shared)
+        if place.num_replicas > 1:
+            _check_uncut(dataset, place)
+        return LoaderSource(dataset, place, options, drawing)
     if isinstance(dataset, Iterable) or callable(dataset):
-        return PythonSource(dataset, place, shared)
+        return IterableSource(dataset, place, drawing)
     raise ProgramError(
         f"{type(dataset).__name__} cannot be distributed: it is neither a DataLoader, a Dataset, nor an iterable "
         "of batches."
     )
 
 
+_ARRAYS = (torch.Tensor, np.ndarray, Mapping, tuple)
+_UNBATCHED = (Dataset, *_ARRAYS, str, bytes)  # a list may be one of batches
+
+
 def _checked(batch_size: int) -> int:
     if isinstance(batch_size, bool) or not isinstance(batch_size, (int, np.integer)) or batch_size < 1:
         raise OptionError(f"batch_size={batch_size!r}: give the size of the global batch, a whole number, 1 or more.")
     return int(batch_size)
-
-
-def _needs_batch_size(dataset: Any) -> bool:
-    if isinstance(dataset, DataLoader):
-        return False
-    # A list may be one of batches; a tuple or dict of arrays is data.
-    return isinstance(dataset, (Dataset, torch.Tensor, np.ndarray, Mapping, tuple, str, bytes))
 
 
 def _batched(dataset: Any, batch_size: int, place: Place) -> DataLoader[Any] | Source:
@@ -88,9 +64,8 @@ def _batched(dataset: Any, batch_size: int, place: Place) -> DataLoader[Any] | S
         )
     if isinstance(dataset, Dataset):
         return DataLoader(dataset, batch_size=batch_size)
-    if isinstance(dataset, (torch.Tensor, np.ndarray, Mapping, tuple)) or _is_list_of_fields(dataset):
-        # Batches whose pieces are taken in turn are loaded whole.
-        return ArraySource(dataset, batch_size, replace(place, num_replicas=1, replica_id=0) if place.turns else place)
+    if isinstance(dataset, _ARRAYS) or _is_list_of_fields(dataset):
+        return ArraySource(dataset, batch_size, place)
     if hasattr(dataset, "iloc"):
         raise OptionError(f"A {type(dataset).__name__} with a batch size: pass its values, such as frame.to_numpy().")
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, (str, bytes)):
@@ -111,9 +86,8 @@ def _is_list_of_fields(dataset: Any) -> bool:
         return False
 
 
-def _of_loader(loader: DataLoader[Any], place: Place, options: InputOptions, shared: Shared) -> Source:
-    if place.num_replicas == 1:
-        return LoaderSource(loader, place, shared)
+def _check_uncut(loader: DataLoader[Any], place: Place) -> None:
+    """Refuse what cuts itself by rank: it would be cut twice."""
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     for candidate in (sampler, loader.batch_sampler):
         # Each of several pipelines may have a part of the data, and this is a way to make it.
@@ -128,14 +102,3 @@ def _of_loader(loader: DataLoader[Any], place: Place, options: InputOptions, sha
             "The DataLoader reads a data pipe, which cuts itself by rank inside the loader; distributing its batches "
             "would cut them twice. Wrap what it yields in an IterableDataset of your own."
         )
-    if loader.timeout and not loader.num_workers:
-        raise OptionError(f"timeout={loader.timeout!r} needs workers: give the DataLoader num_workers=1 or more.")
-    if loader._dataset_kind != 0 or loader.batch_sampler is None or not is_plain(loader):
-        return LoaderSource(loader, place, shared)
-    pieces = place.turns.pieces if place.turns is not None else 0
-    # A pipeline's batch that is nobody's to cut is collated as it is.
-    rule = CollateRule(loader, place, replace(options, collate="slice") if pieces == 1 else options)
-    if pieces > 1 and rule.needs_whole_batches():
-        return LoaderSource(loader, place, shared)
-    kind = WorkerSource if loader.num_workers else SampleSource
-    return kind(loader, place, rule, shared)

@@ -1,16 +1,25 @@
-"""What can be asked of a user's DataLoader without iterating over it."""
+"""DataLoaders: map-style data is loaded by the slice, where its collate function allows it; all else is read whole."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
-from itertools import islice
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-__all__ = ["changed", "generators_of", "is_plain", "iterator_beyond", "own_seeds", "peek_at"]
+from distnb.input.dealing import Place
+from distnb.input.draws import Drawing, ReplicaDraws, WorkerSeeds, draws_at_start_only, fold
+from distnb.input.sources.base import Load, Source
+from distnb.input.sources.batches import Batches
+from distnb.input.sources.feeding import Feed
+from distnb.input.sources.workers import has_lost_workers, has_workers
+from distnb.options import InputOptions
+
+__all__ = ["LoaderSource", "changed", "is_plain", "reads_iterable"]
 
 _ITERABLE = 1  # torch's number for loaders of iterable datasets
 
@@ -21,6 +30,11 @@ def is_plain(loader: DataLoader[Any]) -> bool:
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
 
 
+def reads_iterable(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's dataset can only be read from end to end."""
+    return loader._dataset_kind == _ITERABLE
+
+
 def changed(loader: DataLoader[Any], **attributes: Any) -> Any:
     """A copy of a loader with other attributes, also those that its constructor has fixed; it shares no workers."""
     copied = copy.copy(loader)
@@ -28,69 +42,153 @@ def changed(loader: DataLoader[Any], **attributes: Any) -> Any:
     return copied
 
 
-def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """The generators that the user gave to a loader or its samplers, each once."""
-    batch_sampler = loader.batch_sampler
-    holders = (loader, loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(holder, "generator", None) for holder in holders]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+class LoaderSource(Source):
+    """The batches of a DataLoader.
 
+    The work is done by a copy of the loader whose batch sampler asks for the replica's portions, so that torch's own
+    machinery (seeds, persistent workers, pinning, time-outs) acts as it does for the user's loader.
 
-def peek_at(loader: DataLoader[Any]) -> Any:
-    """A first batch, as its collate function makes it; the loader and its generators stay as they are."""
-    generators = generators_of(loader)
-    before = [generator.get_state() for generator in generators]
-    try:
-        workers = min(1, loader.num_workers)  # a file that the dataset opens must not be opened here and then forked
-        alone: dict[str, Any] = {"num_workers": workers, "persistent_workers": False, "pin_memory": False}
-        if loader._dataset_kind != _ITERABLE and loader.batch_sampler is not None and is_plain(loader):
-            alone["batch_sampler"] = [next(iter(loader.batch_sampler))]
-        return next(iter(changed(loader, **alone)))
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
-
-
-def own_seeds() -> dict[str, Any]:
-    """What makes a copy of a loader draw the seeds of its workers from nobody's stream."""
-    return {"generator": torch.Generator()}
-
-
-def iterator_beyond(loader: DataLoader[Any], count: int) -> Iterator[Any] | None:
-    """An iterator over a loader that leaves out the first batches without loading them; None where that cannot be.
-
-    The random numbers of what is left out have been drawn when it is returned.
+    Args:
+        loader: The user's loader.
+        place: The replica that reads.
+        options: Say what its collate function may see.
+        drawing: The stream of whoever reads the same data.
     """
-    if loader._dataset_kind == _ITERABLE or loader.batch_sampler is None or loader.persistent_workers:
-        return None
-    shorter = _Skipping(loader.batch_sampler, count)
-    iterator: Iterator[Any] = iter(changed(loader, batch_sampler=shorter))
-    # A DataLoader draws a number of its own first, so this is not for the sampler's `__iter__`.
-    shorter.skip()
-    return iterator
+
+    def __init__(self, loader: DataLoader[Any], place: Place, options: InputOptions, drawing: Drawing) -> None:
+        self.data = loader
+        self._place = place
+        self._drawing = drawing
+        self.iterable = reads_iterable(loader)
+        self._plain = is_plain(loader)
+        self._fed = self._plain and not self.iterable and loader.batch_sampler is not None
+        self._sliced = self._fed and place.num_replicas > 1 and _collates_slices(loader, place, options)
+        self._in_memory = (
+            not loader.num_workers and type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
+        )
+        settled = draws_at_start_only(loader.batch_sampler)
+        elsewhere = loader.num_workers > 0
+        self.quiet = self._plain and (settled if self._in_memory else elsewhere and (self.iterable or settled))
+        self.exclusive = self._plain and bool(loader.persistent_workers)
+        self._copy: DataLoader[Any] | None = None
+
+    def start(self, skip: int = 0, kept: bool | None = None) -> Iterator[Load]:
+        loader, place = self._reading(kept), self._place
+        self._copy = loader
+        # Pieces of batches are left out where batches are cut.
+        cut_later = place.turns is not None and place.turns.pieces > 1 and not self._sliced
+        early = skip if self._fed and not cut_later else 0
+        feed: Feed | None = loader.batch_sampler if self._fed else None
+        if feed is not None:
+            feed.skip = early
+        iterator: Any = iter(loader)
+        own_draws = None
+        if self._sliced and not loader.num_workers and not self._in_memory:
+            # Where an iteration goes on, what is drawn there is no repetition of what was drawn at its beginning.
+            own_draws = ReplicaDraws(fold(iterator._base_seed + skip, place.replica_id))
+        if feed is not None:
+            feed.settle(own_draws)
+        draws_nothing = self._plain and (loader.num_workers > 0 or self._in_memory)
+        return Batches(
+            iterator,
+            place,
+            own_draws.entered if own_draws is not None else nullcontext if draws_nothing else self._drawing,
+            feed=feed if place.num_replicas > 1 else None,
+            skip=skip - early,
+            # Whether a failed batch counts among those that were asked for is the workers' secret.
+            goes_on=not (self._fed and loader.num_workers and place.num_replicas > 1),
+            persistent=self.exclusive,
+            forget=self._forget,
+        )
+
+    def _reading(self, kept: bool | None) -> Any:
+        """The loader that reads. One with persistent workers is kept; others see what the user changed since."""
+        if self._copy is not None and self.exclusive:
+            if has_lost_workers(self._copy):
+                self._forget()
+            if kept in (None, self.kept()):
+                return self._copy
+        loader, place = self.data, self._place
+        attributes: dict[str, Any] = {}
+        if self._fed:
+            attributes["batch_sampler"] = Feed(loader.batch_sampler, place, self._drawing, self._sliced)
+        if place.num_replicas > 1 and not loader.in_order:
+            attributes["in_order"] = True  # without it there is no telling which global batch a batch is part of
+        if self._sliced and place.replica_id:
+            attributes["worker_init_fn"] = WorkerSeeds(place.replica_id, loader.worker_init_fn)
+        if kept and not self.kept():
+            attributes["generator"] = torch.Generator()  # its workers' seeds are drawn from nobody's stream
+        if self._in_memory and all(map(_is_simple, loader.dataset.tensors)):
+            attributes |= {"dataset": _Rows(loader.dataset.tensors), "collate_fn": _as_it_is}
+        return changed(loader, **attributes) if attributes or self._plain else loader
+
+    def _forget(self) -> None:
+        if self._copy is not None:
+            self._copy.__dict__["_iterator"] = None  # persistent workers that were ended
+
+    def kept(self) -> bool:
+        return self.exclusive and self._copy is not None and has_workers(self._copy)
+
+    def length(self) -> int:
+        return len(self.data)
+
+    def peek(self) -> Any:
+        """A first batch, as its collate function makes it; the loader and its generators stay as they are."""
+        loader, generators = self.data, self.generators()
+        before = [generator.get_state() for generator in generators]
+        try:
+            workers = min(
+                1, loader.num_workers
+            )  # a file that the dataset opens must not be opened here and then forked
+            alone: dict[str, Any] = {"num_workers": workers, "persistent_workers": False, "pin_memory": False}
+            if self._fed:
+                alone["batch_sampler"] = [next(iter(loader.batch_sampler))]
+            return next(iter(changed(loader, **alone)))
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+
+    def generators(self) -> list[Any]:
+        batch_sampler = self.data.batch_sampler
+        holders = (self.data, self.data.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+        found = [getattr(holder, "generator", None) for holder in holders]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
-class _Skipping:
-    """A batch sampler, for one iteration."""
+def _collates_slices(loader: DataLoader[Any], place: Place, options: InputOptions) -> bool:
+    """Whether the collate function sees a replica's slice only.
 
-    def __init__(self, batches: Iterable[Any], count: int) -> None:
-        self._batches = batches
-        self._count = self._left = count
-        self._iterator: Iterator[Any] = iter(())
+    Torch's own treats examples one by one, so the slice's batch is the batch's slice. One that pads to the longest
+    example, mixes examples or packs them gives other values for a slice.
+    """
+    uncut = place.turns is not None and place.turns.pieces == 1  # a pipeline's batch is nobody's to cut
+    if uncut or options.collate == "slice" or (options.collate == "auto" and loader.collate_fn is default_collate):
+        return True
+    if options.collate == "auto":
+        name = getattr(loader.collate_fn, "__qualname__", type(loader.collate_fn).__qualname__)
+        warnings.warn(
+            f"The collate function {name} may give other values for a slice than for a whole batch (by padding or "
+            f"mixing), so each of the {place.num_replicas} replicas loads every global batch whole and keeps its "
+            'slice. If it treats examples one by one, pass InputOptions(collate="slice").',
+            stacklevel=2,
+        )
+    return False
 
-    def __iter__(self) -> Iterator[Any]:
-        self._iterator = iter(self._batches)
-        return self
 
-    def __next__(self) -> Any:
-        self.skip()
-        return next(self._iterator)
+class _Rows:
+    """Tensors in memory: in one indexing each, what collating example by example gives, bit for bit."""
 
-    def skip(self) -> None:
-        """Leave out what is to be left out, if that was not done."""
-        left, self._left = self._left, 0
-        for _ in islice(self._iterator, left):
-            pass
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
 
-    def __len__(self) -> int:
-        return max(0, len(self._batches) - self._count)  # type: ignore[arg-type]
+    def __getitems__(self, indices: Any) -> Any:
+        at = torch.as_tensor([int(index) for index in indices])
+        return [tensor[at] for tensor in self._tensors]
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.requires_grad
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,117 @@
+"""One iteration over a DataLoader, or over batches of any other kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from distnb.errors import ProgramError, StructureError
+from distnb.input.cutting import count_examples
+from distnb.input.dealing import Dealer, Place
+from distnb.input.draws import on_host
+from distnb.input.sources.base import Load
+from distnb.input.sources.feeding import Feed
+from distnb.input.sources.workers import end_workers
+
+__all__ = ["Batches"]
+
+
+class Batches(Iterator[Load]):
+    """Loads this replica's portions: by cutting whole batches, or as the feed had them loaded.
+
+    Args:
+        iterator: Gives the batches.
+        place: The replica that reads.
+        around: Makes the context in which a batch is loaded.
+        feed: What told the loader which examples to load.
+        skip: How much is left out of what the iterator gives.
+        goes_on: Whether it may go on behind a batch that could not be loaded.
+        persistent: The loader's workers serve later iterations, too.
+        forget: Called when these workers are ended.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        place: Place,
+        around: Callable[[], AbstractContextManager[Any]],
+        *,
+        feed: Feed | None = None,
+        skip: int = 0,
+        goes_on: bool = True,
+        persistent: bool = False,
+        forget: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._iterator: Iterator[Any] | None = iterator
+        self._place = place
+        self._around = around
+        self._sliced = feed is not None and feed.slices
+        self._asked = feed.asked if feed is not None else None
+        self._goes_on = goes_on
+        self._persistent = persistent
+        self._forget = forget
+        self._failed = False
+        self._closed = False
+        self._digest = 0
+        self._dealer = Dealer(self._whole_batch, self._count, place)
+        self._dealer.skip(skip)
+
+    def __next__(self) -> Load:
+        if self._sliced and self._asked is not None:
+            tree = self._load()
+            portion, digest = self._asked.popleft()
+            own = portion.stop - portion.start
+            return Load(tree, own or 1, 0, own, portion.size, separate=True, digest=digest)
+        portion = next(self._dealer)
+        separate = self._place.turns is not None and self._place.turns.pieces == 1
+        return Load(*portion, separate=separate, digest=self._digest)
+
+    def _whole_batch(self) -> Any:
+        tree = self._load()
+        if self._asked is not None:
+            _, self._digest = self._asked.popleft()
+        return tree
+
+    def _count(self, tree: Any) -> int | None:
+        if self._place.num_replicas == 1:
+            return None  # one replica gets the very batch, whatever is in it
+        try:
+            return count_examples(tree)
+        except StructureError:
+            if self._place.turns is not None and self._place.turns.pieces == 1:
+                return None
+            raise
+
+    def _load(self) -> Any:
+        iterator = self._iterator
+        if self._closed or iterator is None:
+            raise StopIteration
+        if self._failed:
+            raise ProgramError(
+                "Loading a batch failed before, so this iteration has ended. Start a new one: iterate over the "
+                "dataset again."
+            )
+        try:
+            with on_host(self._place.device), self._around():
+                return next(iterator)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._failed = not self._goes_on
+            if self._asked is not None:
+                self._asked.clear()  # what was to be loaded is lost
+            raise
+
+    def close(self) -> None:
+        """End the workers; persistent ones stay, and a generator stays where it is."""
+        self._closed = True
+        if not self._persistent:
+            iterator, self._iterator = self._iterator, None
+            end_workers(iterator)
+
+    def give_up(self) -> None:
+        """End the workers, persistent ones, too."""
+        self._forget()
+        iterator, self._iterator = self._iterator, None
+        end_workers(iterator)

@@ -1,0 +1,57 @@
+"""Any iterable of batches, or a function that returns one: every replica reads all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from distnb.errors import ProgramError
+from distnb.input.dealing import Place
+from distnb.input.draws import Drawing
+from distnb.input.sources.base import Load, Source
+from distnb.input.sources.batches import Batches
+
+__all__ = ["IterableSource"]
+
+
+class IterableSource(Source):
+    """Lists, generators, functions that make generators.
+
+    Args:
+        batches: The iterable, or a callable without arguments.
+        place: The replica that reads.
+        drawing: The stream of whoever reads the same data.
+    """
+
+    iterable = True
+
+    def __init__(self, batches: Iterable[Any] | Callable[[], Iterable[Any]], place: Place, drawing: Drawing) -> None:
+        self.data = batches
+        self._place = place
+        self._drawing = drawing
+        self._started = False
+
+    def start(self, skip: int = 0, kept: bool | None = None) -> Iterator[Load]:
+        if isinstance(self.data, Iterator):
+            if self._started:
+                raise self._gone("was read before: a second iteration would find nothing")
+            self._started = True
+        return Batches(self._iterator(), self._place, self._drawing, skip=skip)
+
+    def _iterator(self) -> Iterator[Any]:
+        return iter(self.data if isinstance(self.data, Iterable) else self.data())
+
+    def _gone(self, what: str) -> ProgramError:
+        return ProgramError(
+            f"This dataset was made from a {type(self.data).__name__}, which can be read once only, and {what}. "
+            "Distribute something that can be read again: a list, a DataLoader, or the function that makes the "
+            "generator (distribute_dataset(make_batches) instead of distribute_dataset(make_batches()))."
+        )
+
+    def length(self) -> int:
+        return len(self.data)
+
+    def peek(self) -> Any:
+        if isinstance(self.data, Iterator):
+            raise self._gone("looking at its first batch would take it away")
+        return next(self._iterator())
