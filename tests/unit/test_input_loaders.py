@@ -333,7 +333,7 @@ def test_collating_that_needs_the_whole_batch_gets_it(data: Any, collate: Any, w
     def make() -> Any:
         return DataLoader(data, batch_size=4, shuffle=True, collate_fn=collate, num_workers=workers)
 
-    with pytest.warns(UserWarning, match=f"collate function {collate.__name__} may give other values.*collate=.slice"):
+    with pytest.warns(UserWarning, match=rf"collate function {collate.__name__} may give other values.*collate=.slice"):
         check_equal(make, 3)
 
 
@@ -362,7 +362,7 @@ def test_what_cannot_be_cut_may_be_collated_by_the_slice() -> None:
         list(distribute(DataLoader(Ragged(), batch_size=1, collate_fn=pack), options=options, **place(2, 1)))
     with (
         pytest.warns(UserWarning, match="may give"),
-        pytest.raises(StructureError, match="PackedSequence.*collate=.sl"),
+        pytest.raises(StructureError, match=r"PackedSequence.*collate=.sl"),
     ):
         list(distribute(loader, **place(2, 0)))
 

@@ -11,7 +11,7 @@ from distnb.input.cutting import count_examples
 from distnb.input.dealing import Dealer, Place
 from distnb.input.draws import on_host
 from distnb.input.sources.base import Load
-from distnb.input.sources.feeding import Feed
+from distnb.input.sources.feeding import Feeding
 from distnb.input.sources.workers import end_workers
 
 __all__ = ["Batches"]
@@ -24,7 +24,7 @@ class Batches(Iterator[Load]):
         iterator: Gives the batches.
         place: The replica that reads.
         around: Makes the context in which a batch is loaded.
-        feed: What told the loader which examples to load.
+        feeding: What tells the loader which examples to load.
         skip: How much is left out of what the iterator gives.
         goes_on: Whether it may go on behind a batch that could not be loaded.
         persistent: The loader's workers serve later iterations, too.
@@ -37,7 +37,7 @@ class Batches(Iterator[Load]):
         place: Place,
         around: Callable[[], AbstractContextManager[Any]],
         *,
-        feed: Feed | None = None,
+        feeding: Feeding | None = None,
         skip: int = 0,
         goes_on: bool = True,
         persistent: bool = False,
@@ -46,8 +46,7 @@ class Batches(Iterator[Load]):
         self._iterator: Iterator[Any] | None = iterator
         self._place = place
         self._around = around
-        self._sliced = feed is not None and feed.slices
-        self._asked = feed.asked if feed is not None else None
+        self._feeding = feeding
         self._goes_on = goes_on
         self._persistent = persistent
         self._forget = forget
@@ -58,9 +57,9 @@ class Batches(Iterator[Load]):
         self._dealer.skip(skip)
 
     def __next__(self) -> Load:
-        if self._sliced and self._asked is not None:
+        if self._feeding is not None and self._feeding.sliced:
             tree = self._load()
-            portion, digest = self._asked.popleft()
+            portion, digest = self._feeding.asked.popleft()
             own = portion.stop - portion.start
             return Load(tree, own or 1, 0, own, portion.size, separate=True, digest=digest)
         portion = next(self._dealer)
@@ -69,8 +68,8 @@ class Batches(Iterator[Load]):
 
     def _whole_batch(self) -> Any:
         tree = self._load()
-        if self._asked is not None:
-            _, self._digest = self._asked.popleft()
+        if self._feeding is not None:
+            _, self._digest = self._feeding.asked.popleft()
         return tree
 
     def _count(self, tree: Any) -> int | None:
@@ -99,8 +98,8 @@ class Batches(Iterator[Load]):
             raise
         except BaseException:
             self._failed = not self._goes_on
-            if self._asked is not None:
-                self._asked.clear()  # what was to be loaded is lost
+            if self._feeding is not None:
+                self._feeding.asked.clear()  # what was to be loaded is lost
             raise
 
     def close(self) -> None:

@@ -6,14 +6,13 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from distnb.input.dealing import Dealer, Place, Portion
-from distnb.input.draws import Drawing, ReplicaDraws
+from distnb.input.draws import Drawing
 
-__all__ = ["Feed"]
+__all__ = ["Feed", "Feeding"]
 
 
 class Feed:
@@ -23,53 +22,49 @@ class Feed:
         batches: The user's batch sampler.
         place: The replica.
         drawing: The stream that samplers draw from.
-        slices: Ask for the portion only.
+        sliced: Ask for the portion only.
 
     Attributes:
         skip: What the next iteration leaves out: batches or, where replicas take turns, elements.
-        asked: What the latest iteration asked for and has not come yet, in order, each with the digest of all indices.
+        latest: The latest iteration.
     """
 
-    def __init__(self, batches: Iterable[Any], place: Place, drawing: Drawing, slices: bool) -> None:
+    def __init__(self, batches: Iterable[Any], place: Place, drawing: Drawing, sliced: bool) -> None:
         self._batches = batches
-        self._most = 0 if place.num_replicas == 1 else None  # which need not know
-        self._place = place if slices else replace(place, num_replicas=1, replica_id=0, turns=None)
-        self.drawing = drawing
-        self.slices = slices
+        self._place = place
+        self._drawing = drawing
+        self._sliced = sliced
         self.skip = 0
-        self.asked: deque[tuple[Portion, int]] = deque()
-        self._latest: _Feeding | None = None
+        self.latest: Feeding
 
     def __iter__(self) -> Iterator[Any]:
         # No generator: the user's sampler may draw as soon as it is asked for an iterator, as a DataLoader asks it.
-        self.asked = deque(maxlen=self._most)
-        self._latest = _Feeding(self, iter(self._batches), self._place)
-        return self._latest
-
-    def settle(self, loading: ReplicaDraws | None) -> None:
-        """Leave out what the latest iteration is to leave out, and mind the stream that its examples are loaded with.
-
-        A DataLoader draws a number of its own first, so leaving out is not for `__iter__`.
-        """
-        assert self._latest is not None
-        self._latest.leave_out()
-        self._latest.loading = loading
+        self.latest = Feeding(iter(self._batches), self._place, self._drawing, self._sliced, self.skip)
+        return self.latest
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
 
 
-class _Feeding(Iterator[Any]):
-    """One iteration."""
+class Feeding(Iterator[Any]):
+    """One iteration of a `Feed`.
 
-    def __init__(self, feed: Feed, batches: Iterator[Any], place: Place) -> None:
+    Attributes:
+        sliced: See `Feed`.
+        asked: What was asked for and has not come yet, in order, each with the digest of all indices so far.
+    """
+
+    def __init__(self, batches: Iterator[Any], place: Place, drawing: Drawing, sliced: bool, skip: int) -> None:
         self._batches = batches
-        self._drawing = feed.drawing
-        self._asked = feed.asked
-        self._skip = feed.skip
+        self._drawing = drawing
+        self.sliced = sliced
+        self._skip = skip
         self._digest = 0
-        self._dealer = Dealer(self._indices, len, place)
-        self.loading: ReplicaDraws | None = None
+        whole = replace(place, num_replicas=1, replica_id=0, turns=None)
+        self._dealer = Dealer(self._indices, len, place if sliced else whole)
+        self._next: Portion | None = None
+        # One replica gets what comes, and need not know.
+        self.asked: deque[tuple[Portion, int]] = deque(maxlen=0 if place.num_replicas == 1 else None)
 
     def _indices(self) -> Any:
         batch = next(self._batches)
@@ -81,14 +76,20 @@ class _Feeding(Iterator[Any]):
         return indices
 
     def leave_out(self) -> None:
+        """Leave out now what is to be left out: a DataLoader draws a number of its own before it asks for a batch."""
         skip, self._skip = self._skip, 0
         self._dealer.skip(skip)
 
+    def ask(self) -> None:
+        """Decide now what is loaded next: examples may be loaded with another stream than samplers draw from."""
+        if self._next is None:
+            with self._drawing():
+                self.leave_out()
+                self._next = next(self._dealer)
+            self.asked.append((self._next._replace(batch=None), self._digest))
+
     def __next__(self) -> Any:
-        with self.loading.suspended() if self.loading else nullcontext(), self._drawing():
-            self.leave_out()
-            portion = next(self._dealer)
-        self._asked.append((portion._replace(batch=None), self._digest))
-        if portion.stop > portion.start:
-            return portion.batch[portion.start : portion.stop]
-        return portion.batch[:1]  # from which an empty slice learns its structure and its dtypes
+        self.ask()
+        assert self._next is not None
+        (batch, _, start, stop, _), self._next = self._next, None
+        return batch[start:stop] if stop > start else batch[:1]  # from which an empty slice learns what it looks like

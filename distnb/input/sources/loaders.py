@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from distnb.input.dealing import Place
 from distnb.input.draws import Drawing, ReplicaDraws, WorkerSeeds, draws_at_start_only, fold
 from distnb.input.sources.base import Load, Source
 from distnb.input.sources.batches import Batches
-from distnb.input.sources.feeding import Feed
+from distnb.input.sources.feeding import Feed, Feeding
 from distnb.input.sources.workers import has_lost_workers, has_workers
 from distnb.options import InputOptions
 
@@ -82,18 +82,20 @@ class LoaderSource(Source):
         if feed is not None:
             feed.skip = early
         iterator: Any = iter(loader)
-        own_draws = None
-        if self._sliced and not loader.num_workers and not self._in_memory:
+        feeding = feed.latest if feed is not None else None
+        if feeding is not None:
+            feeding.leave_out()
+        around: Callable[[], AbstractContextManager[Any]] = self._drawing
+        if self._plain and (loader.num_workers > 0 or self._in_memory):
+            around = nullcontext
+        elif feeding is not None and feeding.sliced:
             # Where an iteration goes on, what is drawn there is no repetition of what was drawn at its beginning.
-            own_draws = ReplicaDraws(fold(iterator._base_seed + skip, place.replica_id))
-        if feed is not None:
-            feed.settle(own_draws)
-        draws_nothing = self._plain and (loader.num_workers > 0 or self._in_memory)
+            around = _apart(feeding, ReplicaDraws(fold(iterator._base_seed + skip, place.replica_id)))
         return Batches(
             iterator,
             place,
-            own_draws.entered if own_draws is not None else nullcontext if draws_nothing else self._drawing,
-            feed=feed if place.num_replicas > 1 else None,
+            around,
+            feeding=feeding if place.num_replicas > 1 else None,
             skip=skip - early,
             # Whether a failed batch counts among those that were asked for is the workers' secret.
             goes_on=not (self._fed and loader.num_workers and place.num_replicas > 1),
@@ -153,6 +155,16 @@ class LoaderSource(Source):
         holders = (self.data, self.data.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
         found = [getattr(holder, "generator", None) for holder in holders]
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+def _apart(feeding: Feeding, draws: ReplicaDraws) -> Callable[[], AbstractContextManager[Any]]:
+    """Contexts in which a replica loads its slice: the sampler draws before, from the shared stream."""
+
+    def around() -> AbstractContextManager[Any]:
+        feeding.ask()
+        return draws.entered()
+
+    return around
 
 
 def _collates_slices(loader: DataLoader[Any], place: Place, options: InputOptions) -> bool:
