@@ -38,7 +38,8 @@ _NEEDED = (
 
 def chips() -> int:
     """How many chips this machine has; 0 where there are none, or no torch_tpu."""
-    return 0 if why_none() else len(_answer(0)[_ADDRESSES].split(","))
+    answer, why = _found()
+    return 0 if why else len(answer[_ADDRESSES].split(","))
 
 
 def why_none() -> str:
@@ -104,10 +105,6 @@ def _found() -> tuple[dict[str, str], str]:
             "one machine. Use a TPU VM of one machine."
         )
     return answer, ""
-
-
-def _answer(count: int) -> dict[str, str]:
-    return _found()[0] if count == 0 else _ask(count)
 
 
 def _ask(count: int) -> dict[str, str]:

@@ -22,7 +22,6 @@ from distnb.errors import StructureError
 __all__ = ["count_examples", "cut", "map_leaves", "map_parts", "slice_bounds"]
 
 _TEXT = (str, bytes, bytearray)
-_PLAIN = (str, bytes, bytearray, int, float, complex)
 
 
 def slice_bounds(n: int, replicas: int, replica_id: int) -> tuple[int, int]:
@@ -116,27 +115,16 @@ def count_examples(batch: Any) -> int:
 
 
 def _walk(node: Any, count: int, leaf: Callable[[Any], Any], own: bool, listed: bool) -> Any:
-    if isinstance(node, (torch.Tensor, np.ndarray)):
-        if node.ndim and (own or node.shape[0] == count):
-            return leaf(node)
-        raise _MisfitError(node, node.ndim > 0)
     if node is None:
         return None
-    if (
-        isinstance(node, (list, tuple))
-        and not hasattr(node, "to")
-        and ((listed and len(node) == count) or _is_per_example(node, count, own))
-    ):
-        return leaf(node)
     keys = _keys(node)
     if keys is None:
-        if not isinstance(node, _TEXT) and (_is_array(node) or isinstance(node, Sequence)):
-            if own or _length(node) == count:
-                return leaf(node)
-            raise _MisfitError(node, _length(node) >= 0)
-        if own and not isinstance(node, _PLAIN) and not _is_array_scalar(node):
+        length = _length(node)
+        if length == count or (own and (length >= 0 or _is_object(node))):
             return leaf(node)
-        raise _MisfitError(node, False)
+        raise _MisfitError(node, length >= 0)
+    if _is_list(node) and ((listed and len(node) == count) or _is_per_example(node, count, own)):
+        return leaf(node)
     children = [_child(node, key) for key in keys]
     listed = _some_listed(children, count, own)
     mapped = []
@@ -193,7 +181,7 @@ def _rebuild(node: Any, keys: Sequence[Any], mapped: list[Any]) -> Any:
 
 def _is_per_example(node: list[Any] | tuple[Any, ...], count: int, own: bool) -> bool:
     """Whether a list is one item per example and cannot be structure."""
-    if len(node) != count or hasattr(node, "_fields"):
+    if len(node) != count:
         return False
     if all(_fits(item, count) for item in node):
         return count == 0
@@ -206,7 +194,7 @@ def _some_listed(children: list[Any], count: int, own: bool) -> bool:
 
     Three images of three channels beside three dicts of boxes are three examples, not three fields.
     """
-    lists = [child for child in children if isinstance(child, (list, tuple))]
+    lists = [child for child in children if _is_list(child)]
     return len(lists) > 1 and any(_is_per_example(child, count, own) and _holds_arrays(child) for child in lists)
 
 
@@ -218,16 +206,12 @@ def _holds_arrays(node: Any) -> bool:
 
 def _fits(node: Any, count: int) -> bool:
     """Whether a part of a batch can be cut as part of a batch of so many examples."""
-    if isinstance(node, (torch.Tensor, np.ndarray)):
-        return node.ndim > 0 and node.shape[0] == count
     if node is None:
         return True
     keys = _keys(node)
     if keys is None:
-        return not isinstance(node, _TEXT) and _length(node) == count
-    if isinstance(node, (list, tuple)) and not hasattr(node, "_fields") and len(node) == count:
-        return True
-    return all(_fits(_child(node, key), count) for key in keys)
+        return _length(node) == count
+    return (_is_list(node) and len(node) == count) or all(_fits(_child(node, key), count) for key in keys)
 
 
 def _candidates(batch: Any) -> Iterator[int]:
@@ -242,7 +226,7 @@ def _candidates(batch: Any) -> Iterator[int]:
     array, lists = _first_leaf(batch)
     if array is not None and array.shape:
         yield int(array.shape[0])
-    if not isinstance(batch, (list, tuple)) or hasattr(batch, "_fields"):
+    if not _is_list(batch):
         yield from lists
     elif array is not None and _are_examples(batch):
         yield len(batch)
@@ -256,9 +240,8 @@ def _first_leaf(node: Any) -> tuple[Any, list[int]]:
     """The first array of a part, if any, and the lengths of the lists around the first leaf, innermost first."""
     keys = _keys(node)
     if keys is None:
-        if _is_array(node) or isinstance(node, (torch.Tensor, np.ndarray)):
-            return node, []
-        return None, [_length(node)] if not isinstance(node, _TEXT) and _length(node) >= 0 else []
+        length = _length(node)
+        return (node, []) if _is_array(node) else (None, [length] if length >= 0 else [])
     array: Any = None
     lists: list[int] = []
     for key in keys:
@@ -267,7 +250,7 @@ def _first_leaf(node: Any) -> tuple[Any, list[int]]:
         lists = lists or child_lists
         if array is not None:
             break
-    if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
+    if _is_list(node):
         lists = [*lists, len(node)]
     return array, lists
 
@@ -282,21 +265,26 @@ def _are_examples(batch: list[Any] | tuple[Any, ...]) -> bool:
     return keys[0] is not None and all(key == keys[0] for key in keys)
 
 
+def _is_list(node: Any) -> bool:
+    """Whether a container is a list or tuple without names for its fields."""
+    return isinstance(node, (list, tuple)) and not hasattr(node, "_fields") and not hasattr(node, "to")
+
+
 def _is_array(node: Any) -> bool:
-    return (
-        isinstance(getattr(node, "shape", None), tuple) and hasattr(node, "__getitem__") and not _is_array_scalar(node)
-    )
+    shaped = isinstance(getattr(node, "shape", None), tuple) and hasattr(node, "__getitem__")
+    return shaped and not isinstance(node, np.generic)
 
 
-def _is_array_scalar(node: Any) -> bool:
-    return isinstance(node, np.generic)
+def _is_object(node: Any) -> bool:
+    """Whether a part is an object of some class that can hold many examples."""
+    return not isinstance(node, (*_TEXT, int, float, complex, np.generic)) and not _is_array(node)
 
 
 def _length(node: Any) -> int:
     """Entries along the first axis of an array or sequence; -1 for anything else."""
-    if isinstance(getattr(node, "shape", None), tuple):
+    if _is_array(node):
         return int(node.shape[0]) if node.shape else -1
-    return len(node) if isinstance(node, Sequence) and not hasattr(node, "to") else -1
+    return len(node) if isinstance(node, Sequence) and not isinstance(node, _TEXT) and not hasattr(node, "to") else -1
 
 
 def _short(value: Any) -> str:
@@ -331,10 +319,7 @@ def _explain(misfit: _MisfitError, batch: Any, count: int) -> StructureError:
 
 def _leading(node: Any, path: str) -> Iterator[tuple[str, int]]:
     """The leaves of a batch that have a first axis, with its size."""
-    if isinstance(node, (torch.Tensor, np.ndarray)):
-        if node.ndim:
-            yield path, node.shape[0]
-        return
-    keys = _keys(node)
-    for key in keys or ():
+    if _is_array(node) and node.shape:
+        yield path, node.shape[0]
+    for key in _keys(node) or ():
         yield from _leading(_child(node, key), path + (f".{key}" if _has_fields(node) else f"[{key!r}]"))

@@ -14,7 +14,7 @@ from distnb.input.batch_placement import placement_for
 from distnb.input.dealing import Place
 from distnb.input.draws import Drawing, ReplicaDraws, on_host, set_state, state_of
 from distnb.input.optional import AskedIterator
-from distnb.input.progress import Progress, as_state, checked_state
+from distnb.input.progress import VERSION, Progress, checked_state, pipelines_of
 from distnb.input.reading import Reader
 from distnb.input.sources.base import Source
 from distnb.input.sources.element_spec import spec_of
@@ -88,19 +88,18 @@ class DistributedDataset(Iterable[Any]):
 
     def _start(self, progress: Progress, resume: dict[str, Any] | None) -> Any:
         """Begin to read; where an earlier iteration is gone on with, as that one began."""
-        generators = self._source.generators()
-        skip = resume["position"] if resume else 0
+        skip = 0
         if resume is not None:
-            self._drawing.restore(resume["began"] if skip else resume["random"])
-            for generator, state in zip(generators, resume["generators"], strict=False):
+            skip = resume["position"]
+            self._drawing.restore(resume["began"])
+            for generator, state in zip(self._source.generators(), resume["generators"], strict=False):
                 set_state(generator, state)
-        progress.began = self._drawing.capture()
-        progress.generators = tuple(map(state_of, generators))
-        progress.kept = self._source.kept() if resume is None else resume["kept"]
+        kept = None if resume is None else resume["kept"]
+        progress.before = self._circumstances() | ({} if kept is None else {"kept": kept})
         progress.steps = skip // self._place.elements_per_step
         self._drawing.begin()
         with self._drawing(), on_host(self._place.device):
-            return self._source.start(skip, None if resume is None else resume["kept"])
+            return self._source.start(skip, kept)
 
     def __len__(self) -> int:
         """Number of global batches. Raises TypeError when it is not known."""
@@ -155,8 +154,27 @@ class DistributedDataset(Iterable[Any]):
         """
         if self._resume is not None:
             return dict(self._resume)
-        progress = self._progress or Progress(0)
-        return as_state(progress, self._place, self._drawing.capture(), self._source)
+        progress, now = self._progress or Progress(0), self._circumstances()
+        under_way = progress.steps > 0 and not progress.ended
+        before = progress.before if under_way else now
+        return {
+            "version": VERSION,
+            "epoch": progress.epoch + progress.ended,
+            "position": progress.steps * self._place.elements_per_step if under_way else 0,
+            "began": before["random"],
+            "generators": before["generators"],
+            "random": now["random"],
+            "kept": before["kept"],
+            "pipelines": pipelines_of(self._place),
+        }
+
+    def _circumstances(self) -> dict[str, Any]:
+        """What decides how the next iteration reads: the states of the streams, and workers that are there already."""
+        return {
+            "random": self._drawing.capture(),
+            "generators": [state_of(each) for each in self._source.generators()],
+            "kept": self._source.kept(),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Have the next iteration go on where `state_dict` was taken: with exactly the remaining batches.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 from distnb.cluster.devices import available_gpus
 from distnb.cluster.resolvers.spec import ClusterSpec
 from distnb.errors import OptionError
 
-__all__ = ["ClusterResolver", "checked_accelerators", "whole_number"]
+__all__ = ["ClusterResolver", "whole_number"]
 
 
 class ClusterResolver(ABC):
@@ -20,10 +19,11 @@ class ClusterResolver(ABC):
     `task_type` and `task_id` say which task this process is, and can be assigned where a resolver cannot know.
     """
 
+    # What was assigned, or given to the constructor; it goes before what can be found out.
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
-    _environment: str = ""
+    _environment: str | None = None
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -52,12 +52,12 @@ class ClusterResolver(ABC):
     @property
     def environment(self) -> str:
         """What the cluster manager calls the place where this runs; "" where it says nothing."""
-        return self._environment
+        return self._environment if self._environment is not None else self._found("environment") or ""
 
     @property
     def rpc_layer(self) -> str | None:
         """The protocol that `master` puts before addresses; None for none."""
-        return self._rpc_layer
+        return self._rpc_layer if self._rpc_layer is not None else self._found("rpc_layer")
 
     @rpc_layer.setter
     def rpc_layer(self, value: str | None) -> None:
@@ -116,8 +116,12 @@ class ClusterResolver(ABC):
         return type(self).num_accelerators is not ClusterResolver.num_accelerators
 
     def _task(self) -> tuple[str | None, int | None]:
-        """Which task this is, as far as it is known. What was assigned goes before what can be found out."""
+        """Which task this is, as far as it is known."""
         return self._task_type, self._task_id
+
+    def _found(self, name: str) -> str | None:
+        """What can be found out of "environment" or "rpc_layer"."""
+        return None
 
     def _with_protocol(self, address: str, rpc_layer: str | None) -> str:
         protocol = self.rpc_layer if rpc_layer is None else rpc_layer
@@ -134,10 +138,3 @@ def whole_number(value: Any, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise OptionError(f"{what}: a whole number from 0 is needed.")
     return value
-
-
-def checked_accelerators(value: Any) -> dict[str, int]:
-    """A user's own answer to `num_accelerators`."""
-    if not isinstance(value, Mapping):
-        raise OptionError(f"num_accelerators={value!r}: give a dict, such as {{'GPU': 2}}.")
-    return {str(kind): whole_number(count, f"num_accelerators[{kind!r}]={count!r}") for kind, count in value.items()}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distnb.cluster.resolvers.base import ClusterResolver, checked_accelerators
+from distnb.cluster.resolvers.base import ClusterResolver, whole_number
 from distnb.cluster.resolvers.spec import ClusterSpec
+from distnb.errors import OptionError
 
 __all__ = ["SimpleClusterResolver"]
 
@@ -46,7 +47,7 @@ class SimpleClusterResolver(ClusterResolver):
         self.task_type = task_type
         self.task_id = task_id
         self._environment = environment
-        self._accelerators = None if num_accelerators is None else checked_accelerators(num_accelerators)
+        self._accelerators = None if num_accelerators is None else _checked(num_accelerators)
         self._rpc_layer = rpc_layer
         if task_type is not None and task_id is not None and task_type in self._spec.jobs:
             self._spec.task_address(task_type, task_id)
@@ -78,3 +79,9 @@ class SimpleClusterResolver(ClusterResolver):
         return (
             f"SimpleClusterResolver({self._spec.as_dict()!r}, task_type={self.task_type!r}, task_id={self.task_id!r})"
         )
+
+
+def _checked(accelerators: Mapping[str, int]) -> dict[str, int]:
+    if not isinstance(accelerators, Mapping):
+        raise OptionError(f"num_accelerators={accelerators!r}: give a dict, such as {{'GPU': 2}}.")
+    return {str(kind): whole_number(n, f"num_accelerators[{kind!r}]={n!r}") for kind, n in accelerators.items()}

@@ -44,25 +44,14 @@ class TFConfigClusterResolver(ClusterResolver):
         self.task_type = task_type
         self.task_id = task_id
         self._rpc_layer = rpc_layer
-        self._environment_given = environment
+        self._environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
         """The jobs and addresses of TF_CONFIG."""
         return _cluster_of(_read())
 
-    @property
-    def environment(self) -> str:
-        """TF_CONFIG's "environment"."""
-        return self._environment_given if self._environment_given is not None else _text(_read(), "environment") or ""
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """TF_CONFIG's "rpc_layer"."""
-        return self._rpc_layer if self._rpc_layer is not None else _text(_read(), "rpc_layer")
-
-    @rpc_layer.setter
-    def rpc_layer(self, value: str | None) -> None:
-        self._rpc_layer = value
+    def _found(self, name: str) -> str | None:
+        return _text(_read(), name)
 
     def _task(self) -> tuple[str | None, int | None]:
         config = _read()
@@ -82,7 +71,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     def __repr__(self) -> str:
         names = ("task_type", "task_id", "rpc_layer", "environment")
-        given = (self._task_type, self._task_id, self._rpc_layer, self._environment_given)
+        given = (self._task_type, self._task_id, self._rpc_layer, self._environment)
         said = [f"{name}={value!r}" for name, value in zip(names, given, strict=True) if value is not None]
         return f"TFConfigClusterResolver({', '.join(said)})"
 

@@ -56,19 +56,9 @@ class UnionResolver(ClusterResolver):
         jobs = dict.fromkeys(job for spec in specs for job in spec.jobs)
         return ClusterSpec({job: _together(job, [spec for spec in specs if job in spec.jobs]) for job in jobs})
 
-    @property
-    def environment(self) -> str:
-        """The first resolver's."""
-        return self._resolvers[0].environment
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """As given, else the first resolver's."""
-        return self._rpc_layer if self._rpc_layer is not None else self._resolvers[0].rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, value: str | None) -> None:
-        self._rpc_layer = value
+    def _found(self, name: str) -> str | None:
+        found: str | None = getattr(self._resolvers[0], name)
+        return found
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
