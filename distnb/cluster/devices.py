@@ -45,9 +45,6 @@ def plan_devices(
         gpus: How many GPUs a machine has that cannot be asked from here; it counts as having nothing else but the CPU.
             None for this machine.
 
-    Returns:
-        One device per engine.
-
     Raises:
         OptionError: The numbers or names make no sense.
         StartError: This machine does not have what was asked for; the text lists what it has.
@@ -133,11 +130,7 @@ def _plan_by_count(n: int | None, gpus: int, oversubscribe: bool) -> tuple[Devic
 
 
 class _Machine:
-    """What devices a machine has.
-
-    Args:
-        gpus: Of a machine that cannot be asked from here; None for this one.
-    """
+    """What devices a machine has: this one, or one that cannot be asked from here, of which `gpus` is known."""
 
     def __init__(self, gpus: int | None) -> None:
         self._here = gpus is None

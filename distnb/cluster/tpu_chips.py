@@ -51,11 +51,7 @@ def why_none() -> str:
 
 
 def launch_environment(devices: Sequence[Device]) -> dict[str, str]:
-    """What all processes on the TPU chips among `devices` must be told alike; {} where there are none.
-
-    Raises:
-        StartError: torch_tpu cannot use so many chips of this machine together.
-    """
+    """What all processes on the TPU chips among `devices` must be told alike; {} where there are none."""
     count = sum(device.type == "tpu" for device in devices)
     return _ask(count) if count else {}
 
@@ -63,10 +59,7 @@ def launch_environment(devices: Sequence[Device]) -> dict[str, str]:
 def chip_environment(device: Device, devices: Sequence[Device], launch: Mapping[str, str]) -> dict[str, str]:
     """What the process on one of this machine's chips is told; {} where it is on none.
 
-    Args:
-        device: Its device.
-        devices: Those of all processes.
-        launch: As `launch_environment` gives it for them.
+    `devices` are those of all processes, and `launch` is what `launch_environment` gives for them.
     """
     if device.type != "tpu":
         return {}
@@ -76,11 +69,7 @@ def chip_environment(device: Device, devices: Sequence[Device], launch: Mapping[
 
 
 def check_named(devices: Sequence[Device]) -> None:
-    """Refuse chips that torch_tpu could not give: it numbers them itself, from 0, one to a process.
-
-    Raises:
-        OptionError: They are not tpu:0, tpu:1, … in this order.
-    """
+    """Refuse chips that torch_tpu could not give: it numbers them itself, from 0, one to a process."""
     named = [device for device in devices if device.type == "tpu"]
     if named != [Device("tpu", index) for index in range(len(named))]:
         raise OptionError(

@@ -28,12 +28,7 @@ Agree = Callable[[Any], Sequence[Any]]
 
 
 class SameData:
-    """One iteration of replicas that read the same global batches; the first one and the end are compared.
-
-    Args:
-        reader: Reads this replica's part.
-        agree: Gathers one small value of each replica on all; None not to compare.
-    """
+    """One iteration of replicas that read the same global batches; the first one and the end are compared."""
 
     def __init__(self, reader: Reader, agree: Agree | None) -> None:
         self._reader = reader
@@ -96,14 +91,7 @@ class _NextBatch(NamedTuple):
 
 
 class OwnData:
-    """One iteration of replicas that read pipelines of their own.
-
-    Args:
-        reader: Reads this replica's part of its pipeline.
-        place: This replica.
-        placement: How leaves reach its device.
-        agree: Gathers one small value of each replica on all.
-    """
+    """One iteration of replicas that read pipelines of their own."""
 
     def __init__(self, reader: Reader, place: Place, placement: BatchPlacement, agree: Agree) -> None:
         assert place.turns is not None
@@ -116,13 +104,9 @@ class OwnData:
         self._empty: tuple[Any] | None = None
 
     def next(self) -> Any:
-        """This replica's part of the next global batch. All replicas call it together.
+        """This replica's part of the next global batch; StopIteration once every pipeline has ended.
 
-        Raises:
-            StopIteration: Every pipeline has ended.
-            Exception: Whatever reading raised here.
-            ProgramError: Another replica could not read.
-            StructureError: Replicas of one pipeline read different data.
+        All replicas call it together. What reading raises on one of them, the others raise as a ProgramError.
         """
         batch, error = None, None
         told = _NextBatch(self._pipeline, "end", knows=self._empty is not None)

@@ -21,11 +21,9 @@ class BatchPlacement:
         self._device = device
 
     def carry(self, leaf: Any, borrowed: bool) -> Any:
-        """The leaf on the device.
+        """The leaf on the device: a tensor, a list that holds some, or an object with a `to` method.
 
-        Args:
-            leaf: A tensor, array, list of one item per example, or an object with a `to` method.
-            borrowed: The leaf is a view of the user's data, so the result must be a copy.
+        With `borrowed` it is a view of the user's data, so the result must be a copy.
         """
 
         def part(node: Any) -> Any:

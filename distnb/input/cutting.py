@@ -25,12 +25,7 @@ _TEXT = (str, bytes, bytearray)
 
 
 def slice_bounds(n: int, replicas: int, replica_id: int) -> tuple[int, int]:
-    """First and one-past-last example of one replica's slice.
-
-    Args:
-        n: Examples in the global batch.
-        replicas: Number of replicas.
-        replica_id: Whose slice.
+    """First and one-past-last example of one replica's slice of a global batch of `n` examples.
 
     Example:
         >>> slice_bounds(8, 3, 2)
@@ -59,17 +54,14 @@ class _MisfitError(Exception):
 
 
 def map_leaves(batch: Any, count: int, leaf: Callable[[Any], Any], *, own: bool = False) -> Any:
-    """Apply a function to every batched leaf, and keep the structure around them.
+    """Apply a function to every tensor, array, or list of one item per example, and keep the structure around them.
 
     Args:
         batch: The batch, or a slice of one.
         count: How many examples it holds.
-        leaf: Called with each tensor, array, or list of one item per example.
+        leaf: The function.
         own: The batch is a slice that was collated by itself, so nothing will be cut: arrays may then have any leading
             dimension, and objects of any class may be leaves.
-
-    Returns:
-        The same structure with the results as leaves.
 
     Raises:
         StructureError: A leaf was never batched, or leading dimensions disagree with the count.
@@ -97,11 +89,7 @@ def map_parts(node: Any, part: Callable[[Any], Any]) -> Any:
 
 
 def count_examples(batch: Any) -> int:
-    """How many examples a whole batch holds.
-
-    Raises:
-        StructureError: Its leaves disagree, or one of them was never batched.
-    """
+    """How many examples a whole batch holds. Raises StructureError where leaves disagree, or one was never batched."""
     likeliest = None
     for count in _candidates(batch):
         if _fits(batch, count):

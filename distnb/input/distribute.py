@@ -34,16 +34,14 @@ def distribute(
     """Distribute a dataset of global batches. Runs on each replica.
 
     Map-style data is loaded by the slice; what can only be read from end to end (iterable datasets, generators, lists
-    of batches) every replica reads whole and cuts. A `collate_fn` that pads or mixes gets whole batches (see
+    of batches) every replica reads whole and cuts. A `collate_fn` that may pad or mix gets whole batches (see
     `InputOptions.collate`).
 
     Args:
         dataset: A DataLoader whose batches are the global batches; or, with `batch_size`, a Dataset or a structure of
             tensors, arrays and lists with one entry per example; or an iterable of batches, or a function without
             arguments that returns one.
-        num_replicas: How many slices each batch is cut into.
-        replica_id: Whose slices are wanted.
-        device: Where they are wanted.
+        num_replicas, replica_id, device: How many slices each batch is cut into; whose are wanted, and where.
         batch_size: Examples in a global batch, for data that is not batched yet. Batches come in order.
         options: How the dataset is fed.
         shared_randomness: Makes the random stream that all replicas share the current one; shuffles draw from it.
@@ -52,14 +50,6 @@ def distribute(
             to read different data.
         workers: The worker (machine) of each replica, numbered from 0; None for one worker. With several, the
             `auto_shard_policy` of the options says what each of them reads.
-
-    Returns:
-        The distributed dataset.
-
-    Raises:
-        OptionError: The batch size is no positive whole number, missing, or given for batches that are made already.
-        ProgramError: The dataset cuts itself by rank already, or is nothing that can be read.
-        StructureError: The tensors, arrays and lists disagree about the number of examples.
 
     Example:
         >>> from contextlib import nullcontext
@@ -101,17 +91,8 @@ def distribute_from_function(
     take one each, in order. Map-style data is loaded only by the replica that takes it; other pipelines are read from
     end to end by every replica of the worker.
 
-    Args:
-        make: Called with an `InputContext`; gives an iterable of batches (a DataLoader, a generator's function, a list)
-            that are already as large as a replica's shall be.
-        num_replicas, replica_id, device, options, shared_randomness, agree, workers: See `distribute`.
-
-    Returns:
-        The distributed dataset, whose global batches are what all replicas take in one step.
-
-    Raises:
-        OptionError: An option that is for datasets which distnb cuts.
-        ProgramError: The function gives nothing that can be read.
+    `make` is called with an `InputContext`; it gives an iterable of batches (a DataLoader, a generator's function, a
+    list) that are already as large as a replica's shall be. For the rest see `distribute`.
     """
     options = options or InputOptions()
     alone = options.replication_mode is InputReplicationMode.PER_REPLICA

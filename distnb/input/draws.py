@@ -65,11 +65,7 @@ def draws_at_start_only(batch_sampler: Any) -> bool:
 
 
 class ReplicaDraws:
-    """A stream that the global generators of torch, NumPy and `random` can hold for a while.
-
-    Args:
-        seed: Where the stream begins.
-    """
+    """A stream that the global generators of torch, NumPy and `random` can hold for a while."""
 
     def __init__(self, seed: int) -> None:
         numpy = np.random.RandomState(_words(seed)).get_state(legacy=False)
@@ -141,10 +137,6 @@ class Drawing:
 
     Pipelines draw unequally often (their data is of unequal length), which would part the replicas' shared streams: so
     each begins a stream of its own with a number that is drawn from the shared one.
-
-    Args:
-        shared: Makes the shared stream the current one.
-        place: Which replica draws, and how it takes from its pipeline.
     """
 
     def __init__(self, shared: Shared, place: Place) -> None:

@@ -33,11 +33,7 @@ class Batch(NamedTuple):
 class Reader:
     """One iteration: the replica's part of each global batch, cut, carried to the device, marked as per-replica.
 
-    Args:
-        loads: What the source loads.
-        place: The replica.
-        placement: How leaves reach its device.
-        depth: How many batches are read ahead, so that copies to the device overlap with the caller's work.
+    It reads `depth` batches ahead, so that copies to the device overlap with the caller's work.
     """
 
     def __init__(self, loads: Iterator[Load], place: Place, placement: BatchPlacement, depth: int) -> None:

@@ -19,14 +19,6 @@ class ArraySource(Source):
     """A structure of tensors, arrays and lists that all have one entry per example. Nothing is drawn.
 
     Numeric arrays give batches of tensors, everything else slices of its own kind.
-
-    Args:
-        data: The structure.
-        batch_size: Examples in a global batch; the last one may be smaller.
-        place: The replica that reads.
-
-    Raises:
-        StructureError: Leaves disagree about the number of examples.
     """
 
     quiet = True

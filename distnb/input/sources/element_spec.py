@@ -29,10 +29,7 @@ class TensorSpec:
 def spec_of(batch: Any, num_replicas: int, *, as_it_is: bool = False) -> Any:
     """The structure of a batch with a `TensorSpec` for each leaf, per replica where there are several.
 
-    Args:
-        batch: A first one.
-        num_replicas: How many there are.
-        as_it_is: Batches are not cut, so they may be anything.
+    A batch that is not cut (`as_it_is`) may be anything.
     """
 
     def leaf(node: Any) -> Any:

@@ -16,13 +16,7 @@ __all__ = ["Feed", "Feeding"]
 
 
 class Feed:
-    """A batch sampler that asks for this replica's portion of each global batch, or for all of it.
-
-    Args:
-        batches: The user's batch sampler.
-        place: The replica.
-        drawing: The stream that samplers draw from.
-        sliced: Ask for the portion only.
+    """A batch sampler that asks for this replica's portion of each global batch (`sliced`), or for all of it.
 
     Attributes:
         skip: What the next iteration leaves out: batches or, where replicas take turns, elements.

@@ -15,13 +15,7 @@ __all__ = ["IterableSource"]
 
 
 class IterableSource(Source):
-    """Lists, generators, functions that make generators.
-
-    Args:
-        batches: The iterable, or a callable without arguments.
-        place: The replica that reads.
-        drawing: The stream of whoever reads the same data.
-    """
+    """Lists, generators, functions that make generators."""
 
     iterable = True
 

@@ -47,12 +47,6 @@ class LoaderSource(Source):
 
     The work is done by a copy of the loader whose batch sampler asks for the replica's portions, so that torch's own
     machinery (seeds, persistent workers, pinning, time-outs) acts as it does for the user's loader.
-
-    Args:
-        loader: The user's loader.
-        place: The replica that reads.
-        options: Say what its collate function may see.
-        drawing: The stream of whoever reads the same data.
     """
 
     def __init__(self, loader: DataLoader[Any], place: Place, options: InputOptions, drawing: Drawing) -> None:
