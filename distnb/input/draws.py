@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -84,18 +84,6 @@ class ReplicaDraws:
         finally:
             self._switch()
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """A context in which the generators hold what they held outside."""
-        if not self._inside:
-            yield
-            return
-        self._switch()
-        try:
-            yield
-        finally:
-            self._switch()
-
     def _switch(self) -> None:
         here = torch.default_generator.get_state(), random.getstate(), np.random.get_state(legacy=False)
         of_torch, of_random, of_numpy = self._other
@@ -158,11 +146,9 @@ class Drawing:
     def capture(self) -> dict[str, Any]:
         """The shared stream's present states, of plain values."""
         with self._shared():
-            return {
-                "torch": state_of(torch.default_generator),
-                "python": random.getstate(),
-                "numpy": _plain(np.random.get_state(legacy=False)),
-            }
+            of_torch, of_random = state_of(torch.default_generator), random.getstate()
+            name, key, *rest = cast("tuple[Any, ...]", np.random.get_state())
+        return {"torch": of_torch, "python": of_random, "numpy": (name, key.tolist(), *rest)}
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Set the shared stream to what `capture` gave."""
@@ -170,7 +156,7 @@ class Drawing:
         with self._shared():
             set_state(torch.default_generator, states["torch"])
             random.setstate((version, tuple(internal), gauss))
-            np.random.set_state(states["numpy"])
+            np.random.set_state(tuple(states["numpy"]))
 
 
 def state_of(generator: torch.Generator) -> bytes:
@@ -181,10 +167,3 @@ def state_of(generator: torch.Generator) -> bytes:
 def set_state(generator: torch.Generator, state: bytes) -> None:
     """Set what `state_of` gave."""
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-def _plain(state: Any) -> Any:
-    """NumPy's state without arrays."""
-    if isinstance(state, dict):
-        return {name: _plain(value) for name, value in state.items()}
-    return state.tolist() if isinstance(state, np.ndarray) else state
