@@ -56,6 +56,7 @@ class SameData:
         if all(one == seen[0] for one in seen):
             return
         self._reader.close()
+        self._agree = None
         lines = "; ".join(f"replica {replica_id} {_told(*one)}" for replica_id, one in enumerate(seen))
         raise StructureError(
             f"Replicas read different data: {lines}. Each must read the same global batches in the same order: seed "

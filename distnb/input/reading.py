@@ -80,6 +80,7 @@ class Reader:
     def close(self) -> None:
         """End the iteration early. It may be called from any thread, and again."""
         self._loads.close()
+        self._ready = deque([StopIteration()])
 
     def cut_short(self) -> None:
         """End the iteration early and for good: workers that outlive iterations end too."""

@@ -488,8 +488,12 @@ def test_replicas_that_read_different_data_are_found() -> None:
         return lambda mine: [mine, other if mine[0] == other[0] else mine]
 
     loader = DataLoader(TensorDataset(Y), batch_size=4, shuffle=True)
+    batches = iter(
+        distribute(loader, **place(2, 0, agree=agree_as(("first", 4, 12345))), options=InputOptions(prefetch=2))
+    )
     with pytest.raises(StructureError, match=r"replica 0 has a first batch of 4 examples .*; replica 1 has"):
-        list(distribute(loader, **place(2, 0, agree=agree_as(("first", 4, 12345)))))
+        next(batches)
+    assert list(batches) == []
     with pytest.raises(StructureError, match=r"replica 0 ended after 6 batches .*; replica 1 ended after 5 batches"):
         list(distribute(loader, **place(2, 0, agree=agree_as(("end", 5, 12345)))))
     assert len(list(distribute(loader, **place(2, 0, agree=agree_as(("other",)))))) == 6
