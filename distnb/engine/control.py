@@ -42,18 +42,15 @@ _FLUSH_S = 0.05
 _TELEMETRY_S = 0.2
 _POINTS_S = 0.2  # to read them costs the training a moment of Python's lock: not as often as output
 
-Sampler = Callable[[int, int, int], TelemetrySample]
-
 
 class Control:
     """The engine's second thread, and the place where every other thread leaves its events.
 
     Args:
         link: The control channel; used by this thread only.
-        guard: Ends the program that runs in the main thread.
         free_collectives: Frees every collective that is blocked in this process (thread-safe).
         sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample.
-        pipes: File descriptors to read from, each with the name of its stream.
+        pipes: File descriptors to read from, each with the function that takes what is read.
     """
 
     def __init__(
@@ -63,15 +60,15 @@ class Control:
         guard: Guard,
         *,
         free_collectives: Callable[[str], None],
-        sample: Sampler,
-        pipes: dict[int, Callable[[bytes], None]] | None = None,
+        sample: Callable[[int, int, int], TelemetrySample],
+        pipes: dict[int, Callable[[bytes], None]],
     ) -> None:
         self._engine = engine
         self._link = link
         self._guard = guard
         self._free_collectives = free_collectives
         self._sample = sample
-        self._pipes = pipes or {}
+        self._pipes = pipes
         self._events: deque[Any] = deque()
         self._points: deque[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = deque()
         self._asleep = False

@@ -75,7 +75,6 @@ class ClusterMagic:
             print(f"No cluster is running: starting {what}.", flush=True)
             oversubscribe = spec is not None and bool(spec.option("oversubscribe"))
             session = self._start(count, devices, oversubscribe=oversubscribe)
-        self._front.attach(session)
         return session
 
     # -- commands --------------------------------------------------------------------------------------------------
@@ -91,7 +90,6 @@ class ClusterMagic:
     def _start(self, count: int | None, devices: Any, **options: Any) -> Session:
         tell = _progress(self._shell)
         session = sessions.start(count, devices, on_progress=tell, **options)
-        self._front.attach(session)
         rows = session.status()
         several = len({row.host for row in rows}) > 1
         places = (f"{row.engine} on {row.device}" + (f" of {row.host}" if several else "") for row in rows)
@@ -104,7 +102,6 @@ class ClusterMagic:
             print("No cluster is running.")
             return
         sessions.stop()
-        self._front.attach(None)
         print("The cluster has ended.")
 
     def restart(self, found: Namespace) -> None:

@@ -76,7 +76,6 @@ class CellRunner:
 
     def _run(self, source: str, spec: StrategySpec, filename: str, *, in_scope: bool) -> None:
         session = self._ensure()
-        self._front.attach(session)
         try:
             session.run_cell(source, spec, filename=filename, label=self._label(filename), in_scope=in_scope)
         finally:

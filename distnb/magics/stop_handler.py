@@ -24,10 +24,7 @@ class StopHandler:
     A stop while a lock of Python's changes hands would leave the lock taken, and a thread that needs it waiting: the
     kernel's, which sends all output (each flush of a stream waits for an Event that it sets), and those of ours that
     draw and supervise. A stop in what IPython calls before and after a cell would leave that half done, and IPython
-    would drop it and run the cell all the same.
-
-    Args:
-        whole: Code, besides that of locks, in which nothing is raised for a second.
+    would drop it and run the cell all the same: nothing is raised in such code (`whole`) for a second.
     """
 
     def __init__(self, whole: Collection[CodeType]) -> None:

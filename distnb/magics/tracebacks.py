@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import IPython
@@ -120,18 +120,10 @@ def presented() -> Iterator[None]:
         yield
     except (DistnbError, KeyboardInterrupt) as error:
         if not hasattr(error, "_render_traceback_"):
-            _render_plainly(error)
+            line = f"\x1b[31m{type(error).__name__}\x1b[0m" + (f": {error}" if str(error) else "")
+            # IPython asks the exception itself how it wants to be shown.
+            error._render_traceback_ = lambda: [line]  # type: ignore[union-attr]
         raise
-
-
-def _render_plainly(error: BaseException) -> None:
-    name, text = type(error).__name__, str(error)
-
-    def render(self: BaseException) -> list[str]:
-        return [f"\x1b[31m{name}\x1b[0m: {text}" if text else f"\x1b[31m{name}\x1b[0m"]
-
-    # IPython asks the exception itself how it wants to be shown.
-    error._render_traceback_ = MethodType(render, error)  # type: ignore[attr-defined]
 
 
 @contextmanager

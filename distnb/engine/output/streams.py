@@ -41,7 +41,7 @@ class ReplicaStream(io.TextIOBase):
         control: Control,
         log_fd: int,
         descriptor: int,
-        before: Any = None,
+        before: Any,
     ) -> None:
         self._engine = engine
         self._stream = name
@@ -75,15 +75,14 @@ class ReplicaStream(io.TextIOBase):
         running = self._control.running
         if running is None:
             os.write(self._log_fd, text.encode(errors="replace"))
-            if self._before is not None:
-                self._before.write(text)
+            self._before.write(text)
         elif text:
             self._control.emit(Output(self._engine, running[0], running[1], self._stream, text))
         return len(text)
 
     def flush(self) -> None:
         """Nothing is held back here: events leave 20 times a second."""
-        if self._before is not None and self._control.running is None and os.getpid() == self._owner:
+        if self._control.running is None and os.getpid() == self._owner:
             self._before.flush()
 
     def set_parent(self, parent: Any) -> None:
@@ -123,7 +122,7 @@ class ReplicaDisplayPublisher(DisplayPublisher):
     Outside a program they go to the publisher that was there before.
     """
 
-    def __init__(self, engine: int, control: Control, before: Any = None, **kwargs: Any) -> None:
+    def __init__(self, engine: int, control: Control, before: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self._before = before
         self._engine = engine
@@ -147,7 +146,7 @@ class ReplicaDisplayPublisher(DisplayPublisher):
                     self._engine, *running, data=data, metadata=metadata or {}, transient=transient or {}, update=update
                 )
             )
-        elif self._before is not None:
+        else:
             self._before.publish(data, metadata, transient=transient, update=update)
 
     def clear_output(self, wait: bool = False) -> None:
@@ -155,7 +154,7 @@ class ReplicaDisplayPublisher(DisplayPublisher):
         running = self._control.running
         if running is not None:
             self._control.emit(Display(self._engine, *running, data={}, clear="wait" if wait else "now"))
-        elif self._before is not None:
+        else:
             self._before.clear_output(wait)
 
     def set_parent(self, parent: Any) -> None:
