@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
 from distnb.magics import tracebacks
 from distnb.magics.cluster_magic import ClusterMagic
-from distnb.magics.completion import Completion
+from distnb.magics.completion import completing
 from distnb.magics.distribute_magic import CellRunner
 from distnb.magics.local_cell import LocalCells, StrategyName
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
@@ -47,7 +48,7 @@ class Extension(FrontEnd):
         # What of ours runs around a cell is done whole: a stop meanwhile is the cell's, or the next thing's.
         self._stops = StopHandler((Extension._begin.__code__, Extension._leave.__code__, Front.end_cell.__code__))
         self._dispatch = ScopeDispatch(self._runner.run_in_scope)
-        self._completion = Completion(shell)
+        self._within = ExitStack()
         self._open = False
 
     def install(self) -> None:
@@ -56,11 +57,10 @@ class Extension(FrontEnd):
         register = shell.magics_manager.register_function
         register(self._cluster.distnb, "line", "distnb")
         register(self._runner.distribute, "cell", "distribute")
-        self._local.install()
+        for part in (self._local.installed(), completing(shell), tracebacks.shown_plainly(shell)):
+            self._within.enter_context(part)
         shell.ast_transformers.append(self._scope)
         self._dispatch.install(shell)
-        self._completion.install()
-        tracebacks.install(shell)
         shell.events.register("pre_run_cell", self._before)
         shell.events.register("post_run_cell", self._after)
         self.live = self._front.live
@@ -73,17 +73,16 @@ class Extension(FrontEnd):
     def remove(self) -> None:
         """Take everything away."""
         shell = self._shell
-        self._local.remove()
-        shell.ast_transformers[:] = [each for each in shell.ast_transformers if each is not self._scope]
-        self._stops.remove()
-        self._completion.remove()
-        _choose_debugger(leave=True)
-        tracebacks.remove(shell)
+        self._within.close()
+        if self._scope in shell.ast_transformers:  # IPython drops one that failed
+            shell.ast_transformers.remove(self._scope)
         shell.events.unregister("pre_run_cell", self._before)
         shell.events.unregister("post_run_cell", self._after)
         for kind, name in (("line", "distnb"), ("cell", "distribute")):
             shell.magics_manager.magics[kind].pop(name, None)
         compose.attach(None)
+        self._stops.remove()
+        _choose_debugger(leave=True)
         self._front.close()
 
     def catch_up(self) -> None:

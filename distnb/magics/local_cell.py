@@ -11,7 +11,8 @@ import ast
 import linecache
 import re
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import OptionError, StartError
@@ -69,19 +70,18 @@ class LocalCells(ast.NodeTransformer):
         self._name = name
         self._copies = ExitStack()
 
-    def install(self) -> None:
-        """Put the transformer before the one that makes magic calls."""
-        transforms = self._shell.input_transformer_manager.cleanup_transforms
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within it, the transformer stands before the one that makes magic calls."""
+        shell: Any = self._shell
+        transforms = shell.input_transformer_manager.cleanup_transforms
         names = [getattr(transform, "__name__", "") for transform in transforms]
         transforms.insert(names.index("cell_magic") if "cell_magic" in names else len(transforms), self)
-        self._shell.ast_transformers.append(self)
-        self._shell._distnb_local = self.enter  # type: ignore[attr-defined]
-        self._shell._distnb_misplaced = self.complain  # type: ignore[attr-defined]
-
-    def remove(self) -> None:
-        """Take it out again."""
-        for transforms in (self._shell.input_transformer_manager.cleanup_transforms, self._shell.ast_transformers):
-            transforms[:] = [transform for transform in transforms if transform is not self]
+        shell.ast_transformers.append(self)
+        shell._distnb_local, shell._distnb_misplaced = self.enter, self.complain
+        yield
+        transforms.remove(self)
+        shell.ast_transformers.remove(self)
 
     def __call__(self, lines: list[str]) -> list[str]:
         """Transform a cell; called by IPython for every cell, also for completions."""

@@ -19,7 +19,7 @@ from distnb.notebook.handles.handle import HANDLES
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["callers_lines", "install", "presented", "remove", "users_part", "without_frames"]
+__all__ = ["callers_lines", "presented", "shown_plainly", "users_part", "without_frames"]
 
 _KINDS = (BaseException,)  # the user's own, too: they may have come through our house, or be raised from one of ours
 _IPYTHON = os.path.dirname(IPython.__file__) + os.sep
@@ -31,14 +31,12 @@ _HANDLE = (
 )
 
 
-def install(shell: InteractiveShell) -> None:
-    """Show errors in this shell without distnb's frames. Another extension's handler is left alone."""
+@contextmanager
+def shown_plainly(shell: InteractiveShell) -> Iterator[None]:
+    """Within it, this shell shows errors without distnb's frames. Another extension's handler is left alone."""
     if not shell.custom_exceptions:
         shell.set_custom_exc(_KINDS, _show)
-
-
-def remove(shell: InteractiveShell) -> None:
-    """Take the handler away."""
+    yield
     if shell.custom_exceptions == _KINDS:
         shell.set_custom_exc((), None)
 
