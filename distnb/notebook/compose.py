@@ -32,11 +32,7 @@ def current() -> Session | None:
 
 
 def require() -> Session:
-    """The running session.
-
-    Raises:
-        NoClusterError: There is none.
-    """
+    """The running session; NoClusterError if there is none."""
     session = current()
     if session is None:
         raise NoClusterError("No cluster is running. Start one with %distnb start -n 2, or distnb.start(2).")

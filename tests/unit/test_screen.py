@@ -60,7 +60,7 @@ def test_a_finished_bar_settles_after_a_while() -> None:
 
 def test_erasing_and_moving() -> None:
     screen = Screen()
-    feed(screen, "hello\x1b[2D\x1b[K!")
+    feed(screen, "hello\x08\x08\x1b[K!")
     assert screen.rows == ["hel!"]
     feed(screen, "\x08?")
     assert screen.rows == ["hel?"]

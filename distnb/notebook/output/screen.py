@@ -13,10 +13,10 @@ __all__ = ["SETTLE_S", "Screen"]
 SETTLE_S = 0.15
 """A line below which the cursor went stays open for this long if a bar was drawn in it: nested bars come back up."""
 
-_CONTROLS = re.compile("(\r\n|\n|\r|\x08|\x1b\\[\\d*[A-DGJKH])")
-_TERMINALS = re.compile("\x1b\\[\\?\\d*[hl]")  # to show or hide the cursor, and the like: there is none here
-_CUT = re.compile("\x1b(\\[\\??\\d*)?$")  # an escape sequence of which the end has not come yet
-_REWRITES = re.compile("[\r\x08]|\x1b\\[\\d*[A-DGJKH]")
+_CONTROLS = re.compile("(\n|\r|\x08|\x1b\\[\\d*[AJK])")
+_TERMINALS = re.compile("\x1b\\[\\??[\\d;]*[B-HSTfhl]")  # to show or hide the cursor, and the like: there is none here
+_CUT = re.compile("\x1b(\\[\\??[\\d;]*)?$")  # an escape sequence of which the end has not come yet
+_REWRITES = re.compile("[\r\x08]|\x1b\\[\\d*[AJK]")
 
 
 class Screen:
@@ -101,8 +101,11 @@ class Screen:
             self._column, self.drawn = 0, True
         elif piece == "\x08":
             self._column = max(0, self._column - 1)
+        elif _CONTROLS.fullmatch(piece) and piece[-1] == "A":
+            self.drawn = True
+            self._go(max(0, self._row - int(piece[2:-1] or 1)), now)
         elif _CONTROLS.fullmatch(piece):
-            self._escape(piece[-1], int(piece[2:-1] or 1), now)
+            self.rows[self._row] = self.rows[self._row][: self._column]
         else:
             if fresh and self.rows[self._row :] == [""]:
                 # Plain text in a new line: were this a bar below others, it would begin with a carriage return.
@@ -115,23 +118,8 @@ class Screen:
         self.rows[self._row] = row[: self._column].ljust(self._column) + text + row[self._column + len(text) :]
         self._column += len(text)
 
-    def _escape(self, command: str, count: int, now: float) -> None:
-        if command == "A":
-            self.drawn = True
-            self._go(max(0, self._row - count), now)
-        elif command == "B":
-            self._go(self._row + count, now)
-        elif command == "C":
-            self._column += count
-        elif command in "DG":
-            self._column = max(0, self._column - count) if command == "D" else count - 1
-        elif command in "KJ":
-            self.rows[self._row] = self.rows[self._row][: self._column]
-        else:
-            self._column = 0
-
     def _go(self, row: int, now: float) -> None:
-        while len(self.rows) <= row:
+        if row == len(self.rows):
             self.rows.append("")
             self._touched.append(now)
         self._row = row
