@@ -64,20 +64,21 @@ class CellRunner:
             # their lines in this one: for tracebacks, inspect, and replicas that they are sent to later.
             linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
             with presented():
-                self._ensure(request.spec)
+                session = self._ensure(request.spec)
                 self._name.bind(request.spec)
                 self._front.name_cell(request.word)
-                self._run(source, request.spec, filename, in_scope=False)
+                self._run(session, source, request.spec, filename, in_scope=False)
 
     def run_in_scope(self, source: str, spec: StrategySpec, filename: str) -> None:
         """Run the body of a top-level `with strategy.scope():` on the replicas."""
         self._front.name_cell(spec.kind)
-        self._run(source, spec, filename, in_scope=True)
+        self._run(self._ensure(), source, spec, filename, in_scope=True)
 
-    def _run(self, source: str, spec: StrategySpec, filename: str, *, in_scope: bool) -> None:
-        session = self._ensure()
+    def _run(self, session: Session, source: str, spec: StrategySpec, filename: str, *, in_scope: bool) -> None:
+        # IPython's counter may be one further already.
+        label = cell_name(filename, self._shell) or f"Cell In[{self._shell.execution_count}]"
         try:
-            session.run_cell(source, spec, filename=filename, label=self._label(filename), in_scope=in_scope)
+            session.run_cell(source, spec, filename=filename, label=label, in_scope=in_scope)
         finally:
             # All that the replicas wrote stands in the cell before its error does.
             self._front.flush()
@@ -95,10 +96,6 @@ class CellRunner:
                 found = frame.f_code.co_filename
         raw = self._raw_cell
         return found or str(self._shell.compile.get_code_name(raw, raw, self._shell.execution_count))
-
-    def _label(self, filename: str) -> str:
-        """`Cell In[3]`. IPython's counter may be one further already."""
-        return cell_name(filename, self._shell) or f"Cell In[{self._shell.execution_count}]"
 
 
 CellRunner.distribute.__doc__ = DISTRIBUTE.format_help()  # what `%%distribute?` shows

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -21,20 +22,17 @@ from distnb.magics.tracebacks import presented
 from distnb.notebook import compose
 from distnb.notebook.front_end import FrontEnd
 from distnb.objects.modes import cell_began
-from distnb.runtime.base import Owner
 from distnb.widgets.front import Front
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult
-
-    from distnb.notebook.session import Session
 
 __all__ = ["Extension"]
 
 _RUN_CELL = InteractiveShell.run_cell_async.__code__
 
 
-class Extension(FrontEnd):
+class Extension:
     """distnb in one shell."""
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -63,8 +61,15 @@ class Extension(FrontEnd):
         self._dispatch.install(shell)
         shell.events.register("pre_run_cell", self._before)
         shell.events.register("post_run_cell", self._after)
-        self.live = self._front.live
-        compose.attach(self)
+        front_end = FrontEnd(
+            live=self._front.live,
+            follow=self._front.attach,
+            session_for=lambda strategy: self._cluster.ensure(strategy.spec if strategy.spec.device_type else None),
+            catch_up=self._front.catch_up,
+            callers_lines=partial(tracebacks.callers_lines, shell),
+            module_version=partial(_autoreloaded, shell),
+        )
+        compose.attach(front_end)
         # The cell that loads the extension may go on to use it.
         self._stops.install()
         _choose_debugger()
@@ -84,31 +89,6 @@ class Extension(FrontEnd):
         self._stops.remove()
         _choose_debugger(leave=True)
         self._front.close()
-
-    def catch_up(self) -> None:
-        """Show what replicas wrote."""
-        self._front.catch_up()
-
-    def callers_lines(self, error: BaseException) -> list[str]:
-        """As IPython draws them."""
-        return tracebacks.callers_lines(self._shell, error)
-
-    def module_version(self, name: str) -> object:
-        """When the file was written that %autoreload last looked at; it changes modules without reloading them."""
-        reloader = getattr(self._shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
-        if reloader is None:
-            return None
-        version = reloader.modules_mtimes.get(name)
-        file = getattr(sys.modules.get(name), "__file__", None)
-        return None if reloader.failed.get(file) == version else version
-
-    def follow(self, session: Session | None) -> None:
-        """Show what happens on this one."""
-        self._front.attach(session)
-
-    def session_for(self, strategy: Owner) -> Session:
-        """The running session; a cluster is started when there is none."""
-        return self._cluster.ensure(strategy.spec if strategy.spec.device_type else None)
 
     def _settle(self, result: ExecutionResult | None, *, stop: bool) -> None:
         """Wait for calls that were sent with `wait=False`; what one of them raised is this cell's error, too.
@@ -159,6 +139,16 @@ class Extension(FrontEnd):
         self._open = False
         self._local.leave()
         self._name.restore()
+
+
+def _autoreloaded(shell: InteractiveShell, name: str) -> object:
+    """When the file was written that %autoreload last looked at; it changes modules without reloading them."""
+    reloader = getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
+    if reloader is None:
+        return None
+    version = reloader.modules_mtimes.get(name)
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return None if reloader.failed.get(file) == version else version
 
 
 def _cells_under_way() -> int:

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["FrontEnd"]
 
 
+@dataclass(frozen=True)
 class FrontEnd:
-    """What a front end does for the session (`Session`, whose file knows this one). A plain script's shows nothing."""
+    """What a front end does for the session (`Session`, whose file knows this one). A plain script's shows nothing.
+
+    Attributes:
+        live: Takes the values of `distnb.live` in the notebook's process; None: they go to the terminal.
+        follow: A session has started, or the last one has ended (None).
+        session_for: The session on which a strategy runs, started if there is none; None for the running one.
+        catch_up: Shows all that replicas wrote: an error of theirs is about to be raised, and is to stand below.
+        callers_lines: The lines that show where the notebook's own code called what failed with an error.
+        module_version: Which version of its file a module has, where the front end reloads modules; None where it
+            knows of none.
+    """
 
     live: Callable[[dict[str, Any], tuple[int, int]], None] | None = None
-    """Takes the values of `distnb.live` in the notebook's process; None: they go to the terminal."""
-
-    def follow(self, session: Any) -> None:
-        """A session has started, or the last one has ended (None)."""
-
-    def session_for(self, strategy: Any) -> Any:
-        """The session on which a strategy runs, started if there is none; None for the running one."""
-        return None
-
-    def catch_up(self) -> None:
-        """Show all that replicas wrote: an error of theirs is about to be raised, and is to stand below."""
-
-    def callers_lines(self, error: BaseException) -> list[str]:
-        """The lines that show where the notebook's own code called what failed with this error."""
-        return []
-
-    def module_version(self, name: str) -> object:
-        """Which version of its file a module has, where the front end reloads modules; None where it knows of none."""
-        return None
+    follow: Callable[[Any], None] = lambda session: None
+    session_for: Callable[[Any], Any] = lambda strategy: None
+    catch_up: Callable[[], None] = lambda: None
+    callers_lines: Callable[[BaseException], list[str]] = lambda error: []
+    module_version: Callable[[str], object] = lambda name: None

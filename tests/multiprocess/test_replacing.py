@@ -80,9 +80,7 @@ def test_one_whose_replacement_is_interrupted(session: Session) -> None:
 
 def test_a_cluster_that_is_stopped_by_its_own_method(session: Session) -> None:
     heard: list[Session | None] = []
-    front = FrontEnd()
-    front.follow = heard.append  # type: ignore[method-assign]
-    sessions.attach(front)
+    sessions.attach(FrontEnd(follow=heard.append))
     try:
         session.stop()
         session.stop()  # again: nothing happens
