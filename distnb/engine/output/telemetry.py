@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from types import FrameType
 
 import psutil
@@ -16,7 +17,6 @@ from distnb.wire.messages import TelemetrySample
 
 __all__ = ["remember_cell", "sample", "where_it_failed"]
 
-_process: psutil.Process | None = None
 _labels: dict[str, str] = {}
 _loaded = time.monotonic()
 
@@ -28,9 +28,7 @@ def remember_cell(filename: str, label: str) -> None:
 
 def sample(engine: int, program: int, replica: int) -> TelemetrySample:
     """Measure this process."""
-    global _process
-    if _process is None:
-        _process = psutil.Process()
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return TelemetrySample(
         engine=engine,
         program=program,
@@ -38,31 +36,21 @@ def sample(engine: int, program: int, replica: int) -> TelemetrySample:
         seconds=time.monotonic() - _loaded,
         steps=step_count.steps,
         examples=step_count.examples,
-        rss_nbytes=int(_process.memory_info().rss),
+        rss_nbytes=int(psutil.Process().memory_info().rss),
         device_nbytes=allocated_nbytes(),
-        where=_where(),
+        where=_innermost(traceback.walk_stack(frame)) if frame is not None else "",
     )
-
-
-def _where() -> str:
-    """The innermost line of a cell that the main thread is in."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        found = _line(frame, frame.f_lineno)
-        if found:
-            return found
-        frame = frame.f_back
-    return ""
 
 
 def where_it_failed(error: BaseException) -> str:
     """The innermost line of a cell that an error came through; "" if it came through none."""
-    found = ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        found = _line(frame, number) or found
-    return found
+    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
-def _line(frame: FrameType, number: int) -> str:
-    label = _labels.get(frame.f_code.co_filename)
-    return f"{label}, line {number}" if label is not None else ""
+def _innermost(places: Iterable[tuple[FrameType, int]]) -> str:
+    """The first of these frames and lines that is of a cell, for people."""
+    for frame, number in places:
+        label = _labels.get(frame.f_code.co_filename)
+        if label is not None:
+            return f"{label}, line {number}"
+    return ""
