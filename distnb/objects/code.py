@@ -37,6 +37,7 @@ __all__ = [
     "is_by_value",
     "is_code",
     "is_simple",
+    "parts_of",
     "names_of_code",
     "own_names",
     "reduce_cell",
@@ -131,6 +132,16 @@ def is_simple(value: Any) -> bool:
         and not value.__kwdefaults__
         and (value.__defaults__ is None or is_plain(value.__defaults__))
     )
+
+
+def parts_of(value: Any) -> tuple[Any, ...] | None:
+    """What a simple function is made of: while these are the same, it is what it was. None for all else."""
+    if not is_simple(value):
+        return None
+    for each in value.__annotations__.values():
+        if type(each) is not str and not (isinstance(each, type) and is_importable(each)):
+            return None
+    return value.__code__, value.__name__, value.__defaults__, value.__doc__, tuple(value.__annotations__.items())
 
 
 # -- functions -----------------------------------------------------------------------------------------------------

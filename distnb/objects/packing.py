@@ -201,11 +201,11 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
     def function(self, function: types.FunctionType) -> Any:
         """A function by value, with its names noted."""
         if function.__globals__ is self.side.user_ns:
-            self._look_into(function)
+            self.look_into(function)
         reference = self.reference(function)
         return reference if reference is not None else code.reduce_function(function, self.side.user_ns)
 
-    def _look_into(self, function: types.FunctionType) -> None:
+    def look_into(self, function: types.FunctionType) -> None:
         """Note what a function of the namespace reads."""
         used, seen = code.names_of_code(function.__code__), self.seen
         seen.names |= used.names

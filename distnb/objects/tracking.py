@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from distnb.objects.code import parts_of
 from distnb.objects.memory import Memories, Memory
 from distnb.objects.merging import ATOMS, Merge
 from distnb.objects.opening import Opener, pairs_in, stands_for_lost
@@ -38,6 +39,7 @@ class _Record:
 
     root: Any
     digest: bytes
+    parts: tuple[Any, ...] | None = None  # of a function, which need not be pickled while it is made of these
     stale: bool = False  # to be sent again, though it has not changed
 
 
@@ -160,6 +162,11 @@ class Tracker:
         waiting = dict(values)
         while waiting:
             for name, value in waiting.items():
+                record = self._records.get(name)
+                if record is not None and record.parts is not None and record.parts == parts_of(value):
+                    looker.look_into(value)
+                    look.digests[name] = record.digest
+                    continue
                 looker.label, looker.root = label_of(name), value
                 looker.looked_at = value if isinstance(value, type) else None
                 try:
@@ -229,7 +236,7 @@ class Tracker:
                     pairs.append(number)
         self._add(table)
         for name in names:
-            self._records[name] = _Record(values[name], look.digests[name])
+            self._records[name] = _Record(values[name], look.digests[name], parts_of(values[name]))
         return Packed(serial, tuple(names), packer.file.getbuffer(), tuple(packer.buffers), pairs.tobytes())
 
     def pack_loose(self, values: Mapping[str, Any]) -> Packed:
@@ -329,7 +336,7 @@ class Tracker:
         """What the other end has is what these values are now."""
         digests = self.look(values).digests
         for name, value in values.items():
-            self._records[name] = _Record(value, digests[name])
+            self._records[name] = _Record(value, digests[name], parts_of(value))
 
     # -- forgetting ----------------------------------------------------------------------------------------------------
 
