@@ -8,7 +8,7 @@ from distnb.notebook.output.live_model import Curve, Line, LiveModel
 from distnb.notebook.output.wording import filled, html_table, human_bytes
 from distnb.widgets.picture import as_image, pictures, short_number
 
-__all__ = ["head_text", "images", "live_html", "plain_summary", "replica_table", "static_html", "table_html"]
+__all__ = ["head_text", "live_html", "picture_bundle", "plain_summary", "replica_table"]
 
 _COLORS = {"failed": "#ef4444", "died": "#ef4444", "interrupted": "#ca8a04"}
 """Of the dot beside a cell's status, where not all is well."""
@@ -50,15 +50,10 @@ def replica_table(model: LiveModel) -> tuple[list[str], list[list[str]]]:
 
 def plain_summary(model: LiveModel, now: float) -> str:
     """The view in plain text."""
-    return "\n".join([head_text(model, now), *(_curve_text(model, curve) for curve in model.curves.values())])
+    return "\n".join([head_text(model, now), *(_curve_text(curve) for curve in model.curves.values())])
 
 
-def images(model: LiveModel) -> str:
-    """Every curve as a picture, in HTML."""
-    return "".join(as_image(svg, _curve_text(model, model.curves[name])) for name, svg in pictures(model).items())
-
-
-def table_html(model: LiveModel) -> str:
+def _table_html(model: LiveModel) -> str:
     """The replicas' table; nothing where there are none."""
     header, rows = replica_table(model)
     return html_table(header, rows, numeric=set(header) - {"device", "state", "at"}) if rows else ""
@@ -68,21 +63,22 @@ def live_html(model: LiveModel, now: float) -> str:
     """What the widget shows while the cell runs: pictures of a page's own, which change without a flicker."""
     dot = f'<span class="dot {model.state}"></span>'
     head = f'<div class="status">{dot}<span class="head">{html.escape(head_text(model, now))}</span></div>'
-    return f'{head}<div class="charts">{"".join(pictures(model).values())}</div>{table_html(model)}'
+    return f'{head}<div class="charts">{"".join(pictures(model).values())}</div>{_table_html(model)}'
 
 
-def static_html(model: LiveModel, now: float) -> str:
-    """What stays when the cell has ended: pictures and replicas. Nothing in it needs a kernel, a script or trust."""
+def picture_bundle(model: LiveModel, now: float) -> dict[str, str]:
+    """Pictures and replicas: what stays when the cell has ended. Nothing in it needs a kernel, a script or trust."""
     dot = f'<span style="color:{_COLORS.get(model.state, "#808080")}">●</span>'
-    parts = [f'<div style="font-size:13px">{dot} {html.escape(head_text(model, now))}</div>', images(model)]
-    if model.curves or model.steps or model.state in _COLORS:
-        parts.append(table_html(model))
-    return f'<div class="distnb-live">{"".join(parts)}</div>'
+    parts = [f'<div style="font-size:13px">{dot} {html.escape(head_text(model, now))}</div>']
+    parts += [as_image(svg, _curve_text(model.curves[name])) for name, svg in pictures(model).items()]
+    if model.ended_at is None or model.curves or model.steps or model.state in _COLORS:
+        parts.append(_table_html(model))
+    html_text = f'<div class="distnb-live">{"".join(parts)}</div>'
+    return {"text/html": html_text, "text/plain": plain_summary(model, now)}
 
 
-def _curve_text(model: LiveModel, curve: Curve) -> str:
-    shown = curve.shown()
-    return f"{curve.name}: {', '.join(_first_and_last(line) for line in shown.values() if line.points)}"
+def _curve_text(curve: Curve) -> str:
+    return f"{curve.name}: {', '.join(_first_and_last(line) for line in curve.shown().values() if line.points)}"
 
 
 def _first_and_last(line: Line) -> str:

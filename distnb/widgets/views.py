@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distnb.notebook.output.live_model import LiveModel
-from distnb.widgets.content import head_text, images, plain_summary, static_html, table_html
+from distnb.widgets.content import head_text, picture_bundle, plain_summary
 from distnb.widgets.picture import short_number
 from distnb.widgets.publisher import Publisher
 
@@ -40,20 +40,12 @@ class PictureView(LiveView):
     period_s = 0.3
 
     def show(self, now: float) -> None:
-        self._publish(self._html(now), now, update=False)
+        self.publisher.display(self.name, picture_bundle(self.model, now), {})
 
     def update(self, now: float) -> None:
-        self._publish(self._html(now), now, update=True)
+        self.publisher.display(self.name, picture_bundle(self.model, now), {}, update=True)
 
-    def finish(self, now: float) -> None:
-        self._publish(static_html(self.model, now), now, update=True)
-
-    def _html(self, now: float) -> str:
-        return f"<div>{head_text(self.model, now)}</div>{images(self.model)}{table_html(self.model)}"
-
-    def _publish(self, html: str, now: float, *, update: bool) -> None:
-        data = {"text/html": html, "text/plain": plain_summary(self.model, now)}
-        self.publisher.display(self.name, data, {}, update=update)
+    finish = update
 
 
 class TextView(LiveView):

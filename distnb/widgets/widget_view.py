@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import anywidget
 import traitlets
 
-from distnb.widgets.content import head_text, live_html, plain_summary, static_html
+from distnb.widgets.content import head_text, live_html, picture_bundle
 from distnb.widgets.views import LiveView
 
 __all__ = ["LiveWidget", "WidgetView"]
@@ -61,8 +61,7 @@ class WidgetView(LiveView):
     def finish(self, now: float) -> None:
         self._widget.written = self.publisher.latest
         self.update(now)
-        data = {"text/html": static_html(self.model, now), "text/plain": plain_summary(self.model, now)}
-        self.publisher.display(self.name, data, {}, update=True)
+        self.publisher.display(self.name, picture_bundle(self.model, now), {}, update=True)
 
     def close(self) -> None:
         if not self._widget.adopted:

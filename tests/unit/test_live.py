@@ -17,7 +17,7 @@ from distnb.strategies.live import TextProgress, live
 from distnb.topology import Device, Team
 from distnb.values import PerReplica
 from distnb.widgets.cell_view import CellView
-from distnb.widgets.content import head_text, plain_summary, replica_table, static_html
+from distnb.widgets.content import head_text, picture_bundle, plain_summary, replica_table
 from distnb.widgets.picture import nice_ticks, pictures, short_name, short_number
 from distnb.widgets.publisher import TerminalPublisher
 from distnb.widgets.views import TextView
@@ -211,7 +211,7 @@ def test_an_interrupted_cell_says_so_and_where_its_replicas_were() -> None:
     model.end(0.4, failed=True)
     assert "· interrupted ·" in head_text(model, 1.0)
     for part in ("cell 3, line 0", "cell 3, line 1"):
-        assert part in static_html(model, 1.0)
+        assert part in picture_bundle(model, 1.0)["text/html"]
 
 
 def test_the_notebooks_own_points() -> None:
@@ -313,7 +313,7 @@ def test_short_numbers() -> None:
 def test_what_stays_needs_nothing() -> None:
     model = trained()
     model.end(2.0, failed=False)
-    html = static_html(model, 2.0)
+    html = picture_bundle(model, 2.0)["text/html"]
     assert '<img src="data:image/svg+xml;base64,' in html
     assert "<script" not in html
     assert "own &lt;loss&gt;" in html
@@ -325,7 +325,7 @@ def test_what_stays_needs_nothing() -> None:
 def test_a_cell_that_drew_nothing_leaves_one_line() -> None:
     model = started()
     model.end(3.0, failed=False)
-    html = static_html(model, 3.0)
+    html = picture_bundle(model, 3.0)["text/html"]
     assert "<img" not in html
     assert "<table" not in html
 
