@@ -325,6 +325,15 @@ def test_a_loop_that_clears_and_draws_shows_the_last() -> None:
     assert list(shown.values()) == ["figure 49"]
 
 
+def test_a_loop_that_clears_and_draws_is_never_too_much() -> None:
+    merger = OutputMerger(1, "m")
+    for step in range(300):
+        merger.feed(Display(0, 1, 0, {}, clear="wait"), step * 0.01)
+        merger.feed(png(0, f"figure {step}"), step * 0.01)
+        shown = merger.collect(step * 0.01)
+        assert [type(each) for each in shown] == [Clear, Show]
+
+
 def test_widgets_of_engines_show_their_text() -> None:
     merger = OutputMerger(1, "m")
     data = {"application/vnd.jupyter.widget-view+json": {"model_id": "x"}, "text/plain": "IntSlider(value=0)"}

@@ -85,6 +85,12 @@ class _Gate:
             self._level -= units
         return not self._shut
 
+    def cleared(self) -> None:
+        """What has passed is not shown any more, and some may pass in its place."""
+        self._level = max(self._level, 2 * _PER_SECOND)
+        self.count = 0
+        self.tail.clear()
+
 
 class OutputMerger:
     """Merges what replicas write and show.
@@ -161,7 +167,7 @@ class OutputMerger:
         replica, name = event.replica, event.transient.get("display_id")
         bundle = Bundle.of(event.data, event.metadata)
         if event.clear != "no":
-            self._gates[replica] = _Gate()
+            self._gates[replica].cleared()
             self._weave.add(("clear", event.clear), replica, "", now)
         elif event.update:
             slot = self._named[replica].get(str(name))
