@@ -120,9 +120,9 @@ class Opener:
         self.resolved.append(found)
         return found
 
-    def open_from_host(self, host: Any, is_parameter: bool) -> Any:
+    def open_from_host(self, data: Any, dtype: Any, shape: tuple[int, ...], is_parameter: bool) -> Any:
         """A tensor that was on an accelerator, on this side's."""
-        tensor = host if self._place == "cpu" else host.to(self._place)
+        tensor = Memory.filled(data).tensor().view(dtype).reshape(shape).to(self._place)
         return sys.modules["torch"].nn.Parameter(tensor, False) if is_parameter else tensor
 
     def open_memory(self, data: Any) -> Memory:

@@ -369,7 +369,9 @@ class Packer(Looker):
             tensor = tensor.detach()
         if _on_accelerator(tensor):
             # A copy on the host: not all accelerators show their memory as bytes. Views become tensors of their own.
-            made: Any = constructors.open_from_host, (tensor.detach().cpu(), type(tensor).__name__ == "Parameter")
+            host, is_parameter = tensor.detach().cpu().contiguous(), type(tensor).__name__ == "Parameter"
+            shown = pickle.PickleBuffer(_bytes_of(host))
+            made: Any = constructors.open_from_host, (shown, host.dtype, tuple(host.shape), is_parameter)
         elif dense_tensor(tensor):
             memory, offset = tensor_window(tensor, self._memories)
             size = tensor.element_size()
