@@ -35,6 +35,23 @@ _OWN = frozenset({"_components", "_num_replicas", "_global_batch_size", "_kinds"
 _PROTOCOLS = ("_repr_", "_ipython_")
 
 
+def _apply(handle: DistributedValues, function: Callable[..., Any], *others: Any) -> Any:
+    """Call a function with the object on every replica."""
+    return state_of_handle(handle).operations.run(handle, "apply", (function, handle, *others))
+
+
+def _applies(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda handle, *others: _apply(handle, function, *others)
+
+
+def _compares(name: str) -> Callable[[Any, object], Any]:
+    return lambda handle, other: state_of_handle(handle).operations.compare(handle, name, other)
+
+
+def _reads(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda handle: convert(handle._read())
+
+
 class _Remote(DistributedValues):
     """What both kinds of handles do. It adds no slots, so that a handle can change its kind in place."""
 
@@ -100,14 +117,10 @@ class _Remote(DistributedValues):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return state_of_handle(self).operations.run(self, "call", args, kwargs)
 
-    def __getitem__(self, key: Any) -> Any:
-        return _apply(self, operator.getitem, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _apply(self, operator.setitem, key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        _apply(self, operator.delitem, key)
+    __getitem__ = _applies(operator.getitem)
+    __setitem__ = _applies(operator.setitem)
+    __delitem__ = _applies(operator.delitem)
+    __copy__ = _applies(copy.copy)
 
     def __eq__(self, other: object) -> Any:
         return state_of_handle(self).operations.compare(self, "eq", other)
@@ -122,9 +135,6 @@ class _Remote(DistributedValues):
             f"A handle of a {state_of_handle(self).type_name} cannot be pickled: the object lives on the engines. "
             "Fetch it first: strategy.local_results(value)."
         )
-
-    def __copy__(self) -> Any:
-        return _apply(self, copy.copy)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _apply(self, copy.deepcopy)
@@ -189,14 +199,13 @@ class RemoteMirrored(_Remote, Mirrored):
         """The number, fetched from the first replica."""
         return self._read().item()
 
-    def __float__(self) -> float:
-        return float(self._read())
-
-    def __int__(self) -> int:
-        return int(self._read())
-
-    def __index__(self) -> int:
-        return int(self._read().__index__())
+    __float__ = _reads(float)
+    __int__ = _reads(int)
+    __index__ = _reads(operator.index)
+    __lt__ = _compares("lt")
+    __le__ = _compares("le")
+    __gt__ = _compares("gt")
+    __ge__ = _compares("ge")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         array = self.numpy()
@@ -231,12 +240,6 @@ class RemoteMirrored(_Remote, Mirrored):
         return compute(operations, function, args, kwargs)
 
 
-def _comparison(name: str) -> Callable[[Any, object], Any]:
-    return lambda handle, other: state_of_handle(handle).operations.compare(handle, name, other)
-
-
-for _name in ("lt", "le", "gt", "ge"):
-    setattr(RemoteMirrored, f"__{_name}__", _comparison(_name))
 for _name, _method in FORWARDED.items():
     setattr(RemoteMirrored, _name, _method)
 
@@ -250,11 +253,6 @@ class RemoteMapping(RemoteMirrored):
 Mapping.register(RemoteMapping)
 
 HANDLES: tuple[type[DistributedValues], ...] = (RemotePerReplica, RemoteMirrored, RemoteMapping)
-
-
-def _apply(handle: DistributedValues, function: Callable[..., Any], *others: Any) -> Any:
-    """Call a function with the object on every replica."""
-    return state_of_handle(handle).operations.run(handle, "apply", (function, handle, *others))
 
 
 def _is_dataset(handle: DistributedValues) -> bool:
