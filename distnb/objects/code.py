@@ -57,15 +57,8 @@ _GLOBAL_READS = frozenset(
 )
 
 
-class _Empty:
-    """The content of a cell that nothing was assigned to yet."""
-
-    def __reduce__(self) -> str:
-        return "EMPTY"
-
-
-EMPTY: Any = _Empty()
-
+EMPTY: Any = object()
+"""The content of a cell that nothing was assigned to yet."""
 
 _CODE = (types.FunctionType, type, functools._lru_cache_wrapper, typing.TypeVar)
 
@@ -192,12 +185,8 @@ def fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
 
 def reduce_cell(cell: types.CellType) -> Any:
     """How to pickle a closure's cell: its content as state, since that may refer to the cell."""
-    return make_cell, (), (content_of(cell),), None, None, fill_cell
-
-
-def make_cell() -> types.CellType:
-    """An empty one."""
-    return types.CellType()
+    content = content_of(cell)
+    return types.CellType, (), () if content is EMPTY else (content,), None, None, fill_cell
 
 
 def content_of(cell: types.CellType) -> Any:
@@ -208,10 +197,10 @@ def content_of(cell: types.CellType) -> Any:
         return EMPTY
 
 
-def fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
-    """Give a cell its content."""
-    if content[0] is not EMPTY:
-        cell.cell_contents = content[0]
+def fill_cell(cell: types.CellType, content: tuple[Any, ...]) -> None:
+    """Give a cell its content, if it had one."""
+    for each in content:
+        cell.cell_contents = each
 
 
 def make_cache(function: Any, parameters: dict[str, Any]) -> Any:
