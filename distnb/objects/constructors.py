@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from typing import Any
 
 from distnb.objects.memory import Memory
+from distnb.objects.placeholder import Placeholder
 
 __all__ = ["ByOpener"]
 
@@ -75,3 +77,14 @@ def open_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseExce
         base.__init__(error, *args)
     error.args = args
     return error
+
+
+def open_module(name: str) -> Any:
+    """A module by its name; a placeholder where it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        return Placeholder(
+            f"The module {name} cannot be imported on this replica ({error}). The cure: install it where the engines "
+            "run, or add its folder to sys.path in a cell."
+        )

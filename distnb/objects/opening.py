@@ -18,8 +18,9 @@ import cloudpickle
 
 from distnb.objects import code
 from distnb.objects.constructors import ByOpener
+from distnb.objects.looking import Side
 from distnb.objects.memory import Memory
-from distnb.objects.packing import Packed, Side
+from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder, label_of
 
 __all__ = ["Opener", "pairs_in", "stands_for_lost"]

@@ -1,67 +1,20 @@
-"""The pickler of both sides: cloudpickle's, at C speed, with a reducer for what pickle does badly.
-
-It is used in two ways. *Looking* at a value gives its digest: nothing is sent, and nothing needs to be opened again.
-*Packing* values makes what the other side opens, with numbers in the place of what that has already.
-"""
+"""Packing values: what the other side opens, with numbers in the place of what that has already."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import io
 import pickle
-import sys
-import types
-import typing
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-import cloudpickle
 import xxhash
 
-from distnb.errors import CannotTravelError
 from distnb.objects import code, constructors
-from distnb.objects.constructors import ByOpener
+from distnb.objects.looking import INLINE_NBYTES, Looker, Side, bytes_of, on_accelerator
 from distnb.objects.memory import Memories, Memory, array_window, dense_tensor, tensor_window
-from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, refusal
-from distnb.objects.plain import is_importable
+from distnb.objects.placeholder import Placeholder, refusal
 
-__all__ = ["Look", "Looker", "Packer", "Packed", "References", "Side", "open_module", "out_of_band"]
-
-_INLINE_NBYTES = 1024  # below this a buffer of its own costs more than it saves
-
-
-class References(Protocol):
-    """What one side sends by reference: objects that live on the engines, and the notebook's handles of them."""
-
-    def token(self, obj: Any) -> Any:
-        """What stands for an object; None for one that is sent by value."""
-
-    def look(self, obj: Any) -> Any:
-        """What stands for an object in a digest; None for one whose content counts."""
-
-    def resolve(self, token: Any) -> Any:
-        """The object, on this side, that a token of the other side stands for."""
-
-
-@dataclass
-class Side:
-    """This process, as far as packing has to know it.
-
-    Attributes:
-        user_ns: Its namespace.
-        references: What it sends by reference.
-        classes: Those that it has sent or received by value.
-        copying: What it sends is a copy of objects that stay: tensors without the graph behind them, and an object that
-            cannot be pickled is an error, not a placeholder.
-    """
-
-    user_ns: dict[str, Any]
-    references: References
-    classes: code.Classes = field(default_factory=code.Classes)
-    copying: bool = False
+__all__ = ["Packed", "Packer", "out_of_band"]
 
 
 @dataclass(frozen=True)
@@ -91,235 +44,12 @@ class Packed:
         return Packed, (self.serial, self.names, pickle.PickleBuffer(self.data), buffers, self.pairs)
 
 
-@dataclass
-class Look:
-    """How some values look.
-
-    Attributes:
-        digests: By name.
-        names: Global names of the namespace that functions on the way read.
-        attributes: Other names in their code, to tell submodules.
-        sources: Texts of the cells that defined those functions, by file name.
-        dynamic: Some function may read any name.
-        refused: Placeholders for values that cannot be packed at all, by name.
-        classes: Classes on the way that are sent by value: values of their own, by names of their own.
-    """
-
-    digests: dict[str, bytes] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)
-    attributes: set[str] = field(default_factory=set)
-    sources: dict[str, str] = field(default_factory=dict)
-    dynamic: bool = False
-    refused: dict[str, Placeholder] = field(default_factory=dict)
-    classes: dict[str, type] = field(default_factory=dict)
-
-
-class Looker(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles to be digested.
-
-    Attributes:
-        seen: Takes what is found on the way.
-        looked_at: The class whose content is looked at now; that of others is looked at by itself.
-        label, root: How messages call what is pickled, and what it is.
-    """
-
-    def __init__(
-        self, side: Side, seen: Look | None = None, keep: Callable[[pickle.PickleBuffer], bool] | None = None
-    ) -> None:
-        self.file = io.BytesIO()
-        self.side = side
-        self.seen = Look() if seen is None else seen
-        self.looked_at: type | None = None
-        self.label = ""
-        self.root: Any = None
-        self._rules: dict[type, Callable[[Any, Any], Any]] = dict(_RULES)
-        self._digests: list[bytes] = []
-        super().__init__(self.file, protocol=5, buffer_callback=keep or _digests_into(self._digests))
-
-    def digest_of(self, value: Any) -> bytes:
-        """A digest of all that a value is."""
-        self.file.seek(0)
-        self.file.truncate()
-        self._digests.clear()
-        self.clear_memo()
-        self.dump(value)
-        with self.file.getbuffer() as stream:
-            hasher = xxhash.xxh3_128(stream)
-        for each in self._digests:
-            hasher.update(each)
-        return hasher.digest()
-
-    def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
-        rule = self._rules.get(kind)
-        if rule is None:
-            rule = self._rules[kind] = _rule_for(kind)
-        return rule(self, obj)
-
-    # -- what a digest is made of, and a pack otherwise ----------------------------------------------------------------
-
-    def reference(self, obj: Any) -> Any:
-        """What stands for an object that is not sent by value."""
-        return self.side.references.look(obj)
-
-    def array(self, array: Any) -> Any:
-        """An array's content."""
-        if array.dtype.hasobject:
-            return NotImplemented
-        data = array if array.flags.c_contiguous else array.copy(order="C")
-        kind = array.dtype.str if array.dtype.names is None else array.dtype.descr
-        # As bytes: some kinds of elements (dates) have no buffers.
-        small = data.nbytes < _INLINE_NBYTES
-        return _content, (kind, array.shape, data.tobytes() if small else pickle.PickleBuffer(_bytes_view(data)))
-
-    def tensor(self, tensor: Any) -> Any:
-        """A tensor's content, its gradient's, and its attributes."""
-        if not tensor.requires_grad:
-            try:
-                data = tensor.numpy()  # at once, where NumPy knows its kind: data sets have thousands of small ones
-            except (TypeError, RuntimeError):
-                return self._tensor_by_bytes(tensor)
-            extra = (tensor.grad, tensor.__dict__) if tensor.grad is not None or tensor.__dict__ else None
-            if data.nbytes < _INLINE_NBYTES:
-                return _content, (data.dtype.char, data.shape, data.tobytes(), extra)
-            if data.flags.c_contiguous:
-                return _content, (data.dtype.char, data.shape, pickle.PickleBuffer(data), extra)
-        return self._tensor_by_bytes(tensor)
-
-    def _tensor_by_bytes(self, tensor: Any) -> Any:
-        """The same for any dense tensor."""
-        plain = tensor.detach().cpu() if _on_accelerator(tensor) else tensor.detach()
-        if not dense_tensor(plain):
-            return self.other(tensor)
-        data = _bytes_of(plain.contiguous())
-        kind = (str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad, type(tensor).__name__)
-        shown = data.tobytes() if data.nbytes < _INLINE_NBYTES else pickle.PickleBuffer(data)
-        return _content, (kind, shown, tensor.grad if tensor.is_leaf else None, tensor.__dict__ or None)
-
-    # -- what both are made of alike -----------------------------------------------------------------------------------
-
-    def function(self, function: types.FunctionType) -> Any:
-        """A function by value, with its names noted."""
-        if function.__globals__ is self.side.user_ns:
-            self.look_into(function)
-        reference = self.reference(function)
-        return reference if reference is not None else code.reduce_function(function, self.side.user_ns)
-
-    def look_into(self, function: types.FunctionType) -> None:
-        """Note what a function of the namespace reads."""
-        used, seen = code.names_of_code(function.__code__), self.seen
-        seen.names |= used.names
-        seen.attributes |= used.attributes
-        seen.dynamic = seen.dynamic or used.dynamic
-        found = code.source_of(function.__code__)
-        if found is not None:
-            seen.sources[found[0]] = found[1]
-
-    def a_class(self, cls: type) -> Any:
-        """A class by its name, or as one that is looked at by itself."""
-        if cls is self.looked_at or not code.is_by_value(cls):
-            return code.reduce_class(cls, self.side.classes)
-        identity = self.side.classes.id_of(cls)
-        self.seen.classes[f"%{identity}"] = cls
-        return _content, ("class", identity)
-
-    def module(self, module: types.ModuleType) -> Any:
-        """A module by its name."""
-        if getattr(module, "__spec__", None) is None and module.__name__ != "__main__":
-            return NotImplemented
-        return open_module, (module.__name__,)
-
-    def cache(self, cached: Any) -> Any:
-        """A function with a cache, and nothing in it."""
-        if is_importable(cached):
-            return NotImplemented
-        state = {key: value for key, value in cached.__dict__.items() if key != "__wrapped__"}
-        return code.make_cache, (cached.__wrapped__, cached.cache_parameters()), state
-
-    def instance(self, obj: Any) -> Any:
-        """Any other object: as it says itself, or a placeholder."""
-        reference = self.reference(obj)
-        if reference is not None:
-            return reference
-        if obj is sys.stdout or obj is sys.stderr:
-            return getattr, (sys, "stdout" if obj is sys.stdout else "stderr")
-        if is_unsendable(obj):
-            return self.refused(obj, None)
-        if isinstance(obj, BaseException) and type(obj).__reduce__ is BaseException.__reduce__:
-            return constructors.open_exception, (type(obj), obj.args), obj.__dict__ or None
-        return self.other(obj)
-
-    def other(self, obj: Any) -> Any:
-        """As an object says itself how it is pickled."""
-        kind = type(obj)
-        if kind in self.dispatch_table:
-            return NotImplemented
-        try:
-            return obj.__reduce_ex__(5)
-        except Exception as error:  # whatever a user's class raises  # noqa: BLE001
-            return self.refused(obj, error)
-
-    def refused(self, obj: Any, error: Exception | None) -> Any:
-        """A placeholder for an object that cannot be sent."""
-        text = refusal(self.label, self.root, obj, cure_for(obj), error)
-        if self.side.copying:
-            raise CannotTravelError(text)
-        return Placeholder, (text,)
-
-
-def open_module(name: str) -> Any:
-    """A module by its name; a placeholder where it cannot be imported."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        return Placeholder(
-            f"The module {name} cannot be imported on this replica ({error}). The cure: install it where the engines "
-            "run, or add its folder to sys.path in a cell."
-        )
-
-
-def _content(*parts: Any) -> None:
-    """Named in pickles that are digested; never called."""
-
-
-def _bytes_view(array: Any) -> Any:
-    import numpy
-
-    return array.reshape(-1).view(numpy.uint8)
-
-
-def _bytes_of(flat: Any) -> Any:
-    """The bytes of a contiguous tensor on the host, as an array."""
-    import torch
-
-    if flat.dtype is torch.float32 or flat.dtype is torch.int64:
-        return flat.numpy()
-    return flat.reshape(-1).view(torch.uint8).numpy()
-
-
-def _on_accelerator(tensor: Any) -> bool:
-    return tensor.device.type not in ("cpu", "meta")
-
-
-# The two callbacks are no methods of the pickler's: those would be a cycle that holds all that was packed.
-
-
-def _digests_into(digests: list[bytes]) -> Callable[[pickle.PickleBuffer], bool]:
-    """Keeps digests of buffers instead of these."""
-
-    def keep(buffer: pickle.PickleBuffer) -> bool:
-        digests.append(xxhash.xxh3_128_digest(buffer.raw()))
-        return False
-
-    return keep
-
-
 def out_of_band(buffers: list[Any]) -> Callable[[pickle.PickleBuffer], bool]:
     """Keeps large buffers out of the pickle."""
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if raw.nbytes < _INLINE_NBYTES:
+        if raw.nbytes < INLINE_NBYTES:
             return True
         buffers.append(raw)
         return False
@@ -367,10 +97,10 @@ class Packer(Looker):
             if not self.side.copying:
                 return self.graph(tensor)
             tensor = tensor.detach()
-        if _on_accelerator(tensor):
+        if on_accelerator(tensor):
             # A copy on the host: not all accelerators show their memory as bytes. Views become tensors of their own.
             host, is_parameter = tensor.detach().cpu().contiguous(), type(tensor).__name__ == "Parameter"
-            shown = pickle.PickleBuffer(_bytes_of(host))
+            shown = pickle.PickleBuffer(bytes_of(host))
             made: Any = constructors.open_from_host, (shown, host.dtype, tuple(host.shape), is_parameter)
         elif dense_tensor(tensor):
             memory, offset = tensor_window(tensor, self._memories)
@@ -406,54 +136,3 @@ class Packer(Looker):
         if number is None:
             return constructors.open_memory, (shown,)
         return constructors.update_memory, (number, None if known == digest else shown)
-
-
-def _reduce_tensor(pickler: Looker, tensor: Any) -> Any:
-    reference = pickler.reference(tensor)
-    return reference if reference is not None else pickler.tensor(tensor)
-
-
-def _reduce_other_tensor(pickler: Looker, tensor: Any) -> Any:
-    """A tensor of a class of its own: as a plain one where only a copy on the host can be sent."""
-    return _reduce_tensor(pickler, tensor) if _on_accelerator(tensor) else pickler.instance(tensor)
-
-
-def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
-    """How objects of a type are reduced: a method of the pickler."""
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "UntypedStorage"):
-        if kind in (torch.Tensor, torch.nn.Parameter):
-            return _reduce_tensor
-        if issubclass(kind, torch.Tensor) and kind.__reduce_ex__ is torch.Tensor.__reduce_ex__:
-            return _reduce_other_tensor
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and kind in (numpy.ndarray, numpy.memmap):
-        return lambda pickler, obj: pickler.array(obj)
-    if issubclass(kind, type):
-        return lambda pickler, obj: pickler.a_class(obj)
-    if issubclass(kind, types.ModuleType):
-        return lambda pickler, obj: pickler.module(obj)
-    shells = sys.modules.get("IPython.core.interactiveshell")
-    if shells is not None and issubclass(kind, shells.InteractiveShell):
-        from IPython import get_ipython
-
-        return lambda pickler, obj: (get_ipython, ())  # every process has one
-    return lambda pickler, obj: pickler.instance(obj)
-
-
-_RULES: dict[type, Callable[[Any, Any], Any]] = {
-    types.FunctionType: lambda pickler, obj: pickler.function(obj),
-    types.CellType: lambda pickler, obj: code.reduce_cell(obj),
-    types.CodeType: lambda pickler, obj: NotImplemented,
-    functools._lru_cache_wrapper: lambda pickler, obj: pickler.cache(obj),
-    functools.cached_property: lambda pickler, obj: (
-        functools.cached_property,
-        (obj.func,),
-        {"attrname": obj.attrname, "__doc__": obj.__doc__},
-    ),
-    typing.TypeVar: lambda pickler, obj: code.reduce_type_variable(obj, pickler.side.classes),
-    weakref.ref: lambda pickler, obj: (weakref.ref, (obj(),)),
-    Memory: lambda pickler, obj: pickler.memory(obj),
-    ByOpener: lambda pickler, obj: obj.name,
-    Placeholder: lambda pickler, obj: obj.__reduce__(),
-}

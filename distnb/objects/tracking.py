@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from distnb.objects.code import parts_of
+from distnb.objects.looking import Look, Looker, Side
 from distnb.objects.memory import Memories, Memory
 from distnb.objects.merging import ATOMS, Merge
 from distnb.objects.opening import Opener, pairs_in, stands_for_lost
-from distnb.objects.packing import Look, Looker, Packed, Packer, Side
+from distnb.objects.packing import Packed, Packer
 from distnb.objects.placeholder import Placeholder, cure_for, label_of, refusal
 
 __all__ = ["Tracker"]

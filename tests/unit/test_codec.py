@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from distnb.errors import MessageError
-from distnb.objects.packing import Packed, Side
+from distnb.objects.looking import Side
+from distnb.objects.packing import Packed
 from distnb.objects.tracking import Tracker
 from distnb.options import StrategySpec
 from distnb.topology import Device, Team

@@ -11,8 +11,8 @@ from typing import Any
 
 from distnb.engine.namespace.engine_objects import EngineObjects
 from distnb.objects.code import is_code
+from distnb.objects.looking import Look, Looker
 from distnb.objects.memory import dense_tensor
-from distnb.objects.packing import Look, Looker
 from distnb.objects.placeholder import Placeholder
 from distnb.objects.plain import SCALARS, is_importable, is_plain
 from distnb.strategies.scope import is_apart, is_mirrored, is_read_together

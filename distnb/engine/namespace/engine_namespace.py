@@ -14,6 +14,7 @@ from distnb.engine.imported_modules import Modules
 from distnb.engine.namespace.descriptions import Describer
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects, ObjectsOfTeams
 from distnb.objects.code import is_code
+from distnb.objects.constructors import open_module
 from distnb.objects.modes import (
     Environment,
     Moment,
@@ -21,7 +22,7 @@ from distnb.objects.modes import (
     capture_environment,
     outside_inference,
 )
-from distnb.objects.packing import Packed, open_module
+from distnb.objects.packing import Packed
 from distnb.options import StrategySpec
 from distnb.strategies.scope import register_restored
 from distnb.wire.exchange import HeldArgument, Items, Keywords, Mark, NamedArgument, Result, Snapshot, TeamKey, former

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from distnb.objects.code import Classes
-from distnb.objects.packing import Side
+from distnb.objects.looking import Side
 from distnb.objects.placeholder import Placeholder
 from distnb.objects.tracking import Tracker
 from distnb.strategies.scope import is_mirrored

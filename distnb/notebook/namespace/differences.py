@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from distnb.objects.packing import Looker, Packed
+from distnb.objects.looking import Looker
+from distnb.objects.packing import Packed
 from distnb.objects.tracking import Tracker
 
 __all__ = ["differing"]

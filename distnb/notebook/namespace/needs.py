@@ -10,7 +10,7 @@ from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.user_names import is_user_name, user_names
 from distnb.objects.code import is_code
-from distnb.objects.packing import Look
+from distnb.objects.looking import Look
 from distnb.objects.plain import is_plain
 from distnb.wire.messages import ObjectId
 

@@ -10,8 +10,8 @@ from typing import Any
 from distnb.errors import CannotTravelError, DistnbError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.objects.code import Classes
+from distnb.objects.looking import Side
 from distnb.objects.modes import Environment
-from distnb.objects.packing import Side
 from distnb.objects.tracking import Tracker
 from distnb.values import DistributedValues, Mirrored, PerReplica
 from distnb.wire.exchange import Reloads, Snapshot, TeamKey, former
