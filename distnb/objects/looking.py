@@ -40,7 +40,7 @@ class References(Protocol):
         """What stands for an object; None for one that is sent by value."""
 
     def look(self, obj: Any) -> Any:
-        """What stands for an object in a digest; None for one whose content counts."""
+        """What stands for an object in a digest: a tuple; None for one whose content counts."""
 
     def resolve(self, token: Any) -> Any:
         """The object, on this side, that a token of the other side stands for."""
@@ -133,7 +133,8 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reference(self, obj: Any) -> Any:
         """What stands for an object that is not sent by value."""
-        return self.side.references.look(obj)
+        found = self.side.references.look(obj)
+        return None if found is None else (_content, found)
 
     def array(self, array: Any) -> Any:
         """An array's content."""
@@ -143,7 +144,11 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
         kind = array.dtype.str if array.dtype.names is None else array.dtype.descr
         # As bytes: some kinds of elements (dates) have no buffers.
         small = data.nbytes < INLINE_NBYTES
-        return _content, (kind, array.shape, data.tobytes() if small else pickle.PickleBuffer(_bytes_view(data)))
+        return _content, (
+            kind,
+            array.shape,
+            data.tobytes() if small else pickle.PickleBuffer(data.reshape(-1).view("u1")),
+        )
 
     def tensor(self, tensor: Any) -> Any:
         """A tensor's content, its gradient's, and its attributes."""
@@ -242,12 +247,6 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
 
 def _content(*parts: Any) -> None:
     """Named in pickles that are digested; never called."""
-
-
-def _bytes_view(array: Any) -> Any:
-    import numpy
-
-    return array.reshape(-1).view(numpy.uint8)
 
 
 def bytes_of(flat: Any) -> Any:

@@ -100,7 +100,18 @@ class Merge:
     def classes(self, held: Iterable[tuple[type, dict[str, Any]]], made: Iterable[type]) -> None:
         """Bring classes up to date: those that were here with a state that arrived, new ones with their own."""
         for cls, state in [*held, *((each, code.class_state(each)) for each in made)]:
-            self._class(cls, state)
+            old = code.class_state(cls)
+            for name in old.keys() - state.keys():
+                if not name.startswith("__"):
+                    delattr(cls, name)
+            for name, value in state.items():
+                merged = self.merged(value)
+                if name == "_abc_impl":
+                    for each in merged:
+                        cls.register(each)  # type: ignore[attr-defined]
+                elif name not in old or not _same([merged], [old[name]]):
+                    with contextlib.suppress(AttributeError, TypeError):  # what Python itself sets
+                        setattr(cls, name, merged)
 
     # -- by kind -------------------------------------------------------------------------------------------------------
 
@@ -209,20 +220,6 @@ class Merge:
     def _exception(self, new: Any, target: Any) -> Any:
         target.args = self.merged(new.args)
         return self._attributes(new, target)
-
-    def _class(self, cls: type, state: dict[str, Any]) -> None:
-        old = code.class_state(cls)
-        for name in old.keys() - state.keys():
-            if not name.startswith("__"):
-                delattr(cls, name)
-        for name, value in state.items():
-            merged = self.merged(value)
-            if name == "_abc_impl":
-                for each in merged:
-                    cls.register(each)  # type: ignore[attr-defined]
-            elif name not in old or not _same([merged], [old[name]]):
-                with contextlib.suppress(AttributeError, TypeError):  # what Python itself sets
-                    setattr(cls, name, merged)
 
     def _attributes(self, new: Any, target: Any) -> Any:
         """The attributes of an instance, in its dict and its slots."""

@@ -50,8 +50,8 @@ class EngineReferences:
         """What stands for an object that the notebook has a handle of."""
         identity = self._objects.id_of(obj)
         if identity is None:
-            return (_parts, (type(obj).__name__, obj.values)) if isinstance(obj, DistributedValues) else None
-        return _reference, (identity,)
+            return (type(obj).__name__, obj.values) if isinstance(obj, DistributedValues) else None
+        return (identity,)
 
     def token(self, obj: Any) -> Any:
         """The id of an object that stays here."""
@@ -74,14 +74,6 @@ class EngineReferences:
         if word == "own" or component is NOT_THERE or structure.select(component, objects.replica) is not component:
             return component  # the last: it is, or holds, distributed values, as a batch of a cell does
         return (Mirrored if kind_name == "Mirrored" else PerReplica)({objects.replica: component}, objects.size)
-
-
-def _reference(*parts: Any) -> None:
-    """Named in digests; never called."""
-
-
-def _parts(*parts: Any) -> None:
-    """Named in digests; never called."""
 
 
 def _stays(obj: Any) -> bool:

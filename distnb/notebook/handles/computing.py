@@ -44,6 +44,8 @@ def compute(
             and one of the notebook's would have to become one.
         BaseException: What the function raises.
     """
+    import torch
+
     given = (tuple(args), dict(kwargs or {}))
     leaves, _ = structure.flatten(given)
     handles = [leaf for leaf in leaves if isinstance(leaf, DistributedValues)]
@@ -51,7 +53,7 @@ def compute(
         if not isinstance(handle, Mirrored):
             handle._refuse("has no arithmetic")
     changed = _changed_by(function, *given)
-    tensors = [leaf for leaf in leaves if _is_tensor(leaf)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if (
         isinstance(changed, DistributedValues)
         or not tensors
@@ -62,12 +64,6 @@ def compute(
     copied: dict[int, Any] = {id(handle): operations.read(handle) for handle in handles}
     own_args, own_kwargs = structure.replace_distributed(given, lambda handle: copied[id(handle)])
     return function(*own_args, **own_kwargs)
-
-
-def _is_tensor(leaf: Any) -> bool:
-    import torch
-
-    return isinstance(leaf, torch.Tensor)
 
 
 def _would_lose_graph(

@@ -47,7 +47,7 @@ class NotebookReferences:
             return None
         state = state_of_handle(obj)
         self.met[state.identity] = obj
-        return _reference, (state.identity,)
+        return (state.identity,)
 
     def token(self, obj: Any, word: str = "own") -> Any:
         """What stands for a handle, or for a distributed value that the notebook made.
@@ -82,10 +82,6 @@ class NotebookReferences:
     def resolve(self, token: Any) -> Any:
         """The handle of an engine object that something which arrived refers to."""
         return self._tracked.handle_of(token)
-
-
-def _reference(*parts: Any) -> None:
-    """Named in digests; never called."""
 
 
 class TrackedObjects:
