@@ -36,12 +36,11 @@ _IDLE_NBYTES = 1 << 20
 
 @dataclass
 class _Record:
-    """What the other end has under a name."""
+    """What the other end has under a name, and how it looked."""
 
     root: Any
     digest: bytes
     parts: tuple[Any, ...] | None = None  # of a function, which need not be pickled while it is made of these
-    stale: bool = False  # to be sent again, though it has not changed
 
 
 class _Table:
@@ -185,7 +184,6 @@ class Tracker:
             for name, value in values.items()
             if (record := self._records.get(name)) is None
             or record.root is not value
-            or record.stale
             or record.digest != look.digests[name]
         ]
 
@@ -356,7 +354,7 @@ class Tracker:
         for table in self._tables.values():
             if not gone.isdisjoint(table.names) and table.idle_nbytes > _IDLE_NBYTES:
                 for name in table.wanted & self._records.keys():
-                    self._records[name].stale = True
+                    self._records[name] = _Record(self.root(name), b"")  # so that it differs
 
     def _drop(self, names: Iterable[str]) -> None:
         for name in names:

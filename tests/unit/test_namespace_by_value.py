@@ -236,6 +236,15 @@ def test_values_of_other_kinds(world: DoubleWorld) -> None:
         assert world.call(lambda value: value, ns[name]).values == ns[name].values
 
 
+# -- what every process has of its own ---------------------------------------------------------------------------------
+
+
+def test_streams_are_those_of_the_process(world: DoubleWorld) -> None:
+    text = "same = out[0] is sys.stdout and out[1] is sys.stderr"
+    run_all(world, [ordinary("import sys\nout = [sys.stdout, sys.stderr]"), distributed(text)])
+    assert world.notebook.user_ns["same"] is True
+
+
 # -- names of the shell ------------------------------------------------------------------------------------------------
 
 
