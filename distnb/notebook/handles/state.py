@@ -51,6 +51,11 @@ class RemoteState:
         name = self.operations.name_of(self) or self.name
         return f"`{name}`" if name else "this handle"
 
+    @property
+    def dated(self) -> bool:
+        """Whether what the summaries tell may be out of date: it is asked for again when it is shown."""
+        return self.as_of != self.operations.changes
+
     def give(self, names: Iterable[str]) -> None:
         """The object may hold from now on what the notebook has under these names."""
         given = tuple(names)

@@ -179,11 +179,7 @@ class HandleOperations:
             for fact in state.facts.values()
         )
         unseen = any(fact.summary is not None and fact.summary.text is None for fact in state.facts.values())
-        if (
-            not (state.as_of != self.changes or missing or unseen)
-            or state.tracked.ended
-            or not state.facts.keys() - state.lost
-        ):
+        if not (state.dated or missing or unseen) or state.tracked.ended or not state.facts.keys() - state.lost:
             return True
         operation = "read_summary" if state.together and not state.lost else "summary"
         try:
