@@ -26,11 +26,10 @@ _SAMPLE = 4096  # elements that are compared
 _latest: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_LATEST)
 
 
+@functools.cache
 def install() -> None:
     """From now on the batches of torch's loaders are noted. Idempotent."""
     plain = dataloader._BaseDataLoaderIter.__next__
-    if getattr(plain, "_distnb", False):
-        return
 
     @functools.wraps(plain)
     def following(iterator: Any) -> Any:
@@ -40,7 +39,6 @@ def install() -> None:
                 _latest.append(weakref.ref(leaf))
         return batch
 
-    following._distnb = True  # type: ignore[attr-defined]
     dataloader._BaseDataLoaderIter.__next__ = following  # type: ignore[method-assign,assignment]
 
 

@@ -23,13 +23,8 @@ _PACKS = Packs(256 * 2**20)
 def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]], strategy: str = "") -> None:
     """Give every replica the values that replica 0 holds, in one flat message per dtype (more for very large models).
 
-    Args:
-        group: The replicas.
-        named: The same tensors on each; the names are for errors.
-        strategy: Whose variables they are, as every replica must have it.
-
     Raises:
-        StructureError: The replicas made different variables, or different strategies.
+        StructureError: The replicas made different variables, or different strategies, whose these are.
     """
     if not named:
         return
@@ -37,8 +32,9 @@ def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]], strategy
     descriptions = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
     head = torch.tensor([digest_of_text(repr((strategy, descriptions)))], device=device)
     if any(not torch.equal(other, head) for other in group.all_gather(head)):
-        _refuse_other_strategies(group.all_gather_object(strategy))
-        _refuse_unlike(group.all_gather_object(descriptions))
+        strategies, told = zip(*group.all_gather_object((strategy, descriptions)), strict=True)
+        _refuse_other_strategies(strategies)
+        _refuse_unlike(told)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for _, tensor in named:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)

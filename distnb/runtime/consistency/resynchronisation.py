@@ -39,71 +39,45 @@ _OptimizerKey = tuple[str, tuple[tuple[int, int], ...]]
 
 @dataclass(frozen=True)
 class _State:
-    """What one replica holds, by digests.
+    """What one replica holds, by digests: per parameter group, per optimizer, and per model."""
 
-    Attributes:
-        layouts: Of each parameter group, in the order of making, and of each model's buffers: shapes and dtypes.
-        values: Per group: the parameters.
-        gradients: Per group: their gradients.
-        optimizers: The optimizers that hold such parameters.
-        counts: Per model: those buffers that hold whole numbers.
-    """
-
-    layouts: tuple[list[str], list[str]]
+    layouts: list[str]
     values: list[list[int]]
     gradients: list[list[int | None]]
     optimizers: dict[_OptimizerKey, int]
+    buffers: list[str]
+    """Their layouts."""
     counts: list[list[int]]
+    """Those buffers that hold whole numbers."""
 
 
 def resynchronise(group: Group, groups: Sequence[ParameterGroup], buffers: Sequence[Buffers] = ()) -> None:
-    """Compare what the replicas hold; where it differs take over what replica 0 holds, and warn.
+    """Compare what the replicas hold of one strategy; where it differs take over what replica 0 holds, and warn.
 
-    Every replica calls it at the same place of its program, between steps, when a generation of the group is new.
-
-    Args:
-        group: The replicas.
-        groups: All parameter groups of one strategy, in the order of making.
-        buffers: Those of its models, in the order of making.
+    Every replica calls it at the same place of its program, between steps, when a generation of the group is new. The
+    parameter groups and the models' buffers are in the order of making.
     """
     optimizers = _optimizers_of(groups) if groups else {}
     states = cast("list[_State]", group.all_gather_object(_state_of(groups, optimizers, buffers)))
     first = states[0]
-    if any(state.layouts[0] != first.layouts[0] for state in states):
+    if any(state.layouts != first.layouts for state in states):
         return  # models that differ are found, and told of, by the first pass that reaches them
+    told = []
     for number, parameters in enumerate(groups):
         # A replica that was replaced has counted anew: from now on all call a group alike.
         parameters.identity = (-1 - group.generation, number)
-        if all(state.gradients[number] == first.gradients[number] for state in states):
-            # Equal on all replicas, they are aggregated ones; a replica that was replaced has copies of them.
-            for place, parameter in parameters.living():
-                if parameter.grad is not None and place not in parameters.local:
-                    AGGREGATED.add(parameter.grad)
-    if all(state == first for state in states):
-        return
-    told = []
-    for number, parameters in enumerate(groups):
-        what = []
-        living = [parameter for _, parameter in parameters.living()]
-        if any(state.values[number] != first.values[number] for state in states):
-            make_equal(group, [(parameters.description, parameter) for parameter in living])
-            what.append("parameters")
-        if any(state.gradients[number] != first.gradients[number] for state in states):
-            for parameter in living:
-                parameter.grad = None
-            parameters.local.clear()
-            what.append("gradients (to None)")
-        parameters.checked = True
-        if what:
+        equal_values = all(state.values[number] == first.values[number] for state in states)
+        equal_gradients = all(state.gradients[number] == first.gradients[number] for state in states)
+        if what := _take_over(group, parameters, equal_values, equal_gradients):
             told.append(f"{parameters.description}'s {' and '.join(what)}")
     for key in first.optimizers:
         if any(state.optimizers.get(key) != first.optimizers[key] for state in states):
             optimizer = optimizers.get(key)
-            state = broadcast_tree(group, optimizer.state_dict() if optimizer is not None else None, 0)
+            content = broadcast_tree(group, optimizer.state_dict() if optimizer is not None else None, 0)
             if group.rank != 0 and optimizer is not None:
-                optimizer.load_state_dict(state)
+                optimizer.load_state_dict(content)
             told.append(f"{key[0]}'s state")
-    if all(state.layouts == first.layouts for state in states):
+    if all(state.buffers == first.buffers for state in states):
         half_way = bool(told)
         for number, (name, tensors) in enumerate(buffers):
             if tensors and (half_way or any(state.counts[number] != first.counts[number] for state in states)):
@@ -116,6 +90,25 @@ def resynchronise(group: Group, groups: Sequence[ParameterGroup], buffers: Seque
         )
 
 
+def _take_over(group: Group, parameters: ParameterGroup, equal_values: bool, equal_gradients: bool) -> list[str]:
+    """Make a parameter group equal on all replicas. Returns what was not, in words."""
+    what = []
+    living = [parameter for _, parameter in parameters.living()]
+    if not equal_values:
+        make_equal(group, [(parameters.description, parameter) for parameter in living])
+        what.append("parameters")
+    if not equal_gradients:
+        for parameter in living:
+            parameter.grad = None
+        parameters.local.clear()
+        what.append("gradients (to None)")
+    for place, parameter in parameters.living():
+        # Equal on all replicas, they are aggregated ones; a replica that was replaced has copies of them.
+        if parameter.grad is not None and place not in parameters.local:
+            AGGREGATED.add(parameter.grad)
+    return what
+
+
 def _state_of(
     groups: Sequence[ParameterGroup],
     optimizers: dict[_OptimizerKey, torch.optim.Optimizer],
@@ -123,7 +116,7 @@ def _state_of(
 ) -> _State:
     living = [[parameter for _, parameter in group.living()] for group in groups]
     return _State(
-        layouts=(list(map(_layout, living)), [_layout(tensors) for _, tensors in buffers]),
+        layouts=list(map(_layout, living)),
         values=[list(map(digest, parameters)) for parameters in living],
         gradients=[[None if p.grad is None else digest(p.grad) for p in parameters] for parameters in living],
         optimizers={
@@ -131,6 +124,7 @@ def _state_of(
             key: digest_of_text(repr(sorted(contents(optimizer).items())))
             for key, optimizer in optimizers.items()
         },
+        buffers=[_layout(tensors) for _, tensors in buffers],
         counts=[
             [digest(tensor) for tensor in tensors if not (tensor.is_floating_point() or tensor.is_complex())]
             for _, tensors in buffers

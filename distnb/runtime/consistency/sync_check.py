@@ -25,14 +25,10 @@ _CURE = (
 
 
 def assert_in_sync(group: Group, value: Any) -> None:
-    """Compare modules, optimizers, tensors and plain values of all replicas bit by bit.
+    """Compare modules, optimizers, tensors and plain values, however nested, of all replicas bit by bit.
 
     What replicas hold parts of (sync-on-read variables, buffers of models made in a scope) is left out, and so are
     objects that show no more of themselves than their address.
-
-    Args:
-        group: The replicas.
-        value: This replica's; any nested structure.
 
     Raises:
         OutOfSyncError: It names what differs, where, and by how much.

@@ -11,6 +11,7 @@ import functools
 import gc
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,13 +26,12 @@ from distnb.values.structure import has_distributed, select
 __all__ = ["aggregates_here", "bind", "bind_all", "install"]
 
 
+@functools.cache
 def install() -> None:
     """From now on metrics that are made in a scope are bound to its replicas. Idempotent; loads torchmetrics."""
     import torchmetrics
 
     plain = torchmetrics.Metric.__init__
-    if getattr(plain, "_distnb", False):
-        return
 
     @functools.wraps(plain)
     def init(metric: Any, *args: Any, name: str | None = None, **kwargs: Any) -> None:
@@ -42,7 +42,6 @@ def install() -> None:
         if process is not None and innermost is not None and innermost[1] is None and process.runs(innermost[0]):
             bind(metric)
 
-    init._distnb = True  # type: ignore[attr-defined]
     torchmetrics.Metric.__init__ = init  # type: ignore[assignment,method-assign]
     for cls in (torchmetrics.Metric, torchmetrics.MetricCollection):
         for name, method in _KERAS.items():
@@ -138,17 +137,13 @@ def _update_state(self: Any, *args: Any, **kwargs: Any) -> None:
     self.update(*positional, **named, **more)
 
 
-def _result(self: Any) -> Any:
-    """The same as `compute`."""
-    return self.compute()
-
-
-def _reset_state(self: Any) -> None:
-    """The same as `reset`."""
-    self.reset()
-
-
-_KERAS = {"update_state": _update_state, "result": _result, "reset_state": _reset_state, "reset_states": _reset_state}
+# Not the methods themselves, which a metric of the user's may have in its own way.
+_KERAS: dict[str, Callable[..., Any]] = {
+    "update_state": _update_state,
+    "result": lambda self: self.compute(),
+    "reset_state": lambda self: self.reset(),
+    "reset_states": lambda self: self.reset(),
+}
 
 
 class _DefaultName:

@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 __all__ = ["install"]
 
 
+@functools.cache
 def install() -> None:
     """From now on layers in training normalise CPU tensors by what all replicas hold. Idempotent.
 
     Layers with a process group of their own, and other devices, are left to torch.
     """
     plain = torch.nn.SyncBatchNorm.forward
-    if getattr(plain, "_distnb", False):
-        return
 
     @functools.wraps(plain)
     def forward(layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
@@ -34,7 +33,6 @@ def install() -> None:
             return plain(layer, input)
         return _forward(layer, input, process.group)
 
-    forward._distnb = True  # type: ignore[attr-defined]
     torch.nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign,assignment]
 
 
