@@ -7,6 +7,7 @@ scalar. Means inside the model (pooling, normalisation) lie beyond it and are ne
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -158,7 +159,4 @@ def _constant(node: Any, name: str) -> float | None:
 
 def _function(node_name: str) -> str:
     """`MseLossBackward0` -> `mse_loss`."""
-    stem = node_name.split("Backward")[0]
-    return "".join(
-        f"_{letter.lower()}" if letter.isupper() and index else letter.lower() for index, letter in enumerate(stem)
-    )
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", node_name.split("Backward")[0]).lower()

@@ -127,9 +127,8 @@ class ParameterGroup:
     depends on when a replica's garbage collector ran.
 
     Attributes:
-        identity: (generation, number): nearly always the same on every replica.
+        identity: (generation, number), the same on every replica.
         key: What the caller of `GradientSync.register` calls it, by a weak reference.
-        number: That of the identity on replica 0, once the replicas have agreed.
         references: The parameters, by place.
         params: During a backward pass, the parameters; else empty.
         aside: During a pass: the gradients that there were before it, by place.
@@ -150,7 +149,6 @@ class ParameterGroup:
     ) -> None:
         self.identity = identity
         self.key = weakref.ref(key)
-        self.number = identity[1]
         self.description = f"{key.label} {identity[1]}"
         self.references: list[weakref.ref[torch.nn.Parameter]] = []
         self.params: list[torch.nn.Parameter] = []

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
+
+import torch
 
 from distnb.collectives.gradients.parameter_groups import ParameterGroup
 from distnb.errors import GradientError, UnsyncedGradientError
@@ -59,25 +61,16 @@ def agree(
     )
     proposals = cast("list[_Proposal]", replicas.all_gather_object(mine))
     reached = sorted({identity for proposal in proposals for identity in proposal.touched})
-    names = [(identity,) * len(proposals) for identity in reached]
-    if any(not proposal.layouts.keys() >= set(reached) for proposal in proposals) and _same_in_order(proposals):
-        # The numbering differs (a replica was replaced, or failed while it made a model), the models do not.
-        names = list(zip(*(proposal.touched for proposal in proposals), strict=True))
     own = {group.identity: group for group in groups}
-    found = [_agreed(own.get(theirs[replicas.rank]), proposals, theirs) for theirs in names]
+    found = [_agreed(own.get(identity), proposals, identity) for identity in reached]
     alike = all(len(proposal.touched) == len(found) for proposal in proposals)
     return found, alike
 
 
-def _same_in_order(proposals: Sequence[_Proposal]) -> bool:
-    layouts = [[proposal.layouts[identity] for identity in proposal.touched] for proposal in proposals]
-    return all(layout == layouts[0] for layout in layouts)
-
-
-def _agreed(group: ParameterGroup | None, proposals: Sequence[_Proposal], names: Sequence[Identity]) -> ParameterGroup:
-    """One group, called by such names on the replicas, after its layouts and values on all have been compared."""
+def _agreed(group: ParameterGroup | None, proposals: Sequence[_Proposal], identity: Identity) -> ParameterGroup:
+    """One group, after its layouts and values on all replicas have been compared."""
     where = _where(proposals)
-    layouts = [proposal.layouts.get(name) for proposal, name in zip(proposals, names, strict=True)]
+    layouts = [proposal.layouts.get(identity) for proposal in proposals]
     missing = [rank for rank, layout in enumerate(layouts) if layout is None]
     if missing or group is None:
         raise GradientError(
@@ -93,8 +86,7 @@ def _agreed(group: ParameterGroup | None, proposals: Sequence[_Proposal], names:
                 f"{_difference(first, cast('Layout', layout), rank)}. {where} Give the model the same shapes and "
                 "dtypes, and freeze the same parameters, on every replica."
             )
-    pairs = enumerate(zip(proposals, names, strict=True))
-    told = {rank: proposal.values[name] for rank, (proposal, name) in pairs if name in proposal.values}
+    told = {rank: proposal.values[identity] for rank, proposal in enumerate(proposals) if identity in proposal.values}
     reference = min(told, default=0)
     for rank, values in told.items():
         unlike = [place for place, value in values.items() if value != told[reference].get(place, value)]
@@ -105,9 +97,8 @@ def _agreed(group: ParameterGroup | None, proposals: Sequence[_Proposal], names:
                 "same state on every replica (model.load_state_dict in a distributed cell), or make the model anew in "
                 "the scope."
             )
-    sparse = set().union(*(proposal.sparse[name] for proposal, name in zip(proposals, names, strict=True)))
+    sparse = set().union(*(proposal.sparse[identity] for proposal in proposals))
     group.slots = {place: replace(slot, sparse=place in sparse) for place, slot in group.slots.items()}
-    group.number = names[0][1]
     group.checked = True
     return group
 
@@ -142,7 +133,7 @@ def _where(proposals: Sequence[_Proposal]) -> str:
 
 def check_equal(replicas: Group, groups: Sequence[ParameterGroup], place: str) -> None:
     """Raise if the replicas, which compute the same outside `strategy.run`, have new gradients that differ."""
-    mine = [[_measured(gradient) for gradient in group.fresh()] for group in groups]
+    mine = torch.tensor([_measured(gradient) for group in groups for gradient in group.fresh()], dtype=torch.float64)
     told = replicas.all_gather_object(mine)
     unlike = [rank for rank, other in enumerate(told) if not _close(told[0], other)]
     if unlike:
@@ -154,19 +145,18 @@ def check_equal(replicas: Group, groups: Sequence[ParameterGroup], place: str) -
         )
 
 
-def _measured(gradient: Any) -> tuple[float, float] | None:
+def _measured(gradient: torch.Tensor | None) -> tuple[float, float]:
+    """Sum and norm."""
     if gradient is None:
-        return None
+        return 0.0, -1.0
     values = gradient.detach().to_dense().double()
     return float(values.sum()), float(values.norm())
 
 
-def _close(first: Any, other: Any) -> bool:
-    if isinstance(first, list):
-        alike = isinstance(other, list) and len(first) == len(other)
-        return alike and all(_close(*pair) for pair in zip(first, other, strict=True))
-    if first is None or other is None:
-        return first is other
-    allowed = _TOLERANCE * (abs(first[1]) + abs(other[1]))
-    # What is no number on all replicas is equal, too.
-    return repr(first) == repr(other) or all(abs(a - b) <= allowed for a, b in zip(first, other, strict=True))
+def _close(first: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two replicas measured as good as the same: [gradients, 2]."""
+    if first.shape != other.shape:
+        return False
+    allowed = _TOLERANCE * (first[:, 1:].abs() + other[:, 1:].abs())
+    # What is infinite, or no number, on all replicas is equal, too.
+    return bool((((first - other).abs() <= allowed) | (first == other) | (first.isnan() & other.isnan())).all())
