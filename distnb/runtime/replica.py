@@ -151,6 +151,7 @@ class Spmd:
                 self._optimizers.end_half_steps()
             self._generation = group.generation
             if group.size > 1:
+                self._sync.renumber()
                 resynchronise(group, self._sync.groups, self._registration.buffers())
 
     # Computing on replicas --------------------------------------------------------------------------------------

@@ -162,6 +162,13 @@ class GradientSync:
         """
         self._slice = None if n is None or total is None else (n, total)
 
+    def renumber(self) -> None:
+        """Have all replicas call their groups alike: one that was replaced, or failed in a scope, counts otherwise."""
+        self._enter_generation(self._aggregation())
+        self._made = 0
+        for number, group in enumerate(self.groups):
+            group.identity = (-1 - (self._generation or 0), number)
+
     def note_equal(self) -> None:
         """What was registered since is equal on all replicas."""
         note_versions(self.groups)

@@ -53,8 +53,6 @@ def resynchronise(group: Group, groups: Sequence[ParameterGroup], buffers: Seque
         return  # models that differ are found, and told of, by the first pass that reaches them
     changed = []
     for number, parameters in enumerate(groups):
-        # A replica that was replaced has counted anew: from now on all call a group alike.
-        parameters.identity = (-1 - group.generation, number)
         if what := _take_over(group, parameters, ("values", number) in unlike, ("gradients", number) in unlike):
             changed.append(f"{parameters.description}'s {' and '.join(what)}")
     for key in [key for key in told[0] if isinstance(key, _Optimizer) and key in unlike]:

@@ -170,7 +170,7 @@ def replicas_that_counted_their_models_differently(r: Replica) -> None:
     extra = [r.make(mlp) for _ in range(r.rank)]
     del extra  # as on a replica that has seen more, or less, than the others
     pairs = [r.make(mlp, seed) for seed in range(3)]
-    resynchronise(r.group, r.sync.groups)
+    r.sync.renumber()
     for model, plain in (pairs[1], pairs[0], pairs[2]):
         loss_of(model, r.batch(5)[1], 5).backward()
         loss_of(plain, r.batch(5)[0], 5).backward()
