@@ -100,22 +100,15 @@ class Verifier:
             log.set_departure(Departure(number - 1, position.low, position.high, positions.text))
         log.write(number, record, self.program, position)
         log.advance(number)
-        compared = self._compared
         for rank in self._peers:
-            # The usual case first: all earlier ones were compared, and this one is the same.
-            if compared[rank] == number - 1 and log.same(rank, number):
-                compared[rank] = number
-            else:
-                self._catch_up(rank)
+            self._catch_up(rank)
         return number
 
     def check(self) -> None:
         """Compare whatever others have posted since, as far as it is known here. Raises what it finds."""
         for rank in self._peers:
-            if self._compared[rank] < self.number:
-                self._catch_up(rank)
-            found = self.log.verdict_of(rank)
-            if found:
+            self._catch_up(rank)
+            if found := self.log.verdict_of(rank):
                 differs = found.startswith(_MISMATCH)
                 error = CollectiveMismatchError(found.removeprefix(_MISMATCH)) if differs else CollectiveError(found)
                 if self._excused:
