@@ -36,7 +36,7 @@ def is_mirrored(value: Any) -> bool:
         return True
     parameters = _parameters(value)
     trainable = [parameter for parameter in parameters if parameter.requires_grad] or parameters
-    return bool(trainable) and all(map(registry.is_mirrored, trainable))
+    return bool(trainable) and all(map(registry.find_mirror, trainable))
 
 
 def _is_on_read(value: Any) -> bool:

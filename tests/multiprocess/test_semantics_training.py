@@ -158,9 +158,9 @@ def test_scope_makes_replicas_equal() -> None:
         return lazy(torch.ones(1, 3)).detach()
     strategy.run(use)
     strategy.assert_in_sync(lazy)
-    from distnb.collectives.gradients.parameter_groups import is_mirrored
+    from distnb.collectives.gradients.parameter_groups import find_mirror
     every = [*deep.parameters(), alone, *twin.parameters(), *half.parameters(), *lazy.parameters()]
-    result = all(map(is_mirrored, every))
+    result = all(map(find_mirror, every))
     from distnb.strategies.scope import is_mirrored as made
     assert made(deep) and made(alone) and made(torch.optim.SGD(deep.parameters(), lr=1))
     assert not made(torch.nn.Linear(1, 1))

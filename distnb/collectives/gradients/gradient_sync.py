@@ -20,11 +20,11 @@ from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.gradients.buckets import Bucket, BucketPlan, large_packs
 from distnb.collectives.gradients.finishing import finish, finish_with_graph, keep_equal, keep_local
 from distnb.collectives.gradients.mean_loss import MeanLossCheck
-from distnb.collectives.gradients.optimizer_steps import changed_by_hand, guard_optimizers, note_versions
+from distnb.collectives.gradients.optimizer_steps import changed_by_hand, guard_optimizers
 from distnb.collectives.gradients.parameter_groups import (
     AGGREGATED,
     ParameterGroup,
-    is_mirrored,
+    find_mirror,
     refuse_wrapping,
 )
 from distnb.collectives.gradients.replica_comparison import agree, check_equal
@@ -52,11 +52,6 @@ class _Pass:
     mean_loss: MeanLossError | None
     scale: float
 
-    @property
-    def may_overlap(self) -> bool:
-        """Whether buckets may start before the pass has ended."""
-        return self.synced and not (self.equal or self.create_graph) and self.mean_loss is None
-
 
 @dataclass
 class _Entry:
@@ -65,11 +60,6 @@ class _Entry:
     groups: tuple[ParameterGroup, ...]
     versions: list[int]
     plans: list[BucketPlan]
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the groups' layouts are still those that were agreed on."""
-        return [group.layout_version for group in self.groups] == self.versions
 
 
 class GradientSync:
@@ -125,7 +115,7 @@ class GradientSync:
 
         Parameters of one key are reduced together. Its attribute `label` names them in errors.
         """
-        if is_mirrored(parameter):
+        if find_mirror(parameter) is not None:
             return
         group = self._by_key.get(key)
         if group is None:
@@ -168,10 +158,6 @@ class GradientSync:
         self._made = 0
         for number, group in enumerate(self.groups):
             group.identity = (-1 - (self._generation or 0), number)
-
-    def note_equal(self) -> None:
-        """What was registered since is equal on all replicas."""
-        note_versions(self.groups)
 
     def changed_by_hand(self) -> dict[str, int]:
         """The parameters that something else than an optimizer's step has changed since the last look, with digests."""
@@ -255,7 +241,8 @@ class GradientSync:
             self._after_pass([key for group in reached if (key := group.key()) is not None])
 
     def _is_touched(self, group: ParameterGroup) -> bool:
-        if self._has_started(group):
+        plan = self._overlapped.get(group)
+        if plan is not None and plan.launched:
             return True
         made, fits = group.look()
         if made and not fits:
@@ -282,7 +269,7 @@ class GradientSync:
         entry = self._entries.get(touched)
         if entry is None:
             entry = next((each for each in self._varying if set(touched) <= set(each.groups)), None)
-        if entry is None or not entry.is_current:
+        if entry is None or entry.versions != [group.layout_version for group in entry.groups]:
             entry = self._agree(this, touched)
         for plan in entry.plans:
             if not this.create_graph:
@@ -319,14 +306,12 @@ class GradientSync:
 
     def _start(self, plan: BucketPlan, bucket: Bucket) -> bool:
         this = self._pass
-        if this is None or not this.may_overlap or BACKWARD_PASSES.nesting_seen:
+        if this is None or not this.synced or this.equal or this.create_graph or this.mean_loss is not None:
+            return False  # nothing is added up before the pass has ended
+        if BACKWARD_PASSES.nesting_seen:
             return False
         plan.start_bucket(bucket, this.aggregation, this.scale)
         return True
-
-    def _has_started(self, group: ParameterGroup) -> bool:
-        plan = self._overlapped.get(group)
-        return plan is not None and plan.launched > 0
 
     # Bookkeeping ---------------------------------------------------------------------------------------------
 

@@ -25,7 +25,6 @@ __all__ = [
     "Mirror",
     "ParameterGroup",
     "find_mirror",
-    "is_mirrored",
     "refuse_wrapping",
 ]
 
@@ -75,13 +74,8 @@ _mirrors: dict[int, Mirror] = {}
 
 
 def find_mirror(parameter: object) -> Mirror | None:
-    """The place of a parameter; None if it is not mirrored."""
+    """The place of a parameter that was made in a scope; None of a copy of it (an EMA's, a deepcopy), and any other."""
     return _mirrors.get(id(parameter))
-
-
-def is_mirrored(parameter: object) -> bool:
-    """Whether this very parameter was made in a scope. A copy of it (an EMA's, a deepcopy) is not."""
-    return id(parameter) in _mirrors
 
 
 @functools.cache
@@ -91,7 +85,7 @@ def refuse_wrapping() -> None:
 
     @functools.wraps(original)
     def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if isinstance(module, torch.nn.Module) and any(map(is_mirrored, module.parameters())):
+        if isinstance(module, torch.nn.Module) and any(map(find_mirror, module.parameters())):
             raise GradientError(
                 f"DistributedDataParallel was given a {type(module).__name__} that was made in a strategy's scope. Its "
                 "gradients are aggregated already, and would be a second time. Use the model as it is; or, to use "

@@ -14,6 +14,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from distnb.collectives.gradients.optimizer_steps import note_versions
 from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.errors import ContextError
 from distnb.options import CommunicationOptions, VariableAggregation
@@ -163,7 +164,7 @@ class Registration:
         if ready:
             self.group.note("strategy.scope", ())
         make_equal(self.group, ready, self._told)
-        self._sync.note_equal()
+        note_versions(self._sync.groups)
 
     @property
     def _told(self) -> str:

@@ -122,6 +122,7 @@ def _reachable(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    module = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
     if isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", child) for key, child in value.items())
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -130,7 +131,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, value.__func__), (name, value.__self__))
     elif isinstance(value, functools.partial):
         yield from ((name, value.func), (name, value.args), (name, value.keywords))
-    elif _is_of_library(value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__):
+    elif (module or "").partition(".")[0] in _LIBRARIES:
         return
     elif isinstance(value, types.FunctionType):
         yield from _names_in(value)
@@ -139,10 +140,6 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         call = getattr(type(value), "__call__", None)  # noqa: B004
         if isinstance(call, types.FunctionType):
             yield name, call
-
-
-def _is_of_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _LIBRARIES
 
 
 def _names_in(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from distnb.collectives.gradients import buckets
-from distnb.collectives.gradients.parameter_groups import is_mirrored
+from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.errors import GradientError
 from tests.multiprocess.gradient_cases.replica import Branches, Replica, case, loss_of, mlp, same
 
@@ -129,8 +129,8 @@ def clipping_and_scaler(r: Replica) -> None:
 def deepcopy_is_not_mirrored(r: Replica) -> None:
     model, _ = r.make(mlp)
     average = copy.deepcopy(model)
-    assert is_mirrored(model[0].weight)
-    assert not is_mirrored(average[0].weight)
+    assert find_mirror(model[0].weight)
+    assert not find_mirror(average[0].weight)
     before = len(r.group.calls)
     loss_of(average, r.batch(5)[1], 5).backward()
     assert len(r.group.calls) == before
