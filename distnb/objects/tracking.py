@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import gc
+import itertools
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -226,13 +227,9 @@ class Tracker:
                     raise
                 look.refused[name] = _refused(name, values[name], error)
         table = _Table(serial, names, roots, packer)
-        pairs = array("Q")
-        if tables:
-            for place, obj in table.objects.items():
-                number = self.number_of(obj)
-                if number is not None:
-                    pairs.append(place)
-                    pairs.append(number)
+        memo = packer.memo.copy() if tables else {}
+        known_here = [(key, each.numbers[key]) for each in tables for key in each.numbers.keys() & memo.keys()]
+        pairs = array("Q", itertools.chain.from_iterable((memo[key][0], number) for key, number in known_here))
         self._add(table)
         for name in names:
             self._records[name] = _Record(values[name], look.digests[name], parts_of(values[name]))
