@@ -1,18 +1,27 @@
-"""The `%%distribute` cell magic: reads its line, and hands the cell to the session."""
+"""The `%%distribute` cell magic: hands the cell to the session, or makes an ordinary one of it.
+
+Under `default` and `one_device` an input transformer takes the magic line away before IPython makes a magic call of the
+cell. So everything is as in any cell: plain objects, breakpoint() and %debug, top-level await, tracebacks with the
+cell's own lines. In the place of the magic line stands a call that binds the name `strategy`; behind
+`from __future__` imports, where there are some.
+"""
 
 from __future__ import annotations
 
+import ast
 import linecache
+import re
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
-from distnb.errors import OptionError
-from distnb.magics.cell_request import read_request
-from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded
+from distnb.errors import OptionError, StartError
+from distnb.magics.cell_request import CellRequest, read_request
+from distnb.magics.cell_text import cell_magics, check_no_nested_magic, check_syntax, padded
 from distnb.magics.commands import DISTRIBUTE, asks_for_help
-from distnb.magics.local_cell import StrategyName
 from distnb.magics.tracebacks import presented, without_frames
+from distnb.notebook import compose as sessions
 from distnb.notebook.output.wording import cell_name
 from distnb.options import StrategySpec
 
@@ -22,24 +31,52 @@ if TYPE_CHECKING:
     from distnb.notebook.session import Session
     from distnb.widgets.front import Front
 
-__all__ = ["CellRunner"]
+__all__ = ["DistributeMagic"]
+
+_MAGIC = re.compile(r"%%distribute(?:[ \t]+(?P<line>.*))?$")
+_ENTER = "get_ipython()._distnb_local"
 
 
-class CellRunner:
-    """Runs distributed cells of one shell; `ensure` gives the running session, or starts one that suits a strategy."""
+class DistributeMagic(ast.NodeTransformer):
+    """Runs `%%distribute` cells of one shell; `ensure` gives the running session, or starts one that suits a strategy.
 
-    def __init__(
-        self, shell: InteractiveShell, front: Front, name: StrategyName, ensure: Callable[..., Session]
-    ) -> None:
+    The name `strategy` stays bound after the cell, unless it was the user's own before.
+    """
+
+    has_side_effects = False  # IPython's question to a transformer
+
+    def __init__(self, shell: InteractiveShell, front: Front, ensure: Callable[..., Session]) -> None:
         self._shell = shell
         self._front = front
-        self._name = name
         self._ensure = ensure
         self._raw_cell = ""
+        self._copies = ExitStack()
+        self._strategy: Any = None  # what the name was bound to
+        self._users: tuple[Any, ...] = ()  # what it was before
 
     def cell_begins(self, raw_cell: str) -> None:
         """IPython begins to run this cell."""
         self._raw_cell = raw_cell
+
+    def _names(self, request: CellRequest) -> None:
+        from distnb.strategies import resolve
+
+        user_ns = self._shell.user_ns
+        before = user_ns.get("strategy")
+        if "strategy" in user_ns and before is not self._strategy:
+            self._users = (before,)
+        self._strategy = user_ns["strategy"] = resolve(request.spec)
+        self._front.name_cell(request.word)
+
+    def leave(self) -> None:
+        """The cell ended: what the user had called `strategy` is called so again."""
+        self._copies.close()
+        if self._users and self._shell.user_ns.get("strategy") is self._strategy:
+            self._shell.user_ns["strategy"] = self._users[0]
+            self._strategy = None  # the very object may be the user's own, and is not ours in the next cell
+        self._users = ()
+
+    # -- on replicas -----------------------------------------------------------------------------------------------
 
     def distribute(self, line: str, cell: str) -> None:
         """Run a `%%distribute` cell."""
@@ -65,8 +102,7 @@ class CellRunner:
             linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
             with presented():
                 session = self._ensure(request.spec)
-                self._name.bind(request.spec)
-                self._front.name_cell(request.word)
+                self._names(request)
                 self._run(session, source, request.spec, filename, in_scope=False)
 
     def run_in_scope(self, source: str, spec: StrategySpec, filename: str) -> None:
@@ -97,5 +133,86 @@ class CellRunner:
         raw = self._raw_cell
         return found or str(self._shell.compile.get_code_name(raw, raw, self._shell.execution_count))
 
+    # -- in the notebook -------------------------------------------------------------------------------------------
 
-CellRunner.distribute.__doc__ = DISTRIBUTE.format_help()  # what `%%distribute?` shows
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within it, the transformer stands before the one that makes magic calls."""
+        shell: Any = self._shell
+        transforms = shell.input_transformer_manager.cleanup_transforms
+        names = [getattr(transform, "__name__", "") for transform in transforms]
+        transforms.insert(names.index("cell_magic") if "cell_magic" in names else len(transforms), self)
+        shell.ast_transformers.append(self)
+        shell._distnb_local, shell._distnb_misplaced = self.enter, self.complain
+        yield
+        transforms.remove(self)
+        shell.ast_transformers.remove(self)
+
+    def __call__(self, lines: list[str]) -> list[str]:
+        """Transform a cell; called by IPython for every cell, also for completions."""
+        if not any(line.startswith("%%distribute") for line in lines):
+            return lines
+        match = _MAGIC.match(lines[0].rstrip())
+        if match is None:
+            misplaced = _misplaced(lines)
+            return [f"get_ipython()._distnb_misplaced({misplaced})\n"] if misplaced else lines
+        line = match["line"] or ""
+        if asks_for_help(line) or not "".join(lines[1:]):
+            return [lines[0], "\n"]  # of a cell without a body IPython would complain before the magic hears of it
+        try:
+            request = read_request(line, self._shell.user_ns)
+            check_no_nested_magic("".join(lines[1:]), 2)
+        except (OptionError, StartError):
+            return lines  # the magic itself tells what is wrong
+        if not request.local or not "".join(lines[1:]).strip():
+            return lines
+        return [f"{_ENTER}({line!r})\n", *lines[1:]]
+
+    def visit_Module(self, tree: ast.Module) -> ast.Module:
+        """Put the call behind the cell's `from __future__` imports; called by IPython for every cell."""
+        futures = [
+            place
+            for place, node in enumerate(tree.body)
+            if isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        ]
+        if futures and ast.unparse(tree.body[0]).startswith(_ENTER):
+            tree.body.insert(futures[-1], tree.body.pop(0))
+        return tree
+
+    def enter(self, line: str) -> None:
+        """The first thing that a local cell does."""
+        _restore_first_line(sys._getframe(1).f_code.co_filename, line)
+        with presented():
+            request = read_request(line, self._shell.user_ns)
+            self._names(request)
+            session = sessions.current()
+            if session is not None:
+                # What lives on the engines is worked on as copies; the names are the handles again when the cell ends.
+                text = "".join(linecache.getlines(sys._getframe(1).f_code.co_filename))
+                self._copies.enter_context(session.namespace.localise(text))
+
+    def complain(self, line: int) -> None:
+        """What a cell does that has something above its magic line."""
+        with presented():
+            raise OptionError(
+                f"%%distribute must be the first line of its cell, and here it is line {line}: IPython reads a cell "
+                "magic nowhere else. Move what stands above it below it, or into a cell of its own. Nothing was run."
+            )
+
+
+DistributeMagic.distribute.__doc__ = DISTRIBUTE.format_help()  # what `%%distribute?` shows
+
+
+def _misplaced(lines: list[str]) -> int:
+    """The line of a `%%distribute` that is not the cell's first; 0 if there is none, or another cell magic has it."""
+    if lines[0].startswith("%%"):
+        return 0
+    return next((line for name, line in cell_magics(lines) if name == "distribute"), 0)
+
+
+def _restore_first_line(filename: str, line: str) -> None:
+    """Let tracebacks show the user's magic line, as a comment: whoever parses the cell's text must be able to."""
+    entry = linecache.cache.get(filename)
+    if entry is not None and len(entry) == 4 and entry[2] and "_distnb_local" in entry[2][0]:
+        size, changed, lines, name = entry
+        linecache.cache[filename] = (size, changed, [f"# %%distribute {line}\n", *lines[1:]], name)

@@ -14,8 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from distnb.magics import tracebacks
 from distnb.magics.cluster_magic import ClusterMagic
 from distnb.magics.completion import completing
-from distnb.magics.distribute_magic import CellRunner
-from distnb.magics.local_cell import LocalCells, StrategyName
+from distnb.magics.distribute_magic import DistributeMagic
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.magics.stop_handler import StopHandler
 from distnb.magics.tracebacks import presented
@@ -38,14 +37,12 @@ class Extension:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self._front = Front(shell)
-        self._name = StrategyName(shell.user_ns)
         self._cluster = ClusterMagic(shell, self._front)
-        self._runner = CellRunner(shell, self._front, self._name, self._cluster.ensure)
-        self._local = LocalCells(shell, self._front, self._name)
+        self._distribute = DistributeMagic(shell, self._front, self._cluster.ensure)
         self._scope = ScopeTransformer()
         # What of ours runs around a cell is done whole: a stop meanwhile is the cell's, or the next thing's.
         self._stops = StopHandler((Extension._begin.__code__, Extension._leave.__code__, Front.end_cell.__code__))
-        self._dispatch = ScopeDispatch(self._runner.run_in_scope)
+        self._dispatch = ScopeDispatch(self._distribute.run_in_scope)
         self._within = ExitStack()
         self._open = False
 
@@ -54,8 +51,8 @@ class Extension:
         shell = self._shell
         register = shell.magics_manager.register_function
         register(self._cluster.distnb, "line", "distnb")
-        register(self._runner.distribute, "cell", "distribute")
-        for part in (self._local.installed(), completing(shell), tracebacks.shown_plainly(shell)):
+        register(self._distribute.distribute, "cell", "distribute")
+        for part in (self._distribute.installed(), completing(shell), tracebacks.shown_plainly(shell)):
             self._within.enter_context(part)
         shell.ast_transformers.append(self._scope)
         self._dispatch.install(shell)
@@ -123,7 +120,7 @@ class Extension:
         self._open = True
         cell_began()
         _choose_debugger()
-        self._runner.cell_begins(raw_cell)
+        self._distribute.cell_begins(raw_cell)
         self._front.begin_cell()
 
     def _after(self, result: ExecutionResult | None) -> None:
@@ -137,8 +134,7 @@ class Extension:
 
     def _leave(self) -> None:
         self._open = False
-        self._local.leave()
-        self._name.restore()
+        self._distribute.leave()
 
 
 def _autoreloaded(shell: InteractiveShell, name: str) -> object:
