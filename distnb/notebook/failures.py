@@ -13,7 +13,7 @@ from distnb.notebook.dispatch import Outcome
 from distnb.notebook.output.wording import ranges
 from distnb.objects.placeholder import Placeholder
 from distnb.topology import Team
-from distnb.wire.messages import ErrorReport, Reply
+from distnb.wire.messages import ErrorReport
 
 __all__ = ["raise_failure", "warn_of_drift"]
 
@@ -54,17 +54,18 @@ def raise_failure(
         return
     if outcome.interrupted:
         raise KeyboardInterrupt(_others(outcome, team, None) or "every replica ended its part")
-    failed = [engine for engine, reply in outcome.replies.items() if reply.status == "error"]
+    errors = {
+        engine: reply.error for engine, reply in outcome.replies.items() if reply.status == "error" and reply.error
+    }
     if outcome.died:  # then a collective that another replica did not come to is a consequence
-        failed = [engine for engine in failed if _report(outcome.replies[engine]).type_name != _UNANSWERED]
-    if failed:
+        errors = {engine: error for engine, error in errors.items() if error.type_name != _UNANSWERED}
+    if errors:
         # In order of arrival: the first is the cause, later ones may be its consequences. That replicas do not match
         # any more is mostly a consequence too: of what another one raised.
-        failed.sort(key=lambda engine: _report(outcome.replies[engine]).type_name == _MISMATCH)
-        first = _report(outcome.replies[failed[0]])
-        same = [engine for engine in failed if _report(outcome.replies[engine]).type_name == first.type_name]
+        first = min(errors.values(), key=lambda error: error.type_name == _MISMATCH)
+        same = [engine for engine, error in errors.items() if error.type_name == first.type_name]
         engine = min(same, key=team.rank_of)
-        _raise(_report(outcome.replies[engine]), team, engine, _others(outcome, team, engine), callers_lines, opened)
+        _raise(errors[engine], team, engine, _others(outcome, team, engine), callers_lines, opened)
     if outcome.died:
         engine, status = next(iter(outcome.died.items()))
         raise EngineDied(
@@ -75,41 +76,32 @@ def raise_failure(
     raise ProgramError(f"The program was ended: {_others(outcome, team, None)}.")
 
 
-def _report(reply: Reply) -> ErrorReport:
-    assert reply.error is not None
-    return reply.error
-
-
 def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
     """What became of the other replicas, in one line."""
     parts: dict[str, list[int]] = {}
     stuck = [engine for engine in outcome.engines if engine not in outcome.died and engine not in outcome.replies]
     cure = f", %distnb restart {' '.join(map(str, sorted(stuck)))} starts anew"
+    cause = outcome.replies[failed].error if failed is not None else None
     for engine in outcome.engines:
         if engine == failed:
             continue
-        rank = team.rank_of(engine)
         reply = outcome.replies.get(engine)
         if engine in outcome.died:
-            parts.setdefault(f"died ({outcome.died[engine]})", []).append(rank)
+            what = f"died ({outcome.died[engine]})"
         elif reply is None:
-            parts.setdefault(_BUSY.format(cure=cure), []).append(rank)
-        elif reply.error is not None and failed is not None and _same(reply, outcome.replies[failed]):
-            parts.setdefault("raised the same", []).append(rank)
+            what = _BUSY.format(cure=cure)
         elif reply.error is not None:
-            parts.setdefault(f"raised {reply.error.type_name}: {_shortened(reply.error.text)}", []).append(rank)
+            same = cause is not None and (cause.type_name, cause.text) == (reply.error.type_name, reply.error.text)
+            what = "raised the same" if same else f"raised {reply.error.type_name}: {_shortened(reply.error.text)}"
         elif reply.status == "ok":
-            parts.setdefault("finished", []).append(rank)
+            what = "finished"
         else:
-            parts.setdefault("ended with it" if failed is not None else "ended", []).append(rank)
+            what = "ended with it" if failed is not None else "ended"
+        parts.setdefault(what, []).append(team.rank_of(engine))
     return "; ".join(
         f"{'replica' if len(ranks) == 1 else 'replicas'} {', '.join(ranges(ranks))} {what}"
         for what, ranks in parts.items()
     )
-
-
-def _same(reply: Reply, other: Reply) -> bool:
-    return (_report(reply).type_name, _report(reply).text) == (_report(other).type_name, _report(other).text)
 
 
 def _shortened(text: str, most: int = 120) -> str:

@@ -159,7 +159,8 @@ class Front:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._serve, name="distnb-front", daemon=True)
             self._thread.start()
-        self._wake.set()
+        if not self._wake.is_set():
+            self._wake.set()
 
     def _serve(self) -> None:
         while not self._closed:
