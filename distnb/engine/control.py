@@ -51,6 +51,10 @@ class Control:
         free_collectives: Frees every collective that is blocked in this process (thread-safe).
         sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample.
         pipes: File descriptors to read from, each with the function that takes what is read.
+
+    Attributes:
+        running: The (program, replica) that runs now.
+        latest_program: The number of the latest one; 0 before the first.
     """
 
     def __init__(
@@ -73,8 +77,8 @@ class Control:
         self._points: deque[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = deque()
         self._asleep = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._running: tuple[int, int] | None = None  # (program, replica)
-        self._latest = (0, 0)
+        self.running: tuple[int, int] | None = None
+        self.latest_program = 0
         self._measured: tuple[int, int] | None = None  # the latest that is
         self._next_sample = self._next_points = 0.0
         self._thread = threading.Thread(target=self._serve, name="distnb-control", daemon=True)
@@ -90,25 +94,15 @@ class Control:
         self._next_sample = max(self._next_sample, time.monotonic())  # many short ones are sampled as one long one
         if measured:
             self._measured = (program, replica)
-        self._running = self._latest = (program, replica)
+        self.running, self.latest_program = (program, replica), program
 
     def program_ended(self, event: ProgramEnded | None) -> None:
         """Tell the notebook at once; all that the program wrote goes out before. None: the reply alone tells."""
-        if self._running == self._measured and (event is not None or time.monotonic() >= self._next_sample):
+        if self.running == self._measured and (event is not None or time.monotonic() >= self._next_sample):
             self._measure()
-        self._running = None
+        self.running = None
         if event is not None:
             self.emit(event, urgent=True)
-
-    @property
-    def running(self) -> tuple[int, int] | None:
-        """The (program, replica) that runs now."""
-        return self._running
-
-    @property
-    def latest_program(self) -> int:
-        """The number of the latest program; 0 before the first."""
-        return self._latest[0]
 
     def emit(self, event: Any, *, urgent: bool = False) -> None:
         """Send an event to the notebook, from any thread; cheap. They leave in order, 20 times a second or at once."""
@@ -118,7 +112,7 @@ class Control:
 
     def live(self, values: dict[str, Any], place: tuple[int, int]) -> None:
         """Leave a point of `distnb.live`. Tensors are read by this thread, so that the training never waits for one."""
-        self._points.append((self._running or (0, 0), place, values))
+        self._points.append((self.running or (0, 0), place, values))
         if self._asleep:
             self.wake()
 
@@ -137,7 +131,7 @@ class Control:
         while True:
             # Asleep first, then a look at the queues: whoever adds to them after that sees that it must wake us.
             self._asleep = True
-            busy = self._running is not None or self._guard.waiting or self._events or self._points
+            busy = self.running is not None or self._guard.waiting or self._events or self._points
             self._asleep = not busy
             ready = dict(poller.poll(int(_FLUSH_S * 1000) if busy else 1000))
             self._asleep = False
@@ -149,7 +143,7 @@ class Control:
                 if fd in ready:
                     forward(os.read(fd, 1 << 16))
             self._guard.press()
-            if self._running is not None and self._running == self._measured and time.monotonic() >= self._next_sample:
+            if self.running is not None and self.running == self._measured and time.monotonic() >= self._next_sample:
                 self._measure()
             self._flush()
 
@@ -171,7 +165,7 @@ class Control:
         self._events.append(self._sample(self._engine, *self._measured))
 
     def _flush(self) -> None:
-        if self._points and (time.monotonic() >= self._next_points or self._running != self._points[0][0]):
+        if self._points and (time.monotonic() >= self._next_points or self.running != self._points[0][0]):
             self._next_points = time.monotonic() + _POINTS_S
             self._events.extendleft(reversed(self._read_points()))
         if not self._events:
@@ -182,7 +176,7 @@ class Control:
     def _read_points(self) -> list[Live]:
         """The points whose numbers have arrived from the device; after the program's end those still under way too."""
         read: dict[tuple[int, int], list[tuple[int, int, dict[str, float]]]] = {}
-        while self._points and (self._running != self._points[0][0] or live.is_ready(self._points[0][2])):
+        while self._points and (self.running != self._points[0][0] or live.is_ready(self._points[0][2])):
             running, (step, call), values = self._points.popleft()
             read.setdefault(running, []).append((step, call, {name: float(value) for name, value in values.items()}))
         return [Live(self._engine, *running, points=tuple(points)) for running, points in read.items()]

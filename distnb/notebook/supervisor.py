@@ -67,7 +67,7 @@ class Supervisor:
         self._state = Supervision()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lost_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.lost_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when `lost()` has something to tell
         self._lost: queue.SimpleQueue[GiveUpOn | Died] = queue.SimpleQueue()
         self._hellos: dict[int, Hello] = {}
         self._given_up: dict[int, float] = {}
@@ -77,17 +77,9 @@ class Supervisor:
 
     # -- called from any thread ------------------------------------------------------------------------------------
 
-    @property
-    def lost_fd(self) -> int:
-        """Readable when `lost()` has something to tell."""
-        return self._lost_fd
-
     def lost(self) -> list[GiveUpOn | Died]:
         """Replies that will not come: engines that died, or that are given up on."""
-        try:
-            os.eventfd_read(self._lost_fd)
-        except BlockingIOError:
-            pass
+        _drain(self.lost_fd)
         found = []
         while not self._lost.empty():
             found.append(self._lost.get())
@@ -201,7 +193,7 @@ class Supervisor:
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(5)
         os.close(self._wake_fd)
-        os.close(self._lost_fd)
+        os.close(self.lost_fd)
 
     def _do(self, task: Callable[[], None]) -> None:
         self._tasks.put(task)
@@ -217,10 +209,7 @@ class Supervisor:
             with self._changed:  # another thread may begin a program
                 deadline = self._state.next_deadline()
             poller.poll(None if deadline is None else int(max(0.0, deadline - time.monotonic()) * 1000) + 1)
-            try:
-                os.eventfd_read(self._wake_fd)
-            except BlockingIOError:
-                pass
+            _drain(self._wake_fd)
             while not self._tasks.empty():
                 task = self._tasks.get()
                 if task is None:
@@ -251,7 +240,7 @@ class Supervisor:
         if isinstance(loss, GiveUpOn):
             self._given_up[loss.engine] = time.monotonic()
         self._lost.put(loss)
-        os.eventfd_write(self._lost_fd, 1)
+        os.eventfd_write(self.lost_fd, 1)
 
     def _advance(self, step: Callable[[float], list[Order]]) -> None:
         """Let the state machine take a step, and carry out what it orders."""
@@ -270,3 +259,11 @@ class Supervisor:
         except zmq.ZMQError as error:
             if error.errno != zmq.ENOTSOCK:
                 raise
+
+
+def _drain(eventfd: int) -> None:
+    """Make it unreadable again."""
+    try:
+        os.eventfd_read(eventfd)
+    except BlockingIOError:
+        pass
