@@ -13,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from distnb.notebook.output.live_model import HERE, LiveModel
 from distnb.runtime import step_count
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
     from distnb.notebook.session import Session
 
-__all__ = ["Front", "Mode"]
-
-Mode = Literal["auto", "widget", "picture", "text", "off"]
+__all__ = ["Front"]
 
 _TICK_S = 0.05
 _KEPT_CELLS = 3
@@ -40,12 +38,13 @@ class Front:
     """Between the session's events and the notebook's cells.
 
     Attributes:
-        mode: How the live view is drawn: "auto" picks widgets in a notebook and text in a terminal.
+        mode: How the live view is drawn: "auto" picks widgets in a notebook and text in a terminal; "widget",
+            "picture", "text" and "off".
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        self.mode: Mode = "auto"
+        self.mode = "auto"
         self._queue: deque[tuple[CellView | None, Any]] = deque()
         self._lock = threading.RLock()
         # The latest cell is the last. Each with the number after which its programs begin.
