@@ -16,7 +16,7 @@ Launched = Callable[[int, int], None]
 """Called with (engine, pid) when an engine has a process, and again when that is another one."""
 
 EngineEnded = Callable[[int, int, str, bool], None]
-"""Called with (engine, pid, status in words, whether its end was our own doing) in the watcher's thread."""
+"""Called with (engine, pid, how it ended, in words, whether that was our own doing) in the watcher's thread."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,3 @@ class Launcher(ABC):
     def host(self, engine: int) -> str:
         """The name of an engine's machine; "" for this one."""
         return ""
-
-    def describe(self, engine: int, status: int | None, words: str) -> str:
-        """How an engine ended, in words that follow its name; `words` say it as of a process of this machine."""
-        return words

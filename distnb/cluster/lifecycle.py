@@ -238,11 +238,10 @@ class Cluster:
             process = self._engines[engine]
             if process.pid != pid:
                 return
-            status = self.launcher.describe(engine, processes.status(pid), words)
-            self._engines[engine] = replace(process, ended=status)
+            self._engines[engine] = replace(process, ended=words)
             processes.changed.notify_all()
         if not expected:
-            self._on_exit(engine, pid, status)
+            self._on_exit(engine, pid, words)
 
     # -- end --------------------------------------------------------------------------------------------------------
 

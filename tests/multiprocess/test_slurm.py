@@ -134,7 +134,7 @@ def test_the_end_of_the_notebook(notebook: Notebook) -> None:
     """Of one whose cluster a resolver named."""
     notebook.run("%distnb start --resolver slurm --per-host 1", timeout_s=120)
     assert notebook.value("[row.host for row in distnb.notebook.compose.current().status()]") == ["blue", "red"]
-    # Wrapper and srun (which are two each), node agent with its guardian, and engine; and the notebook's guardian.
-    processes.wait_until(lambda: len(left()) == 2 * 7 + 1, 20)
+    # srun (which is two), node agent with its guardian, and engine; and the notebook's guardian.
+    processes.wait_until(lambda: len(left()) == 2 * 5 + 1, 20)
     os.kill(notebook.pid, signal.SIGKILL)
     processes.wait_until(lambda: not left() and not processes.run_directories(), 20, "something is left")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,11 @@ from typing import Any
 import pytest
 
 from distnb.cluster.connection import Connection, Keys, make_keys
+from distnb.cluster.launcher import EngineOrder
 from distnb.cluster.local.capacity import Capacity
+from distnb.cluster.local.processes import Processes
 from distnb.cluster.process_environment import without_another_place
-from distnb.cluster.remote.base import Hosts, plan_hosts
+from distnb.cluster.remote.base import Hosts, Transport, plan_hosts, probe
 from distnb.cluster.remote.heartbeat import heartbeat
 from distnb.cluster.remote.hosts import HostOptions, are_workers, make_plan, read_host_options
 from distnb.cluster.remote.network import address_towards, interface_of, listening_address
@@ -209,11 +210,76 @@ def test_the_heartbeat_tells_when_the_notebook_goes() -> None:
         switchboard.close()
 
 
-def test_how_an_end_is_told() -> None:
-    launcher = Hosts(("a", "a", "b"), CONNECTION, "10.0.0.1", SSH())
-    assert launcher.describe(1, 255, "") == "was lost: its machine a cannot be reached any more"
-    assert launcher.describe(2, 128 + signal.SIGKILL, "exited with code 137") == "(on b) was killed by SIGKILL"
-    assert launcher.describe(2, 1, "exited with code 1") == "(on b) exited with code 1"
+class _Shell(Transport):
+    """A way to machines whose names are programs, which say what node agents do."""
+
+    def command(self, host: str, task: str) -> list[str]:
+        return ["sh", "-c", host]
+
+    def network_name(self, host: str) -> str:
+        return host
+
+    def unreached(self, host: str, status: int) -> str:
+        return f"Nothing is started by {host!r}."
+
+    def cause(self, said: str) -> str:
+        return "it is full" if "disk full" in said else ""
+
+
+_LOST = "was lost: its machine"
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("echo distnb-beat; echo distnb-status 137; exit 1", "was killed by SIGKILL"),
+        ("echo distnb-beat; echo disk full >&2; echo distnb-status 1", "exited with code 1 (it is full)"),
+        ("read line; echo distnb-status $((${#line} > 80 ? 3 : 4))", "exited with code 3"),  # it has its assignment
+        ("echo distnb-beat; exit 137", "was killed by SIGKILL"),  # as srun says it, for whoever rules the machine
+        ("kill -9 $$", "was killed by SIGKILL"),
+        ("exit 1", _LOST),  # unheard, it was not reached
+        ("echo distnb-beat; exit 255", _LOST),
+        ("echo distnb-beat; setsid sleep 600 & wait", _LOST),  # conftest looks for what is left
+        ("trap '' TERM; echo distnb-beat; setsid sleep 600 & wait", _LOST),
+    ],
+)
+def test_how_an_end_is_told(program: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distnb.cluster.remote.base.LOST_AFTER_S", 0.5)
+    ends: queue.SimpleQueue[str] = queue.SimpleQueue()
+    processes = Processes(lambda engine: None)
+    try:
+        Hosts((program,), CONNECTION, "10.0.0.1", _Shell()).launch(
+            [EngineOrder(0, Device("cpu"), tmp_path / "log", "agent")],
+            processes,
+            lambda engine, pid: None,
+            lambda engine, pid, words, expected: ends.put(words),
+        )
+        assert ends.get(timeout=60).replace(program, "a") == (
+            f"{told} a cannot be reached any more" if told == _LOST else f"(on a) {told}"
+        )
+    finally:
+        processes.close()
+
+
+def test_engines_are_told_of_when_they_serve_and_let_go_by_a_word(tmp_path: Path) -> None:
+    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+    processes = Processes(heard.put)
+    try:
+        program = "echo distnb-ready 7; read line; read line; echo distnb-beat; [ $line = end ]; echo distnb-status $?"
+        launcher = Hosts((program,), CONNECTION, "10.0.0.1", _Shell())
+        order = EngineOrder(0, Device("cpu"), tmp_path / "log", "agent")
+        pids: list[int] = []
+        launcher.launch([order], processes, lambda engine, pid: pids.append(pid), lambda *end: heard.put(end[2:]))
+        assert heard.get(timeout=60) == 7
+        processes.end(pids, launcher.letting_go(pids), 60)
+        assert heard.get(timeout=60) == (f"(on {program}) exited with code 0", True)
+    finally:
+        processes.close()
+
+
+def test_a_machine_where_nothing_can_be_started() -> None:
+    with pytest.raises(StartError, match=r"(?s)Nothing is started by 'echo .*It says:.*no such node"):
+        probe(("echo no such node >&2; exit 1",), _Shell())
 
 
 def test_replicas_know_who_is_on_their_machine() -> None:

@@ -70,14 +70,15 @@ class Processes:
         self._living: set[int] = set()
         self._expected: set[int] = set()
         self._owner = os.getpid()
-        self._on_report = on_report
+        self.on_report = on_report
         self._rest = b""
         os.mkfifo(self.directory / REPORT_PIPE, 0o600)
         # Opened for writing too: a pipe without writers would be readable for ever.
         self._pipe = os.open(self.directory / REPORT_PIPE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        self._loop = asyncio.SelectorEventLoop()
-        self._loop.add_reader(self._pipe, self._hear)
-        self._watcher = threading.Thread(target=self._loop.run_forever, name="distnb-watcher", daemon=True)
+        self.loop = asyncio.SelectorEventLoop()
+        """The watcher's."""
+        self.loop.add_reader(self._pipe, self._hear)
+        self._watcher = threading.Thread(target=self.loop.run_forever, name="distnb-watcher", daemon=True)
         self._watcher.start()
 
     def start(self, command: Sequence[str], ended: Ended, **settings: Any) -> subprocess.Popen[bytes]:
@@ -95,9 +96,7 @@ class Processes:
         descriptor = os.pidfd_open(pid)
         self._guarded.end_with_owner(pid)
         self._living.add(pid)
-        self._loop.call_soon_threadsafe(
-            self._loop.add_reader, descriptor, self._end_of, descriptor, pid, ended, process
-        )
+        self.loop.call_soon_threadsafe(self.loop.add_reader, descriptor, self._end_of, descriptor, pid, ended, process)
 
     # -- in the watcher's thread -------------------------------------------------------------------------------------
 
@@ -105,10 +104,10 @@ class Processes:
         *lines, self._rest = (self._rest + os.read(self._pipe, 65536)).split(b"\n")
         for line in lines:
             if line.isdigit():
-                self._on_report(int(line))
+                self.on_report(int(line))
 
     def _end_of(self, descriptor: int, pid: int, ended: Ended, process: subprocess.Popen[bytes] | None) -> None:
-        self._loop.remove_reader(descriptor)
+        self.loop.remove_reader(descriptor)
         with self.changed:
             try:
                 result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT)
@@ -193,14 +192,14 @@ class Processes:
 
     def close(self) -> None:
         """End what is left by SIGKILL, and remove the directory. Does nothing in a forked child."""
-        if os.getpid() != self._owner or self._loop.is_closed():
+        if os.getpid() != self._owner or self.loop.is_closed():
             return
         try:
             self.kill([*self._living])
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self.loop.call_soon_threadsafe(self.loop.stop)
             self._watcher.join()
-            self._loop.close()
+            self.loop.close()
             os.close(self._pipe)
             self._guarded.remove()
 

@@ -8,19 +8,21 @@ or a variable of any machine.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
 import platform
 import signal
 import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+import psutil
 
 from distnb import __version__
 from distnb.cluster.connection import Connection
@@ -28,24 +30,22 @@ from distnb.cluster.devices import plan_devices
 from distnb.cluster.launcher import EngineEnded, EngineOrder, Launched, Launcher
 from distnb.cluster.local.capacity import Capacity, check_capacity
 from distnb.cluster.local.orphans import end_group
-from distnb.cluster.local.processes import REPORT_PIPE, Processes, describe_status
+from distnb.cluster.local.processes import Processes, describe_status
 from distnb.cluster.process_environment import PYTHON_MODULE, hash_seed, import_environment
-from distnb.cluster.remote.heartbeat import LOST
-from distnb.cluster.remote.node_agent import KILLED, Assignment
+from distnb.cluster.remote.heartbeat import LOST, LOST_AFTER_S
+from distnb.cluster.remote.node_agent import BEAT, KILLED, READY, STATUS, Assignment
 from distnb.errors import DistnbError, StartError
 from distnb.topology import Device
 
-__all__ = ["NODE_AGENT", "WRAPPER", "Hosts", "Transport", "plan_hosts", "probe"]
+__all__ = ["NODE_AGENT", "Hosts", "Transport", "plan_hosts", "probe"]
 
 NODE_AGENT = (*PYTHON_MODULE, "distnb.cluster.remote.node_agent")
 """The node agent's command, the same on every machine."""
 
-WRAPPER = (*PYTHON_MODULE, "distnb.cluster.remote.wrapper")
-"""The command that stands before another, which starts a node agent."""
-
 _PROBE_TIMEOUT_S = 90.0
 _ENDING_S = 10.0
 _SAID_CHARS = 2000
+_CHUNK = 1 << 16
 
 
 class Transport(ABC):
@@ -69,8 +69,8 @@ class Transport(ABC):
         return ""
 
     @abstractmethod
-    def unreached(self, host: str) -> str:
-        """What is told of a machine to which no connection is made; what was said follows."""
+    def unreached(self, host: str, status: int) -> str:
+        """What is told of a machine where no node agent answered, by the command's exit status."""
 
 
 class Hosts(Launcher):
@@ -92,8 +92,7 @@ class Hosts(Launcher):
         )
         self._address = address
         self._transport = transport
-        self._inputs: dict[int, IO[bytes]] = {}  # of each process that is connected with a node agent
-        self._logs: dict[int, Path] = {}
+        self._lines: dict[int, _Line] = {}  # by the pid of the process that is connected with a node agent
 
     def launch(
         self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
@@ -108,36 +107,36 @@ class Hosts(Launcher):
         assignment = Assignment(
             self._connection, self._address, order.engine, str(order.device), sharing, order.agent, hash_seed()
         )
-        self._logs[order.engine] = order.log
 
         def told(pid: int, words: str, expected: bool) -> None:
-            with suppress(KeyError, OSError):
-                self._inputs.pop(pid).close()
-            ended(order.engine, pid, words, expected)
+            words = self._lines.pop(pid).close(words)
+            try:
+                cause = self._transport.cause(order.log.read_text(errors="replace")[-_SAID_CHARS:])
+            except OSError:
+                cause = ""
+            how = f"(on {host}) {words}" if words else f"was lost: its machine {host} cannot be reached any more"
+            ended(order.engine, pid, how + (f" ({cause})" if words and cause else ""), expected)
 
-        with open(order.log, "ab") as log, open(processes.directory / REPORT_PIPE, "wb", buffering=0) as ready:
+        with processes.changed, open(order.log, "ab") as log:
             process = processes.start(
                 self._transport.command(host, "serve"),
                 told,
                 env={**self._transport.environment(processes.directory), **import_environment()},
                 stdin=subprocess.PIPE,
-                stdout=ready,
+                stdout=subprocess.PIPE,
                 stderr=log,
+                bufsize=0,
             )
-        assert process.stdin is not None
-        self._inputs[process.pid] = process.stdin
-        with suppress(BrokenPipeError):  # it has ended already, and its log says why
-            process.stdin.write(assignment.encode())
-            process.stdin.flush()
+            line = self._lines[process.pid] = _Line(process, processes)
+        line.tell(assignment.encode())
         return process.pid
 
     def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:
         """Tell the node agents that their engines are not wanted any more."""
 
         def let_go() -> None:
-            for pid in pids:
-                with suppress(KeyError, OSError, ValueError), self._inputs.pop(pid) as agent:  # it may have ended
-                    agent.write(b"end\n")
+            for line in [self._lines[pid] for pid in pids if pid in self._lines]:
+                line.tell(b"end\n")
 
         return let_go
 
@@ -145,21 +144,85 @@ class Hosts(Launcher):
         """The machine, as it was named at the start."""
         return self._hosts[engine]
 
-    def describe(self, engine: int, status: int | None, words: str) -> str:
-        """How it ended, and where."""
-        host = self._hosts[engine]
-        if status == LOST:
-            return f"was lost: its machine {host} cannot be reached any more"
-        if status is not None and KILLED < status < KILLED + signal.NSIG:
-            words = describe_status(KILLED - status)
-        cause = self._transport.cause(self._said(engine))
-        return f"(on {host}) {words}" + (f" ({cause})" if cause else "")
 
-    def _said(self, engine: int) -> str:
+class _Line:
+    """What is said by a node agent, and to it, over a process of this machine that stays connected with it.
+
+    The node agent says each second that it is there, and at last how it ended. Programs such as srun and mpiexec find
+    out late, or never, that the other machine is gone, and each tells in another form how its task ended.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], processes: Processes) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._processes = process, processes
+        self._stdin, self._stdout = process.stdin, process.stdout
+        self._rest = b""
+        self._status: int | None = None
+        self._silence: asyncio.TimerHandle | None = None
+        os.set_blocking(self._stdout.fileno(), False)
+        processes.loop.call_soon_threadsafe(processes.loop.add_reader, self._stdout, self._hear)
+
+    def tell(self, words: bytes) -> None:
+        with suppress(OSError, ValueError):  # it has ended, and its log says why
+            self._stdin.write(words)
+
+    # -- in the watcher's thread -------------------------------------------------------------------------------------
+
+    def _hear(self) -> bool:
+        """Take what there is. Returns whether there may be more."""
         try:
-            return self._logs[engine].read_text(errors="replace")[-_SAID_CHARS:]
-        except (KeyError, OSError):
+            data = os.read(self._stdout.fileno(), _CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._processes.loop.remove_reader(self._stdout)
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            kind, _, number = line.partition(b" ")
+            if kind == STATUS and number.isdigit():
+                self._status = int(number)
+            elif kind == READY and number.isdigit():
+                self._processes.on_report(int(number))
+            elif kind == BEAT:
+                if self._silence is not None:
+                    self._silence.cancel()
+                self._silence = self._processes.loop.call_later(LOST_AFTER_S, self._give_up)
+        return True
+
+    def _give_up(self) -> None:
+        self._status = LOST
+        _end_with_all_below(self._process)
+
+    def close(self, words: str) -> str:
+        """The process has ended, as these words say. Returns how the node agent did; "" where it is lost."""
+        while self._hear():  # the last words
+            pass
+        self._processes.loop.remove_reader(self._stdout)
+        self._stdin.close()
+        self._stdout.close()
+        heard, status = self._silence is not None, self._status
+        if self._silence is not None:
+            self._silence.cancel()
+        if status is None and self._process.returncode < 0:
+            return words  # what connects was killed here
+        if status is None:
+            # Whoever rules the machine, such as Slurm's scancel, ends a node agent by a signal: the machine is there.
+            status = self._process.returncode if heard else LOST
+            status = status if KILLED < status < KILLED + signal.NSIG else LOST
+        if status == LOST:
             return ""
+        return describe_status(KILLED - status if KILLED < status < KILLED + signal.NSIG else status)
+
+
+def _end_with_all_below(process: subprocess.Popen[Any]) -> None:
+    """Kill a process that is not reaped, and what it has started in groups of their own, as mpiexec does its ssh."""
+    with suppress(psutil.Error):
+        for below in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                below.kill()
+    end_group(process.pid)
 
 
 # -- before the start ------------------------------------------------------------------------------------------------
@@ -170,15 +233,18 @@ def probe(hosts: Sequence[str], transport: Transport) -> dict[str, tuple[int, Ca
     asked: dict[str, subprocess.Popen[str]] = {}
     try:
         for host in hosts:
-            asked[host] = subprocess.Popen(
-                transport.command(host, "probe"),
-                env={**transport.environment(), **import_environment()},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-            )
+            try:
+                asked[host] = subprocess.Popen(
+                    transport.command(host, "probe"),
+                    env={**transport.environment(), **import_environment()},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise StartError(f"{transport.unreached(host, LOST)} It cannot be started: {error}.") from error
         deadline = time.monotonic() + _PROBE_TIMEOUT_S
         return {host: _answer(host, process, deadline, transport) for host, process in asked.items()}
     finally:
@@ -188,7 +254,7 @@ def probe(hosts: Sequence[str], transport: Transport) -> dict[str, tuple[int, Ca
             with suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=_ENDING_S)
                 continue
-            end_group(process.pid)
+            _end_with_all_below(process)
             process.communicate()
 
 
@@ -197,17 +263,12 @@ def _answer(host: str, process: subprocess.Popen[str], deadline: float, transpor
         out, err = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         raise StartError(f"{host} did not answer within {_PROBE_TIMEOUT_S:.0f} s.") from None
-    # The last line: what a shell of theirs prints at its start comes before.
-    last = out.strip().rpartition("\n")[2]
-    if process.returncode == 0 and last.startswith("{"):
-        return _checked(host, json.loads(last))
+    # Among what a shell of theirs prints at its start.
+    found = next((line for line in out.splitlines() if line.startswith("{")), None)
+    if found is not None:
+        return _checked(host, json.loads(found))
     said = "\n".join(f"    {line}" for line in err.strip().splitlines()[-5:]) or "    (nothing)"
-    if process.returncode == LOST:
-        raise StartError(f"{transport.unreached(host)} It says:\n{said}")
-    raise StartError(
-        f"{host} has no distnb {__version__} at {sys.executable}: engines need the same Python environment at the "
-        f"same path on every machine, from a shared file system or the same image. It says:\n{said}"
-    )
+    raise StartError(f"{transport.unreached(host, process.returncode)} It says:\n{said}")
 
 
 def _checked(host: str, found: Mapping[str, Any]) -> tuple[int, Capacity]:

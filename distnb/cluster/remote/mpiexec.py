@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distnb.cluster.remote.base import NODE_AGENT, WRAPPER, Transport
+from distnb.cluster.remote.base import NODE_AGENT, Transport
 
 __all__ = ["MPI"]
 
@@ -28,7 +28,7 @@ class MPI(Transport):
         """An mpiexec that stays, with what all kinds of mpiexec understand."""
         # Open MPI would bind a single process to a single core.
         mpiexec = ["mpiexec", "-n", "1", "--bind-to", "none", *self._arguments, "--host", host]
-        return [*WRAPPER, *mpiexec, *NODE_AGENT, task, "wrapped"]
+        return [*mpiexec, *NODE_AGENT, task]
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
         """Open MPI, when it is ended, leaves the files of its session: they go with the cluster's."""
@@ -38,7 +38,7 @@ class MPI(Transport):
         """The same: mpiexec looks names up as any program does."""
         return host
 
-    def unreached(self, host: str) -> str:
+    def unreached(self, host: str, status: int) -> str:
         """What has to be so."""
         return (
             f"mpiexec starts nothing on {host}. It needs a way there (ssh without a password, or an allocation that it "

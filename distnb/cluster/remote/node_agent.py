@@ -9,8 +9,8 @@ kernel probes. A notebook that merely stands still confirms probes.
     probe   print, as a line of JSON, what this machine has
     serve   read an `Assignment` from standard input, keep its engine, and end with the engine's exit status
 
-A second argument, `wrapped`, says that a `wrapper` listens to standard output, for beats and for the exit status.
-Standard output carries nothing but these; the engine's own goes to standard error.
+To standard output it says each second that it is there, once that the engine serves, and at last its exit status.
+What the engine writes goes to standard error.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import IO
+from typing import IO, Final
 
 from distnb import __version__
 from distnb.cluster.connection import Connection
@@ -44,15 +45,19 @@ from distnb.cluster.process_environment import (
 )
 from distnb.cluster.remote.heartbeat import heartbeat
 from distnb.cluster.remote.network import address_towards, interface_of
-from distnb.cluster.remote.wrapper import STATUS, beat_for_ever
 from distnb.cluster.worker_placement import network_environment
 from distnb.errors import StartError
 
-__all__ = ["KILLED", "Assignment", "main"]
+__all__ = ["BEAT", "KILLED", "READY", "STATUS", "Assignment", "main"]
 
 KILLED = 128
 """An engine that signal *n* ended gives the exit status 128 + *n*, as a shell says it: ssh carries no other."""
 
+BEAT: Final = b"distnb-beat"
+READY: Final = b"distnb-ready"
+STATUS: Final = b"distnb-status"
+
+_BEAT_S = 1.0
 _LET_GO = 0
 _FAILED = 1
 
@@ -152,9 +157,8 @@ def _status_of(processes: Processes, pid: int) -> int:
 
 
 def _report(engine: int) -> None:
-    """Tell the notebook that an engine serves: ssh's standard output ends in the pipe of reports there."""
     with suppress(OSError):  # the connection is gone, and others notice that
-        os.write(1, b"%d\n" % engine)
+        os.write(1, b"%s %d\n" % (READY, engine))
 
 
 def _forward(source: IO[bytes]) -> None:
@@ -176,7 +180,7 @@ def _probe() -> int:
         "gpus": available_gpus(),
         "capacity": dataclasses.asdict(this_machine()),
     }
-    os.write(1, json.dumps(found).encode() + b"\n")  # at once: beats are written beside it
+    os.write(1, json.dumps(found).encode() + b"\n")
     return 0
 
 
@@ -191,22 +195,27 @@ def _serve() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, end)
     threading.Thread(target=_await_end_of_input, args=(agent,), name="distnb-input", daemon=True).start()
+    threading.Thread(target=_beat, name="distnb-beats", daemon=True).start()
     return agent.keep()
 
 
-def main(task: str, wrapped: str = "") -> int:
-    """Do what the first argument says; returns the exit status."""
-    if wrapped:
-        threading.Thread(target=beat_for_ever, name="distnb-beats", daemon=True).start()
+def _beat() -> None:
+    with suppress(OSError):  # nobody listens any more, and the end of its input tells the node agent so
+        while True:
+            os.write(1, BEAT + b"\n")
+            time.sleep(_BEAT_S)
+
+
+def main(task: str) -> int:
+    """Do what the argument says; returns the exit status."""
     status = _FAILED
     try:
         status = _probe() if task == "probe" else _serve()
     except StartError as error:
         print(error, file=sys.stderr, flush=True)
     finally:
-        if wrapped:
-            with suppress(OSError):
-                os.write(1, STATUS + b"%d\n" % status)
+        with suppress(OSError):
+            os.write(1, b"%s %d\n" % (STATUS, status))
     return status
 
 

@@ -2,8 +2,7 @@
 
 It takes the place of ssh, as the server takes that of sshd. What comes on standard input goes to the node agent, what
 that writes comes back, and the exit status is the node agent's; 255 when the server is not reached, or not any more.
-Everything is encrypted by keys that both ends make of their secret. Neither end ever computes, so when ZeroMQ's
-heartbeats get no answer, the other machine is lost.
+Everything is encrypted by keys that both ends make of their secret.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from distnb.cluster.connection import Keys
-from distnb.cluster.remote.heartbeat import LOST, LOST_AFTER_S
+from distnb.cluster.remote.heartbeat import LOST
 from distnb.cluster.remote.secret import read_secret
 from distnb.errors import StartError
 
@@ -34,7 +33,6 @@ ALIVE: Final = b"alive"
 """Asks for nothing: that it cannot be sent tells the server that its client is gone."""
 
 _CONNECT_S = 10.0
-_PING_MS = 1000
 _CHUNK = 1 << 16
 
 
@@ -44,8 +42,6 @@ def _connect(socket: zmq.Socket[bytes], address: str, keys: Keys) -> zmq.Socket[
     socket.curve_serverkey = keys.server_public.encode()
     socket.curve_publickey = keys.client_public.encode()
     socket.curve_secretkey = keys.client_secret.encode()
-    socket.heartbeat_ivl = _PING_MS
-    socket.heartbeat_timeout = socket.heartbeat_ttl = int(1000 * LOST_AFTER_S)  # here, and there
     socket.linger = 500
     monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
     socket.connect(f"tcp://{address}")

@@ -27,6 +27,6 @@ class ServerTransport(Transport):
         """The address without its port."""
         return split_address(host)[0]
 
-    def unreached(self, host: str) -> str:
+    def unreached(self, host: str, status: int) -> str:
         """What has to be so."""
         return f"There is no connection to the server at {host}."

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from distnb.cluster.remote.base import NODE_AGENT, WRAPPER, Transport
+from distnb.cluster.remote.base import NODE_AGENT, Transport
 from distnb.cluster.resolvers.host_list import expand_counts, expand_host_list
 from distnb.errors import OptionError, StartError
 
@@ -45,7 +45,7 @@ class Slurm(Transport):
         """An srun that stays."""
         # Of an option that is given twice srun takes the last: the user's before ours only where ours are but usual.
         srun = ["srun", *_USUAL, *self._arguments, *_NEEDED, f"--nodelist={host}"]
-        return [*WRAPPER, *srun, *NODE_AGENT, task, "wrapped"]
+        return [*srun, *NODE_AGENT, task]
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
         """srun reads its options from variables too: those of the step that this process may be are not meant."""
@@ -71,7 +71,7 @@ class Slurm(Transport):
         found = _CANCELLED.findall(said)
         return f"Slurm says: {found[-1]}" if found else ""
 
-    def unreached(self, host: str) -> str:
+    def unreached(self, host: str, status: int) -> str:
         """What has to be so."""
         return (
             f"srun starts nothing on {host}. The node has to be up, and have the same Python environment at the same "

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
 
+from distnb import __version__
 from distnb.cluster.remote.base import NODE_AGENT, Transport
-from distnb.cluster.remote.heartbeat import LOST_AFTER_S
+from distnb.cluster.remote.heartbeat import LOST
 from distnb.errors import StartError
 
 __all__ = ["SSH"]
 
-_ALIVE_S = 2
 _OPTIONS = {
     "BatchMode": "yes",  # nobody could answer a question
-    "ServerAliveInterval": str(_ALIVE_S),
-    "ServerAliveCountMax": str(int(LOST_AFTER_S / _ALIVE_S) - 1),
-    # A connection that is shared with others would end with theirs, and be probed as they are.
+    # A connection that is shared with others would end with theirs.
     "ControlMaster": "no",
     "ControlPath": "none",
     "ClearAllForwardings": "yes",
@@ -52,6 +51,11 @@ class SSH(Transport):
             raise StartError(f"ssh cannot make anything of {host!r}: {done.stderr.strip()}")
         return found[0]
 
-    def unreached(self, host: str) -> str:
+    def unreached(self, host: str, status: int) -> str:
         """What has to be so."""
+        if status != LOST:
+            return (
+                f"{host} has no distnb {__version__} at {sys.executable}: engines need the same Python environment at "
+                "the same path on every machine, from a shared file system or the same image."
+            )
         return f"ssh does not reach {host}. It has to work without a password (a key, or an agent)."
