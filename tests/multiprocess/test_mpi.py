@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import processes
@@ -64,3 +68,19 @@ def test_a_machine_that_mpiexec_does_not_know(notebook: Notebook) -> None:
     assert failed.error_name == "StartError"
     assert "mpiexec starts nothing on localhost" in failed.error_text
     assert "no-such-option" in failed.error_text
+
+
+def test_the_end_of_the_notebook(network: Machines, notebook: Notebook) -> None:
+    notebook.run("%distnb start --launcher mpi --resolver tfconfig --per-host 1", timeout_s=150)
+    assert any("mpiexec" in words for words in _commands())
+    os.kill(notebook.pid, signal.SIGKILL)
+    processes.wait_until(lambda: not _commands() and not processes.run_directories(), 20, "something is left")
+
+
+def _commands() -> list[str]:
+    """What runs of a cluster, mpiexec's own daemons and connections among it."""
+    found = []
+    for process in processes.children_of_this_run().values():
+        with contextlib.suppress(psutil.Error):
+            found.append(" ".join(process.cmdline()))
+    return [words for words in found if any(name in words for name in ("distnb.", "mpiexec", "orted", "hydra", "ssh "))]
