@@ -81,7 +81,9 @@ def _run_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("-n", dest="n", metavar="N", help="replicas; one per GPU, else 2 on the CPU, when not given")
+    parser.add_argument(
+        "-n", dest="n", type=int, metavar="N", help="replicas; one per GPU, else 2 on the CPU, when not given"
+    )
     parser.add_argument("--devices", metavar="LIST", help="their devices, with commas: cuda:0,cuda:1 or cpu:0,cpu:1")
     parser.add_argument(
         "--oversubscribe",
@@ -108,7 +110,7 @@ def _run(words: list[str]) -> int:
         from distnb.cluster.resolvers import TFConfigClusterResolver
         from distnb.cluster.worker_placement import placement_of
 
-        devices = plan_devices(_count(options.n), options.devices, oversubscribe=options.oversubscribe)
+        devices = plan_devices(options.n, options.devices, oversubscribe=options.oversubscribe)
         check_capacity(len(devices), this_machine(), oversubscribe=options.oversubscribe)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, _end)
@@ -150,15 +152,6 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
         else:
             command = [word]
     return ours, command + left
-
-
-def _count(text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise OptionError(f"-n {text}: give the number of replicas as a whole number.") from None
 
 
 def _check_script(script: str) -> None:

@@ -53,7 +53,6 @@ class Cluster:
         devices: One per engine, as `plan_devices` gives them.
         connection: How engines reach this process; written to a secret file.
         on_exit: Called with (engine, pid, status in words) in the watcher's thread when an engine ends unasked.
-        on_progress: Called with a line of text, in the thread that starts, each time there is news.
         agent: Module whose `install(shell, connection, engine, device)` makes an engine of a process.
         launcher: What starts the engines; None for this machine's.
     """
@@ -64,19 +63,17 @@ class Cluster:
         connection: Connection,
         *,
         on_exit: OnExit = lambda engine, pid, status: None,
-        on_progress: OnProgress = lambda text: None,
         agent: str = "distnb.engine.agent",
         launcher: Launcher | None = None,
     ) -> None:
         self.devices = tuple(devices)
         self._connection = connection
         self._on_exit = on_exit
-        self._on_progress = on_progress
         self._agent = agent
         self.launcher = launcher or ThisMachine(self.devices)
         self._lock = threading.RLock()  # one start, stop or restart at a time
         self._engines: dict[int, EngineProcess] = {}
-        self._processes: Processes | None = None
+        self._processes: Processes | None = None  # while it runs
         self._owner = os.getpid()
 
     # -- what there is ----------------------------------------------------------------------------------------------
@@ -95,11 +92,6 @@ class Cluster:
         """Have `missing` tell of every engine that ends at this moment, too."""
         if self._processes is not None:
             self._processes.notice([process.pid for process in self._engines.values() if not process.ended])
-
-    @property
-    def running(self) -> bool:
-        """Whether the cluster was started and not stopped."""
-        return self._processes is not None
 
     @property
     def directory(self) -> Path:
@@ -126,10 +118,17 @@ class Cluster:
 
     # -- start ------------------------------------------------------------------------------------------------------
 
-    def start(self, *, meanwhile: Callable[[], object] = lambda: None, timeout_s: float = _START_TIMEOUT_S) -> None:
+    def start(
+        self,
+        *,
+        on_progress: OnProgress = lambda text: None,
+        meanwhile: Callable[[], object] = lambda: None,
+        timeout_s: float = _START_TIMEOUT_S,
+    ) -> None:
         """Start the engines and return when each one's agent serves.
 
         Args:
+            on_progress: Called with a line of text each time there is news.
             meanwhile: Done in this thread while the engines load.
             timeout_s: How long all engines together may take.
 
@@ -137,18 +136,16 @@ class Cluster:
             StartError: An engine ended or did not come up; its last lines are in the text. Nothing is left behind.
         """
         with self._lock:
-            if self.running:
-                raise StartError(f"This cluster is already running ({_engines(len(self._engines))}). Stop it first.")
             atexit.register(self.stop)
             try:
                 self._processes = Processes(self._engine_ready)
                 (self.directory / "log").mkdir()
                 names = ", ".join(map(str, self.devices))
-                self._on_progress(f"starting {_engines(len(self.devices))} on {names}")
+                on_progress(f"starting {_engines(len(self.devices))} on {names}")
                 self._connection.write(self.directory)
                 self._launch(self._processes, range(len(self.devices)))
                 meanwhile()
-                self._wait_until_ready(self._processes, range(len(self.devices)), timeout_s)
+                self._wait_until_ready(self._processes, range(len(self.devices)), on_progress, timeout_s)
                 if self.launcher.has_controller:  # last: its imports would take the cores from the engines'
                     from distnb.cluster.local.controller import start_controller
 
@@ -157,33 +154,22 @@ class Cluster:
                 self.stop()
                 raise
 
-    def restart(self, engines: Iterable[int] | None = None, *, on_progress: OnProgress = lambda text: None) -> None:
+    def restart(self, engines: Sequence[int], *, on_progress: OnProgress = lambda text: None) -> None:
         """Replace engines by new processes with the same ids and devices.
-
-        Args:
-            engines: Which; None for those that have ended.
-            on_progress: Called with a line of text each time there is news.
 
         Raises:
             NoClusterError: The cluster is not running.
-            StartError: There is no such engine, or a new one did not come up: it is missing then.
+            StartError: A new one did not come up: it is missing then.
         """
         with self._lock:
             if self._processes is None:
                 raise NoClusterError("There is no running cluster whose engines could be restarted. Start one first.")
-            wanted = sorted(set(self.missing if engines is None else engines))
-            for engine in wanted:
-                if engine not in self._engines:
-                    raise StartError(f"There is no engine {engine!r}; there are engines 0 to {len(self.devices) - 1}.")
-            self._on_progress = on_progress
-            if not wanted:
-                return
-            self._end(self._processes, wanted)
+            self._end(self._processes, engines)
             try:
-                self._launch(self._processes, wanted)
-                self._wait_until_ready(self._processes, wanted, _START_TIMEOUT_S)
+                self._launch(self._processes, engines)
+                self._wait_until_ready(self._processes, engines, on_progress, _START_TIMEOUT_S)
             except BaseException:
-                self._end(self._processes, wanted)
+                self._end(self._processes, engines)
                 raise
 
     def _launch(self, processes: Processes, engines: Sequence[int]) -> None:
@@ -195,7 +181,9 @@ class Cluster:
                 which = f"engine{'s' if len(orders) > 1 else ''} {', '.join(map(str, engines))}"
                 raise StartError(f"The process of {which} could not be started: {error}.") from error
 
-    def _wait_until_ready(self, processes: Processes, engines: Sequence[int], timeout_s: float) -> None:
+    def _wait_until_ready(
+        self, processes: Processes, engines: Sequence[int], on_progress: OnProgress, timeout_s: float
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         ready = -1
 
@@ -216,7 +204,7 @@ class Cluster:
                     f"Engine {failed.engine} {what} The last lines of its log:\n{self.log_tail(failed.engine)}"
                 )
             ready = sum(process.ready for process in now)
-            self._on_progress(f"{ready} of {_engines(len(engines))} ready")
+            on_progress(f"{ready} of {_engines(len(engines))} ready")
 
     # -- told by the launcher and the watcher -------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ on the main thread.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 from collections.abc import Callable, Sequence
 
@@ -22,17 +21,10 @@ _IDLE_S = 1.0
 _MODULES = ("sympy", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
 
 
-def warm_up_when_idle(
-    is_idle: Callable[[], bool], is_new: Callable[[], bool], modules: Sequence[str] = _MODULES
-) -> None:
-    """Load them one by once this engine has been idle for a second; to be called on the event loop's thread.
+def warm_up_when_idle(is_idle: Callable[[], bool], modules: Sequence[str] = _MODULES) -> None:
+    """Load modules one by one once this engine has been idle for a second; to be called on the event loop's thread.
 
     A program that is the first thing an engine hears loads what it needs itself, and is not disturbed meanwhile.
-
-    Args:
-        is_idle: Whether no program runs.
-        is_new: Whether none has run so far.
-        modules: Their names.
     """
     loop = IOLoop.current()
     left = list(modules)
@@ -45,7 +37,5 @@ def warm_up_when_idle(
             importlib.import_module(left.pop(0))
         if left:
             loop.call_later(0, look)  # after the programs that came meanwhile
-        elif is_new():  # nothing of the user's is there yet, which one day may be garbage
-            gc.freeze()
 
     loop.call_later(_IDLE_S, look)

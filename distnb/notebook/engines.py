@@ -7,8 +7,9 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from distnb.cluster.connection import Connection, Keys, make_keys
+from distnb.cluster.connection import Connection, make_keys
 from distnb.cluster.lifecycle import Cluster
 from distnb.cluster.remote.heartbeat import LOST_AFTER_S
 from distnb.cluster.remote.hosts import HostPlan
@@ -53,7 +54,7 @@ class Engines:
     def __init__(self, plan: HostPlan, namespace: NotebookNamespace) -> None:
         self._plan = plan
         self._namespace = namespace
-        self._keys: Keys = make_keys()
+        self._keys = make_keys()
         self._switchboard = Switchboard(
             server_secret=self._keys.server_secret.encode(),
             server_public=self._keys.server_public.encode(),
@@ -82,11 +83,10 @@ class Engines:
             listener_token=self._switchboard.programs.listener.token,
         )
         launcher = self._plan.launcher(connection)
-        self._cluster = Cluster(
-            self._plan.devices, connection, on_exit=self._on_exit, on_progress=on_progress, launcher=launcher
-        )
-        # torch loads here while it loads in the engines.
-        self._cluster.start(meanwhile=_load_torch if self._store is None else self._store.serve)
+        self._cluster = Cluster(self._plan.devices, connection, on_exit=self._on_exit, launcher=launcher)
+        # torch loads here while it loads in the engines: what they send back needs it.
+        meanwhile = partial(importlib.import_module, "torch.distributed") if self._store is None else self._store.serve
+        self._cluster.start(on_progress=on_progress, meanwhile=meanwhile)
         self._await(tuple(self._cluster.engines))
 
     def _await(self, engines: Sequence[int]) -> None:
@@ -228,8 +228,3 @@ class Engines:
         self._switchboard.close()
         if self._store is not None:
             self._store.close()
-
-
-def _load_torch() -> None:
-    """What engines send back needs it."""
-    importlib.import_module("torch.distributed")

@@ -47,7 +47,7 @@ def test_restart_puts_a_new_process_in_the_place_of_a_dead_one() -> None:
             before, old = cluster.engines, client._engines[0]
             os.kill(before[0].pid, signal.SIGKILL)
             processes.wait_until(lambda: cluster.missing == (0,), _WITHIN_S)
-            cluster.restart()
+            cluster.restart(cluster.missing)
             assert cluster.missing == ()
             assert cluster.engines[1] == before[1]
             assert cluster.engines[0].pid != before[0].pid
@@ -83,7 +83,7 @@ def test_an_engine_that_fails_at_restart_is_missing_and_can_be_tried_again(monke
         assert cluster.missing == (0,)
         assert cluster.engines[1] == other
         monkeypatch.delenv("DISTNB_TEST_BEHAVIOUR")
-        cluster.restart()
+        cluster.restart(cluster.missing)
         assert cluster.missing == ()
 
 
@@ -141,8 +141,9 @@ def test_a_process_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_progress_is_told_while_engines_come_up() -> None:
     told: list[str] = []
-    with running_cluster(2, on_progress=told.append):
-        pass
+    cluster = make_cluster(2)
+    cluster.start(on_progress=told.append)
+    cluster.stop()
     assert told[0] == "starting 2 engines on cpu:0, cpu:1"
     assert told[-1] == "2 of 2 engines ready"
     counts = ["0 of 2 engines ready", "1 of 2 engines ready", "2 of 2 engines ready"]
@@ -197,7 +198,6 @@ class TCPStoreThread(threading.Thread):
 
 
 def assert_nothing_left(cluster: Cluster) -> None:
-    assert not cluster.running
     # Workers of an engine are killed with it, and gone when the kernel has come to it.
     processes.wait_until(lambda: not processes.children_of_this_run(), _WITHIN_S, "processes are left")
     with pytest.raises(NoClusterError, match="not running"):

@@ -74,7 +74,7 @@ def test_options_of_distnb_stand_before_the_script_and_right_after_it(
         ("", "a script is missing: distnb run train.py -n 2"),
         ("-n 2", "a script is missing"),
         ("-n", "argument -n: expected one argument"),
-        ("-n two train.py", "-n two: give the number of replicas as a whole number"),
+        ("-n two train.py", "argument -n: invalid int value: 'two'"),
         ("-n 0 train.py", "n=0"),
         ("-n -3 train.py", "n=-3"),
         ("missing.py", "there is no file 'missing.py' in"),

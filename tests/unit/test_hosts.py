@@ -16,13 +16,12 @@ from distnb.cluster.launcher import EngineOrder
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.process_environment import without_another_place
-from distnb.cluster.remote.base import Hosts, Transport, plan_hosts, probe
+from distnb.cluster.remote.base import Hosts, Transport, probe
 from distnb.cluster.remote.heartbeat import heartbeat
 from distnb.cluster.remote.hosts import HostOptions, are_workers, make_plan, read_host_options
 from distnb.cluster.remote.network import address_towards, interface_of, listening_address
 from distnb.cluster.remote.node_agent import Assignment
 from distnb.cluster.remote.srun import Slurm
-from distnb.cluster.remote.ssh import SSH
 from distnb.cluster.resolvers import SimpleClusterResolver, SlurmClusterResolver, TFConfigClusterResolver
 from distnb.errors import OptionError, StartError
 from distnb.topology import Device, Team
@@ -98,15 +97,15 @@ def test_whose_machines_the_workers_are(monkeypatch: pytest.MonkeyPatch) -> None
 def test_how_many_engines_a_machine_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Capacity(cores=16, memory_nbytes=2**40)
     found = {"a": (4, room), "b": (0, Capacity(cores=1, memory_nbytes=2**40))}
-    monkeypatch.setattr("distnb.cluster.remote.base.probe", lambda names, way: found)
+    monkeypatch.setattr("distnb.cluster.remote.hosts.probe", lambda names, way: found)
+    monkeypatch.setattr("distnb.cluster.remote.hosts.listening_address", lambda names, interface: "10.0.0.1")
 
     notices: list[str] = []
 
-    def engines(**words: Any) -> dict[str, int]:
-        hosts, _, notices[:] = plan_hosts(
-            ("a", "b"), SSH(), oversubscribe=False, **{"per_host": None, "devices": None} | words
-        )
-        return dict(Counter(hosts))
+    def engines(devices: str | None = None, **words: Any) -> dict[str, int]:
+        plan = make_plan(None, devices, HostOptions(("a", "b"), **words), lambda text: None, oversubscribe=False)
+        notices[:] = plan.notices
+        return dict(Counter(plan.hosts))
 
     assert engines() == {"a": 4, "b": 2}
     assert engines(without_gpus={"a": 1, "b": 1}) == {"a": 4, "b": 1}

@@ -32,7 +32,7 @@ def test_programs_have_their_turn_between_modules():
     seen = []
 
     async def programs() -> None:
-        warming.warm_up_when_idle(lambda: True, lambda: False, NAMES)
+        warming.warm_up_when_idle(lambda: True, NAMES)
         while "warmed_second" not in sys.modules:
             seen.append(loaded())
             await asyncio.sleep(0)
@@ -46,7 +46,7 @@ def test_programs_have_their_turn_between_modules():
 def test_nothing_is_loaded_while_a_program_runs():
     async def program() -> None:
         idle = False
-        warming.warm_up_when_idle(lambda: idle, lambda: False, NAMES)
+        warming.warm_up_when_idle(lambda: idle, NAMES)
         for _ in range(50):  # it runs the event loop
             await asyncio.sleep(0)
         assert loaded() == ()

@@ -26,18 +26,16 @@ import psutil
 
 from distnb import __version__
 from distnb.cluster.connection import Connection
-from distnb.cluster.devices import plan_devices
 from distnb.cluster.launcher import EngineEnded, EngineOrder, Launched, Launcher
-from distnb.cluster.local.capacity import Capacity, check_capacity
+from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.local.orphans import end_group
 from distnb.cluster.local.processes import Processes, describe_status
 from distnb.cluster.process_environment import PYTHON_MODULE, hash_seed, import_environment
 from distnb.cluster.remote.heartbeat import LOST, LOST_AFTER_S
 from distnb.cluster.remote.node_agent import BEAT, KILLED, READY, STATUS, Assignment
-from distnb.errors import DistnbError, StartError
-from distnb.topology import Device
+from distnb.errors import StartError
 
-__all__ = ["NODE_AGENT", "Hosts", "Transport", "plan_hosts", "probe"]
+__all__ = ["NODE_AGENT", "Hosts", "Transport", "probe"]
 
 NODE_AGENT = (*PYTHON_MODULE, "distnb.cluster.remote.node_agent")
 """The node agent's command, the same on every machine."""
@@ -279,40 +277,3 @@ def _checked(host: str, found: Mapping[str, Any]) -> tuple[int, Capacity]:
             f"Python {platform.python_version()}. Functions are sent between them: make them the same."
         )
     return int(found["gpus"]), Capacity(**found["capacity"])
-
-
-def plan_hosts(
-    names: Sequence[str],
-    transport: Transport,
-    per_host: int | Mapping[str, int] | None,
-    devices: str | Sequence[str | Device] | None,
-    *,
-    oversubscribe: bool,
-    without_gpus: Mapping[str, int] | None = None,
-) -> tuple[tuple[str, ...], tuple[Device, ...], tuple[str, ...]]:
-    """The machine and the device of each engine, in order, and what the user should know of that.
-
-    Args:
-        per_host: How many engines each machine gets; None for one per GPU.
-        devices, oversubscribe: As `plan_devices` and `check_capacity` take them, of every machine.
-        without_gpus: How many engines a machine gets that has no GPUs, where neither `per_host` nor `devices` says.
-
-    Raises:
-        OptionError: The numbers or names make no sense.
-        StartError: A machine cannot be reached, or does not have what was asked for.
-    """
-    hosts: list[str] = []
-    planned: list[Device] = []
-    notices: list[str] = []
-    for host, (gpus, capacity) in probe(names, transport).items():
-        count = per_host.get(host) if isinstance(per_host, Mapping) else per_host
-        if count is None and devices is None and not gpus:
-            count = (without_gpus or {}).get(host)
-        try:
-            there = plan_devices(count, devices, oversubscribe=oversubscribe, gpus=gpus)
-            notices += check_capacity(len(there), capacity, host, oversubscribe=oversubscribe)
-        except DistnbError as error:
-            raise type(error)(f"{host}: {error}") from None
-        hosts += [host] * len(there)
-        planned += there
-    return tuple(hosts), tuple(planned), tuple(notices)

@@ -13,7 +13,7 @@ from distnb.cluster.devices import plan_devices
 from distnb.cluster.launcher import Launcher
 from distnb.cluster.local.capacity import check_capacity, this_machine
 from distnb.cluster.local.forking import ThisMachine
-from distnb.cluster.remote.base import Hosts, Transport, plan_hosts
+from distnb.cluster.remote.base import Hosts, Transport, probe
 from distnb.cluster.remote.mpiexec import MPI
 from distnb.cluster.remote.network import listening_address
 from distnb.cluster.remote.secret import secret_path
@@ -22,7 +22,7 @@ from distnb.cluster.remote.srun import Slurm, allotted_nodes, tasks_of_nodes
 from distnb.cluster.remote.ssh import SSH
 from distnb.cluster.resolvers import ClusterResolver, SlurmClusterResolver
 from distnb.cluster.worker_placement import Worker, host_of, split_address, workers_of
-from distnb.errors import OptionError
+from distnb.errors import DistnbError, OptionError
 from distnb.topology import Device
 
 __all__ = ["HostOptions", "HostPlan", "are_workers", "make_plan", "read_host_options"]
@@ -297,13 +297,20 @@ def make_plan(
     on_progress(f"asking {', '.join(options.hosts)}")
     transport = options.transport()
     address = listening_address(map(transport.network_name, options.hosts), options.interface)
-    hosts, planned, notices = plan_hosts(
-        options.hosts,
-        transport,
-        # What a resolver tells of GPUs is not meant where devices are named.
-        options.per_host if isinstance(options.per_host, int) or devices is None else None,
-        devices,
-        oversubscribe=oversubscribe,
-        without_gpus=options.without_gpus,
-    )
-    return HostPlan(planned, address, hosts, options, notices)
+    hosts: list[str] = []
+    planned: list[Device] = []
+    notices: list[str] = []
+    for host, (gpus, capacity) in probe(options.hosts, transport).items():
+        count = options.per_host
+        if not isinstance(count, int):
+            # What a resolver tells of GPUs is not meant where devices are named.
+            told = (count or {}).get(host) or (None if gpus else options.without_gpus.get(host))
+            count = told if devices is None else None
+        try:
+            there = plan_devices(count, devices, oversubscribe=oversubscribe, gpus=gpus)
+            notices += check_capacity(len(there), capacity, host, oversubscribe=oversubscribe)
+        except DistnbError as error:
+            raise type(error)(f"{host}: {error}") from None
+        hosts += [host] * len(there)
+        planned += there
+    return HostPlan(tuple(planned), address, tuple(hosts), options, tuple(notices))
