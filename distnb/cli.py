@@ -40,11 +40,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; `arguments` without the program's name, None for the process's own.
-
-    Returns:
-        The exit code: 0 when all went well, 2 for arguments that make no sense, else the failing replica's.
-    """
+    """The command line. Returns the exit code: 2 for arguments that make no sense, else the failing replica's."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     if not words:

@@ -24,6 +24,7 @@ _LOG_LINES = 15
 
 OnExit = Callable[[int, int, str], None]
 OnProgress = Callable[[str], None]
+"""Called with a line of text each time there is news."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +126,7 @@ class Cluster:
         meanwhile: Callable[[], object] = lambda: None,
         timeout_s: float = _START_TIMEOUT_S,
     ) -> None:
-        """Start the engines and return when each one's agent serves.
-
-        Args:
-            on_progress: Called with a line of text each time there is news.
-            meanwhile: Done in this thread while the engines load.
-            timeout_s: How long all engines together may take.
+        """Start the engines and return when each one's agent serves; `meanwhile` is done in this thread.
 
         Raises:
             StartError: An engine ended or did not come up; its last lines are in the text. Nothing is left behind.
@@ -155,12 +151,7 @@ class Cluster:
                 raise
 
     def restart(self, engines: Sequence[int], *, on_progress: OnProgress = lambda text: None) -> None:
-        """Replace engines by new processes with the same ids and devices.
-
-        Raises:
-            NoClusterError: The cluster is not running.
-            StartError: A new one did not come up: it is missing then.
-        """
+        """Replace engines by new processes with the same ids and devices. One that does not come up is missing then."""
         with self._lock:
             if self._processes is None:
                 raise NoClusterError("There is no running cluster whose engines could be restarted. Start one first.")
@@ -241,11 +232,7 @@ class Cluster:
         processes.end(pids, self.launcher.letting_go(pids), self.launcher.patience_s)
 
     def stop(self) -> None:
-        """End every process of the cluster and remove its files. Does nothing when it is not running.
-
-        Raises:
-            ClusterError: A process did not even end by SIGKILL (it hangs in the kernel); the rest is gone.
-        """
+        """End every process of the cluster and remove its files. Does nothing when it is not running."""
         if os.getpid() != self._owner:
             return  # a forked child: these are not its processes
         with self._lock:

@@ -78,7 +78,6 @@ class Control:
         self._asleep = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.running: tuple[int, int] | None = None
-        self.latest_program = 0
         self._measured: tuple[int, int] | None = None  # the latest that is
         self._next_sample = self._next_points = 0.0
         self._thread = threading.Thread(target=self._serve, name="distnb-control", daemon=True)
@@ -94,7 +93,7 @@ class Control:
         self._next_sample = max(self._next_sample, time.monotonic())  # many short ones are sampled as one long one
         if measured:
             self._measured = (program, replica)
-        self.running, self.latest_program = (program, replica), program
+        self.running = (program, replica)
 
     def program_ended(self, event: ProgramEnded | None) -> None:
         """Tell the notebook at once; all that the program wrote goes out before. None: the reply alone tells."""

@@ -74,11 +74,8 @@ def _load_for_forking() -> bool:
 
 
 def _become(order: Mapping[str, Any], notebook: socket.socket, begin: int, fit: bool) -> None:
-    """In the forked process: begin as the engine that is wanted, once the notebook has it.
-
-    Args:
-        fit: Whether it may go on with what was loaded before the fork.
-    """
+    """In the forked process: begin as the engine that is wanted, once the notebook has it; if `fit`, with what was
+    loaded before the fork."""
     # Threads that live on through a fork are not there in the new process, and locks that they hold are never released.
     fit = fit and len(os.listdir(f"/proc/{os.getppid()}/task")) == 1
     os.setsid()  # a terminal's Ctrl-C is for the notebook; and what ends with us is exactly our group

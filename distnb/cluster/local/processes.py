@@ -158,15 +158,9 @@ class Processes:
         return self._statuses.get(pid)
 
     def end(self, pids: Sequence[int], ask: Callable[[], None] | None = None, patience_s: float = _ASK_S) -> None:
-        """End processes and their groups: ask, then SIGTERM, then SIGKILL; at once if this is interrupted.
+        """End processes and their groups: `ask`, then SIGTERM, then SIGKILL; at once if this is interrupted.
 
-        Args:
-            pids: Leaders of groups, started here.
-            ask: Asks them to end by themselves.
-            patience_s: How long each polite way is waited for.
-
-        Raises:
-            ClusterError: One did not even end by SIGKILL.
+        Each polite way is waited for so long.
         """
         self.expect(pids)
         try:

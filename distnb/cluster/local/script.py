@@ -40,15 +40,10 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Wor
 
     Args:
         command: `SCRIPT ARGUMENT…` or `-m MODULE ARGUMENT…`.
-        devices: One per replica.
         placement: Which worker of a cluster this is; None for a script that stays on this machine.
 
     Returns:
         The exit code: 0, or that of the replica that failed first (128 + n for signal n).
-
-    Raises:
-        KeyboardInterrupt: The user ended it. All replicas are gone then.
-        StartError: A replica could not be started, or an address of the cluster is not this machine's.
     """
     if placement is not None and any(device.type == "tpu" for device in devices):
         raise StartError(

@@ -97,19 +97,11 @@ class Server:
 
     @classmethod
     def create_local_server(cls, start: bool = True, *, secret: str | os.PathLike[str] | None = None) -> Server:
-        """A server of this machine alone, on a free port of the loopback interface: job "local", task 0.
-
-        Args:
-            start, secret: As above.
-        """
+        """A server of this machine alone, on a free port of the loopback interface: job "local", task 0."""
         return cls({"local": ["127.0.0.1:0"]}, "local", 0, start=start, secret=secret)
 
     def start(self) -> None:
-        """Listen, if it does not yet.
-
-        Raises:
-            StartError: The address is none of this machine's, or is taken.
-        """
+        """Listen, if it does not yet. Raises StartError where the address is none of this machine's, or is taken."""
         if self._listens or self._closed:
             return
         try:

@@ -282,15 +282,7 @@ def make_plan(
     *,
     oversubscribe: bool,
 ) -> HostPlan:
-    """Decide how many engines run where. Machines are asked what they have.
-
-    Args:
-        n, devices, oversubscribe: As `plan_devices` takes them; with `options` they are each machine's.
-
-    Raises:
-        OptionError: The numbers or names make no sense.
-        StartError: A machine cannot be reached, or does not have what was asked for.
-    """
+    """Decide how many engines run where: here, or on each of the machines, which are asked what they have."""
     if options is None:
         here = plan_devices(n, devices, oversubscribe=oversubscribe)
         return HostPlan(here, notices=check_capacity(len(here), this_machine(), oversubscribe=oversubscribe))
