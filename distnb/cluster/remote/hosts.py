@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +103,13 @@ def read_host_options(*, n: int | None = None, launcher: str | None = None, **gi
         raise OptionError(f"n={n} counts engines on this machine. On others, per_host says how many each one gets.")
     _check_given(chosen, given)
     machines = _machines(chosen, hosts, resolver)
-    return HostOptions(
-        machines.names,
-        machines.engines if per_host is None else per_host,
-        given.get("interface"),
-        (*given.get("ssh_args", ()), *given.get("launcher_args", ())),
-        chosen,
-        secret_path(given.get("secret")) if chosen == "server" else None,
-        machines.without_gpus,
+    return replace(
+        machines,
+        per_host=machines.per_host if per_host is None else per_host,
+        interface=given.get("interface"),
+        arguments=(*given.get("ssh_args", ()), *given.get("launcher_args", ())),
+        launcher=chosen,
+        secret=secret_path(given.get("secret")) if chosen == "server" else None,
     )
 
 
@@ -160,55 +159,40 @@ def _read_names(hosts: str | Sequence[str]) -> tuple[str, ...]:
 # -- what a resolver, or Slurm, says -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Machines:
-    """Machines, each once, and how many engines they should have.
-
-    Attributes:
-        engines: For each: one per accelerator of its tasks; None where that is not known.
-        without_gpus: For each: one per task; empty where that is not known.
-    """
-
-    names: tuple[str, ...]
-    engines: Mapping[str, int] | None = None
-    without_gpus: Mapping[str, int] = field(default_factory=dict)
-
-
-def _machines(launcher: str, hosts: str | Sequence[str] | None, resolver: ClusterResolver | None) -> _Machines:
+def _machines(launcher: str, hosts: str | Sequence[str] | None, resolver: ClusterResolver | None) -> HostOptions:
+    """Machines, each once, and how many engines they should have."""
     if launcher == "server":
         assert resolver is not None
         return _machines_with_servers(resolver)
     nodes = allotted_nodes() if launcher == "slurm" else ()
-    machines = (
-        _machines_of(resolver) if resolver is not None else _Machines(_read_names(hosts) if hosts is not None else ())
-    )
+    machines = HostOptions(() if hosts is None else _read_names(hosts)) if resolver is None else _machines_of(resolver)
     if launcher != "slurm":
         return machines
-    for name in machines.names:
+    for name in machines.hosts:
         if name not in nodes:
             raise OptionError(f"{name!r} is no node of this Slurm allocation; those are {', '.join(nodes)}.")
-    return _Machines(machines.names or nodes, machines.engines, machines.without_gpus or tasks_of_nodes())
+    return replace(machines, hosts=machines.hosts or nodes, without_gpus=machines.without_gpus or tasks_of_nodes())
 
 
-def _machines_with_servers(resolver: ClusterResolver) -> _Machines:
+def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
     """The addresses of a cluster's chief and workers, without this process's own."""
-    found = [worker for worker in _workers(resolver) if not _is_own(worker, resolver)]
+    found = {worker.address: [worker] for worker in _workers(resolver) if not _is_own(worker, resolver)}
     if not found:
         raise OptionError(
             f"The cluster {resolver.cluster_spec().as_dict()} has no worker beside this process, so there is no server."
         )
-    for worker in found:
-        split_address(worker.address)
-    return _Machines(tuple(worker.address for worker in found), _engines(resolver, {w.address: [w] for w in found}))
+    for address in found:
+        split_address(address)
+    return HostOptions(tuple(found), _engines(resolver, found))
 
 
-def _machines_of(resolver: ClusterResolver) -> _Machines:
-    """The machines of a cluster's chief and workers, without their ports."""
+def _machines_of(resolver: ClusterResolver) -> HostOptions:
+    """The machines of a cluster's chief and workers, without their ports; without GPUs, one engine for each task."""
     by_host: dict[str, list[Worker]] = {}
     for worker in _workers(resolver):
         by_host.setdefault(host_of(worker.address), []).append(worker)
     tasks = {host: len(workers) for host, workers in by_host.items()}
-    return _Machines(tuple(by_host), _engines(resolver, by_host), tasks)
+    return HostOptions(tuple(by_host), _engines(resolver, by_host), without_gpus=tasks)
 
 
 def are_workers(machines: Sequence[str], resolver: ClusterResolver) -> bool:
@@ -257,21 +241,21 @@ class HostPlan:
         devices: One per engine.
         address: Where the notebook listens for them.
         hosts: The machine of each engine; empty for this one.
-        options: What the user said of the machines.
+        transport: How they are reached.
         notices: What the user should know before they start.
     """
 
     devices: tuple[Device, ...]
     address: str = "127.0.0.1"
     hosts: tuple[str, ...] = ()
-    options: HostOptions | None = None
+    transport: Transport | None = None
     notices: tuple[str, ...] = ()
 
     def launcher(self, connection: Connection) -> Launcher:
         """What starts the engines of a cluster with this connection."""
-        if self.options is None:
+        if self.transport is None:
             return ThisMachine(self.devices)
-        return Hosts(self.hosts, connection, self.address, self.options.transport())
+        return Hosts(self.hosts, connection, self.address, self.transport)
 
 
 def make_plan(
@@ -305,4 +289,4 @@ def make_plan(
             raise type(error)(f"{host}: {error}") from None
         hosts += [host] * len(there)
         planned += there
-    return HostPlan(tuple(planned), address, tuple(hosts), options, tuple(notices))
+    return HostPlan(tuple(planned), address, tuple(hosts), transport, tuple(notices))
