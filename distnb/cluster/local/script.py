@@ -68,8 +68,8 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Wor
             serving.start()
         try:
             return run.wait()
-        except KeyboardInterrupt:
-            run.end_all(interrupt=True)
+        except BaseException as error:  # before the store goes
+            run.end_all(interrupt=isinstance(error, KeyboardInterrupt))
             raise
 
 

@@ -89,12 +89,9 @@ class Assignment:
 
     @classmethod
     def decode(cls, line: bytes) -> Assignment:
-        """Read such a line. Raises StartError where it is none."""
-        try:
-            found = json.loads(line)
-            return cls(**{**found, "connection": Connection(**found["connection"])})
-        except (ValueError, TypeError, KeyError) as error:
-            raise StartError(f"This is no assignment of a distnb {__version__} notebook: {error}.") from error
+        """Read such a line."""
+        found = json.loads(line)
+        return cls(**{**found, "connection": Connection(**found["connection"])})
 
 
 class _NodeAgent:
