@@ -134,7 +134,7 @@ class Cluster:
         with self._lock:
             atexit.register(self.stop)
             try:
-                self._processes = Processes(self._engine_ready)
+                self._processes = Processes()
                 (self.directory / "log").mkdir()
                 names = ", ".join(map(str, self.devices))
                 on_progress(f"starting {_engines(len(self.devices))} on {names}")
@@ -197,12 +197,13 @@ class Cluster:
             ready = sum(process.ready for process in now)
             on_progress(f"{ready} of {_engines(len(engines))} ready")
 
-    # -- told by the launcher and the watcher -------------------------------------------------------------------------
+    # -- told from outside -------------------------------------------------------------------------
 
     def _engine_launched(self, engine: int, pid: int) -> None:
         self._engines[engine] = EngineProcess(engine, pid, self.devices[engine])
 
-    def _engine_ready(self, engine: int) -> None:
+    def engine_ready(self, engine: int) -> None:
+        """To be called, in any thread, when the agent of an engine says that it serves."""
         processes = self._processes
         if processes is not None and engine in self._engines:
             with processes.changed:

@@ -16,7 +16,6 @@ from typing import Any
 from distnb.accelerators import use
 from distnb.cluster.connection import CONNECTION_VARIABLE, Connection
 from distnb.cluster.local.orphans import die_with
-from distnb.cluster.local.processes import report
 from distnb.cluster.process_environment import (
     AGENT_VARIABLE,
     DEVICE_VARIABLE,
@@ -57,7 +56,6 @@ def main() -> None:
     def prepare(shell: Any) -> None:
         use(device)
         agent.install(shell, connection, engine, device)
-        report(path.parent, engine)
 
     app.prepare = prepare
     code = 0

@@ -61,7 +61,7 @@ class Engines:
             client_public=self._keys.client_public.encode(),
             host=plan.address,
         )
-        self.supervisor = Supervisor(self._switchboard.control)
+        self.supervisor = Supervisor(self._switchboard.control, self._engine_ready)
         self.dispatch = Dispatch(self._switchboard.programs, self.supervisor)
         self._store = RendezvousStore(host=plan.address) if plan.hosts else None
         self.teams = Teams(self._store)
@@ -90,18 +90,20 @@ class Engines:
         self._await(tuple(self._cluster.engines))
 
     def _await(self, engines: Sequence[int]) -> None:
-        """Wait until engines can be reached on both channels."""
+        """Wait until engines, which have said hello for control, can be reached for programs too."""
         deadline = time.monotonic() + _START_TIMEOUT_S
 
         def failed() -> bool:
             return any(engine in self._ended for engine in engines) or time.monotonic() > deadline
 
-        here = self.supervisor.wait_hello(engines, _START_TIMEOUT_S, failed)
-        missing = [engine for engine in engines if engine not in here] or self.dispatch.meet(here.values(), failed)
-        if missing:
-            engine = missing[0]
+        hellos = self.supervisor.hellos
+        for engine in self.dispatch.meet([hellos[engine] for engine in engines], failed):
             what = self._ended.get(engine, f"said nothing for {_START_TIMEOUT_S:.0f} s")
             raise StartError(f"Engine {engine} {what} while it started.\n{self.cluster.log_tail(engine)}")
+
+    def _engine_ready(self, engine: int) -> None:
+        if self._cluster is not None:
+            self._cluster.engine_ready(engine)
 
     # -- being there -----------------------------------------------------------------------------------------------
 

@@ -60,8 +60,9 @@ class EventHub:
 class Supervisor:
     """Reads the control channel, which only its thread uses, and carries out what `Supervision` orders."""
 
-    def __init__(self, control: zmq.Socket[bytes]) -> None:
+    def __init__(self, control: zmq.Socket[bytes], on_hello: Callable[[int], None]) -> None:
         self._control = control
+        self._on_hello = on_hello
         self.events = EventHub()
         self._questions = itertools.count(1)
         self._state = Supervision()
@@ -168,13 +169,6 @@ class Supervisor:
         finally:
             unsubscribe()
 
-    def wait_hello(self, engines: Iterable[int], timeout_s: float, failed: Callable[[], bool]) -> dict[int, Hello]:
-        """Wait until these engines have said hello, or `failed()`. Returns those that have."""
-        wanted = set(engines)
-        with self._changed:
-            self._changed.wait_for(lambda: wanted <= self._hellos.keys() or failed(), timeout_s)
-            return {engine: hello for engine, hello in self._hellos.items() if engine in wanted}
-
     def forget(self, engines: Iterable[int]) -> None:
         """These engines are about to be replaced: their hello does not count any more, nor what they are stuck in."""
         with self._changed:
@@ -224,7 +218,7 @@ class Supervisor:
         if isinstance(event, Hello):
             with self._changed:
                 self._hellos[engine] = event
-                self._changed.notify_all()
+            self._on_hello(engine)
             return
         self.events.publish(event)
         if isinstance(event, ProgramEnded):

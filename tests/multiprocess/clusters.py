@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import socket
+import threading
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,22 +16,39 @@ from distnb.cluster.devices import plan_devices
 from distnb.cluster.lifecycle import Cluster
 
 AGENT = "tests.multiprocess.plain_agent"
+_clusters: dict[str, Cluster] = {}
 
 
-def make_connection() -> Connection:
-    keys = make_keys()
-    return Connection(
+@functools.cache
+def _listener() -> str:
+    """The name of a socket in the abstract namespace, to which stand-in agents tell their cluster and engine."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    name = f"distnb-test-{uuid.uuid4().hex}"
+    listener.bind(f"\0{name}")
+
+    def hear() -> None:
+        while True:
+            token, engine = listener.recv(1 << 10).decode().split()
+            _clusters[token].engine_ready(int(engine))
+
+    threading.Thread(target=hear, daemon=True).start()
+    return name
+
+
+def make_cluster(n: int, **options: Any) -> Cluster:
+    keys, token = make_keys(), str(len(_clusters))
+    connection = Connection(
         program_url="tcp://127.0.0.1:1",
         control_url="tcp://127.0.0.1:1",
         server_public=keys.server_public,
         client_public=keys.client_public,
         client_secret=keys.client_secret,
         notebook_pid=os.getpid(),
+        listener_name=_listener(),
+        listener_token=token,
     )
-
-
-def make_cluster(n: int, **options: Any) -> Cluster:
-    return Cluster(plan_devices(n, gpus=0), make_connection(), **{"agent": AGENT, **options})
+    cluster = _clusters[token] = Cluster(plan_devices(n, gpus=0), connection, **{"agent": AGENT, **options})
+    return cluster
 
 
 @contextlib.contextmanager

@@ -9,32 +9,19 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from distnb.cluster.local.orphans import end_group, is_ending
 from distnb.cluster.local.run_directory import RunDirectory
 from distnb.errors import ClusterError
 
-__all__ = ["REPORT_PIPE", "Processes", "describe_status", "report"]
-
-REPORT_PIPE = "reports"
-"""Name of the pipe, in the run directory, into which a process writes its number on a line: an engine once it serves,
-a replica of a script when it fails."""
+__all__ = ["Processes", "describe_status"]
 
 _ASK_S = 2.0  # what a process gets to end by itself, then the same after SIGTERM
 _KILL_S = 5.0
 
 Ended = Callable[[int, str, bool], None]
 """Called with (pid, status in words, whether its end was our own doing) in the watcher's thread."""
-
-
-def report(directory: Path, number: int) -> None:
-    """Write a number into the pipe. If the listener has gone in the meantime, others notice that."""
-    with suppress(OSError):
-        descriptor = os.open(directory / REPORT_PIPE, os.O_WRONLY | os.O_NONBLOCK)
-        os.write(descriptor, b"%d\n" % number)
-        os.close(descriptor)
 
 
 def describe_status(status: int | None) -> str:
@@ -56,12 +43,9 @@ class Processes:
     One thread, the watcher, waits for the ends of all of them, and is the one that reaps. A group whose leader has
     ended is killed before the leader is reaped: until then its number cannot be another's, so forked DataLoader
     workers of a dead engine go, and nothing else ever does.
-
-    Args:
-        on_report: Called with the number that a process wrote into the pipe, in the watcher's thread.
     """
 
-    def __init__(self, on_report: Callable[[int], None]) -> None:
+    def __init__(self) -> None:
         self._guarded = RunDirectory()
         self.directory = self._guarded.path
         self.changed = threading.Condition()
@@ -70,14 +54,8 @@ class Processes:
         self._living: set[int] = set()
         self._expected: set[int] = set()
         self._owner = os.getpid()
-        self.on_report = on_report
-        self._rest = b""
-        os.mkfifo(self.directory / REPORT_PIPE, 0o600)
-        # Opened for writing too: a pipe without writers would be readable for ever.
-        self._pipe = os.open(self.directory / REPORT_PIPE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self.loop = asyncio.SelectorEventLoop()
         """The watcher's."""
-        self.loop.add_reader(self._pipe, self._hear)
         self._watcher = threading.Thread(target=self.loop.run_forever, name="distnb-watcher", daemon=True)
         self._watcher.start()
 
@@ -99,12 +77,6 @@ class Processes:
         self.loop.call_soon_threadsafe(self.loop.add_reader, descriptor, self._end_of, descriptor, pid, ended, process)
 
     # -- in the watcher's thread -------------------------------------------------------------------------------------
-
-    def _hear(self) -> None:
-        *lines, self._rest = (self._rest + os.read(self._pipe, 65536)).split(b"\n")
-        for line in lines:
-            if line.isdigit():
-                self.on_report(int(line))
 
     def _end_of(self, descriptor: int, pid: int, ended: Ended, process: subprocess.Popen[bytes] | None) -> None:
         self.loop.remove_reader(descriptor)
@@ -194,7 +166,6 @@ class Processes:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._watcher.join()
             self.loop.close()
-            os.close(self._pipe)
             self._guarded.remove()
 
     def signal(self, pids: Iterable[int], number: signal.Signals) -> None:

@@ -63,7 +63,7 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Wor
         for_chips = tpu_chips.launch_environment(devices)
         for rank, device in enumerate(devices):
             environment = script_environment(rank, device, devices, seat) | (for_chips if device.type == "tpu" else {})
-            run.start_replica([*_REPLICA, str(os.getpid()), str(run.directory), str(rank), *command], environment)
+            run.start_replica(command, environment)
         if serving is not None:
             serving.start()
         try:
@@ -107,14 +107,24 @@ class _ScriptRun:
         self._pids: list[int] = []
         self._printers: list[threading.Thread] = []
         self._print_lock = threading.Lock()
-        self._processes = Processes(self._has_failed)
+        self._processes = Processes()
         self.directory = self._processes.directory
+        self._reports, self._report_to = os.pipe()  # of ranks that have failed
+        loop = self._processes.loop
+        loop.call_soon_threadsafe(loop.add_reader, self._reports, self._hear)
 
-    def start_replica(self, command: list[str], environment: dict[str, str]) -> None:
+    def start_replica(self, command: Sequence[str], environment: dict[str, str]) -> None:
         rank, pipe = len(self._pids), subprocess.PIPE
+        words = [*_REPLICA, *map(str, (os.getpid(), self.directory, rank, self._report_to)), *command]
         with self._processes.changed:
             replica = self._processes.start(
-                command, self._ended, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe
+                words,
+                self._ended,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                pass_fds=(self._report_to,),
             )
             self._pids.append(replica.pid)
         for source, target in ((replica.stdout, sys.stdout), (replica.stderr, sys.stderr)):
@@ -136,6 +146,10 @@ class _ScriptRun:
             signal.pthread_kill(main, signal.SIGPIPE)
 
     # -- in the watcher's thread ------------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        for rank in os.read(self._reports, 1 << 16).split():
+            self._has_failed(int(rank))
 
     def _has_failed(self, rank: int) -> None:
         with self._processes.changed:
@@ -204,6 +218,8 @@ class _ScriptRun:
             self.end_all()
         finally:
             self._processes.close()
+            os.close(self._reports)
+            os.close(self._report_to)
 
 
 def _lines(pipe: IO[bytes]) -> Iterator[str]:

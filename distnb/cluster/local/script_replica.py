@@ -1,4 +1,4 @@
-"""`python -m distnb.cluster.local.script_replica PID DIRECTORY RANK [-m] SCRIPT …`: one replica of `distnb run`."""
+"""`python -m distnb.cluster.local.script_replica PID DIRECTORY RANK PIPE …`: one replica of `distnb run …`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 
 from distnb.cluster.local.orphans import die_with
-from distnb.cluster.local.processes import report
 from distnb.cluster.process_environment import STORE_VARIABLE, keep_temporary_sockets_in
 from distnb.cluster.rendezvous_store import meet_in
 
@@ -28,7 +27,8 @@ def error_path(directory: Path, rank: int) -> Path:
 
 def main(arguments: list[str]) -> None:
     """Run the script as if python had been given it, until its launcher is gone."""
-    launcher, directory, rank, *command = arguments
+    launcher, directory, rank, reports, *command = arguments
+    os.set_inheritable(int(reports), False)
     die_with(int(launcher))
     keep_temporary_sockets_in(Path(directory))
     if os.environ.get(STORE_VARIABLE):
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
         error_path(Path(directory), int(rank)).write_text(json.dumps({"time": time.time(), "traceback": text}))
         sys.stdout.flush()
         print(text, end="", file=sys.stderr, flush=True)
-        report(Path(directory), int(rank))
+        os.write(int(reports), f"{rank}\n".encode())
         sys.last_value = error  # as the interpreter does: what runs at exit can tell that the script failed
         raise SystemExit(1) from None
 

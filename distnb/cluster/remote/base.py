@@ -32,7 +32,7 @@ from distnb.cluster.local.orphans import end_group
 from distnb.cluster.local.processes import Processes, describe_status
 from distnb.cluster.process_environment import PYTHON_MODULE, hash_seed, import_environment
 from distnb.cluster.remote.heartbeat import LOST, LOST_AFTER_S
-from distnb.cluster.remote.node_agent import BEAT, KILLED, READY, STATUS, Assignment
+from distnb.cluster.remote.node_agent import BEAT, KILLED, STATUS, Assignment
 from distnb.errors import StartError
 
 __all__ = ["NODE_AGENT", "Hosts", "Transport", "probe"]
@@ -125,7 +125,7 @@ class Hosts(Launcher):
                 stderr=log,
                 bufsize=0,
             )
-            line = self._lines[process.pid] = _Line(process, processes)
+            line = self._lines[process.pid] = _Line(process, processes.loop)
         line.tell(assignment.encode())
         return process.pid
 
@@ -150,16 +150,16 @@ class _Line:
     out late, or never, that the other machine is gone, and each tells in another form how its task ended.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], processes: Processes) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        self._process, self._processes = process, processes
+        self._process, self._loop = process, loop
         self._stdin, self._stdout = process.stdin, process.stdout
         self._rest = b""
         self._status: int | None = None
         self._silence: asyncio.TimerHandle | None = None
         os.set_blocking(self._stdout.fileno(), False)
-        processes.loop.call_soon_threadsafe(processes.loop.add_reader, self._stdout, self._hear)
+        loop.call_soon_threadsafe(loop.add_reader, self._stdout, self._hear)
 
     def tell(self, words: bytes) -> None:
         with suppress(OSError, ValueError):  # it has ended, and its log says why
@@ -174,19 +174,17 @@ class _Line:
         except BlockingIOError:
             return False
         if not data:
-            self._processes.loop.remove_reader(self._stdout)
+            self._loop.remove_reader(self._stdout)
             return False
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             kind, _, number = line.partition(b" ")
             if kind == STATUS and number.isdigit():
                 self._status = int(number)
-            elif kind == READY and number.isdigit():
-                self._processes.on_report(int(number))
             elif kind == BEAT:
                 if self._silence is not None:
                     self._silence.cancel()
-                self._silence = self._processes.loop.call_later(LOST_AFTER_S, self._give_up)
+                self._silence = self._loop.call_later(LOST_AFTER_S, self._give_up)
         return True
 
     def _give_up(self) -> None:
@@ -197,7 +195,7 @@ class _Line:
         """The process has ended, as these words say. Returns how the node agent did; "" where it is lost."""
         while self._hear():  # the last words
             pass
-        self._processes.loop.remove_reader(self._stdout)
+        self._loop.remove_reader(self._stdout)
         self._stdin.close()
         self._stdout.close()
         heard, status = self._silence is not None, self._status

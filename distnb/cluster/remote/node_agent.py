@@ -9,7 +9,7 @@ kernel probes. A notebook that merely stands still confirms probes.
     probe   print, as a line of JSON, what this machine has
     serve   read an `Assignment` from standard input, keep its engine, and end with the engine's exit status
 
-To standard output it says each second that it is there, once that the engine serves, and at last its exit status.
+To standard output it says each second that it is there, and at last its exit status.
 What the engine writes goes to standard error.
 """
 
@@ -48,13 +48,12 @@ from distnb.cluster.remote.network import address_towards, interface_of
 from distnb.cluster.worker_placement import network_environment
 from distnb.errors import StartError
 
-__all__ = ["BEAT", "KILLED", "READY", "STATUS", "Assignment", "main"]
+__all__ = ["BEAT", "KILLED", "STATUS", "Assignment", "main"]
 
 KILLED = 128
 """An engine that signal *n* ended gives the exit status 128 + *n*, as a shell says it: ssh carries no other."""
 
 BEAT: Final = b"distnb-beat"
-READY: Final = b"distnb-ready"
 STATUS: Final = b"distnb-status"
 
 _BEAT_S = 1.0
@@ -117,7 +116,7 @@ class _NodeAgent:
         told = self._told
         interface = interface_of(address_towards(told.notebook))
         with heartbeat(told.connection, partial(self.let_go, status=_FAILED)):
-            processes = Processes(_report)
+            processes = Processes()
             try:
                 dataclasses.replace(told.connection, notebook_pid=os.getpid()).write(processes.directory)
                 # Not our own standard error: ssh would wait for every process of the user's that has inherited it.
@@ -151,11 +150,6 @@ class _NodeAgent:
 def _status_of(processes: Processes, pid: int) -> int:
     status = processes.status(pid)
     return _FAILED if status is None else status if status >= 0 else KILLED - status
-
-
-def _report(engine: int) -> None:
-    with suppress(OSError):  # the connection is gone, and others notice that
-        os.write(1, b"%s %d\n" % (READY, engine))
 
 
 def _forward(source: IO[bytes]) -> None:
