@@ -54,7 +54,6 @@ class Control:
 
     Attributes:
         running: The (program, replica) that runs now.
-        latest_program: The number of the latest one; 0 before the first.
     """
 
     def __init__(
