@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, fields, replace
+import functools
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
 from distnb.errors import OptionError, UnknownNameError
@@ -46,14 +48,14 @@ class _Named(enum.Enum):
 
 
 class ReduceOp(_Named):
-    """How values of several replicas become one. Strings are accepted in any case."""
+    """How values of several replicas become one."""
 
     SUM = "SUM"
     MEAN = "MEAN"
 
 
 class VariableSynchronization(_Named):
-    """When the replicas' components of a variable become one. Strings are accepted in any case."""
+    """When the replicas' components of a variable become one."""
 
     AUTO = "AUTO"
     """ON_WRITE."""
@@ -66,7 +68,7 @@ class VariableSynchronization(_Named):
 
 
 class VariableAggregation(_Named):
-    """How the replicas' components become one value. Strings are accepted in any case."""
+    """How the replicas' components become one value."""
 
     NONE = "NONE"
     """Not at all: what would need it is an error."""
@@ -89,7 +91,7 @@ class RunOptions:
 
 
 class AutoShardPolicy(_Named):
-    """What each worker (machine) of several reads of a dataset. Strings are accepted in any case.
+    """What each worker (machine) of several reads of a dataset.
 
     With one worker all are the same. Under OFF, FILE and HINT every worker reads global batches of its own. Each is cut
     into one slice for each replica of all workers, which the worker's replicas take in turn: a step has as many
@@ -110,7 +112,7 @@ class AutoShardPolicy(_Named):
 
 
 class InputReplicationMode(_Named):
-    """How many input pipelines `distribute_datasets_from_function` makes. Strings are accepted in any case."""
+    """How many input pipelines `distribute_datasets_from_function` makes."""
 
     PER_WORKER = "PER_WORKER"
     """One for each worker, whose replicas take its batches in turn."""
@@ -118,15 +120,18 @@ class InputReplicationMode(_Named):
     """One for each replica."""
 
 
-@dataclass(frozen=True, init=False)
-class InputOptions:
-    """How a distributed dataset is fed.
+_PREFIX = "experimental_"
 
-    tf.distribute's names (`experimental_fetch_to_device`, …, and `per_replica_buffer_size`) are accepted, too.
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How a distributed dataset is fed. tf.distribute's names, with `experimental_`, are accepted too.
 
     Attributes:
         fetch_to_device: Bring batches to the replica's device; with False they stay in host memory.
         replication_mode: See `InputReplicationMode`; a name will do.
+        place_dataset_on_device: Only False: datasets run on the host.
+        per_replica_buffer_size: tf.distribute's name of `prefetch`.
         prefetch: Batches read ahead per replica; None means as many as there are replicas where the data is read
             from end to end, or its copies to a GPU are started early; 0 none.
         collate: What a DataLoader's own `collate_fn` sees on each replica: "slice", the examples of the replica's
@@ -135,100 +140,69 @@ class InputOptions:
         auto_shard_policy: See `AutoShardPolicy`; a name will do.
 
     Raises:
-        OptionError: An option that is unknown, malformed, or that cannot be honoured.
+        OptionError: An option that is malformed, or that cannot be honoured.
     """
 
-    fetch_to_device: bool
-    replication_mode: InputReplicationMode
-    prefetch: int | None
-    collate: Literal["auto", "slice", "global"]
-    auto_shard_policy: AutoShardPolicy
+    fetch_to_device: bool = True
+    replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    place_dataset_on_device: bool = False
+    per_replica_buffer_size: int | None = None
+    _: KW_ONLY
+    prefetch: int | None = None
+    collate: Literal["auto", "slice", "global"] = "auto"
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
 
-    def __init__(
-        self,
-        fetch_to_device: bool = True,
-        replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
-        place_dataset_on_device: bool = False,
-        per_replica_buffer_size: int | None = None,
-        *,
-        prefetch: int | None = None,
-        collate: Literal["auto", "slice", "global"] = "auto",
-        auto_shard_policy: AutoShardPolicy | str = AutoShardPolicy.AUTO,
-        **experimental: Any,
-    ) -> None:
-        given = {
-            "fetch_to_device": fetch_to_device,
-            "replication_mode": replication_mode,
-            "place_dataset_on_device": place_dataset_on_device,
-            "per_replica_buffer_size": per_replica_buffer_size,
-        } | _without_prefixes(experimental)
-        _check_input_options(given, prefetch, collate)
-        buffer_size = given["per_replica_buffer_size"]
+    def __post_init__(self) -> None:
+        if not isinstance(self.fetch_to_device, bool):
+            raise OptionError(f"fetch_to_device={self.fetch_to_device!r}: give True or False.")
+        if self.place_dataset_on_device:
+            raise OptionError(
+                f"place_dataset_on_device={self.place_dataset_on_device!r} cannot be honoured: datasets run on the "
+                "host, and their batches are brought to the replica's device ahead of time (fetch_to_device=True). "
+                "Leave it out; a dataset that shall compute on a device can make its tensors there (device=…)."
+            )
+        if self.per_replica_buffer_size is not None and self.prefetch is not None:
+            raise OptionError(
+                f"per_replica_buffer_size={self.per_replica_buffer_size!r} and prefetch={self.prefetch!r} are two "
+                "names of one option. Give one."
+            )
+        depth = self.prefetch if self.per_replica_buffer_size is None else self.per_replica_buffer_size
+        if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
+            raise OptionError(
+                f"prefetch={depth!r}: give a whole number of batches, 0 or more, or None for as many as there are "
+                "replicas."
+            )
+        if self.collate not in ("auto", "slice", "global"):
+            raise OptionError(f"collate={self.collate!r} is unknown. Give 'auto', 'slice' or 'global'.")
         for name, value in {
-            "fetch_to_device": given["fetch_to_device"],
-            "replication_mode": InputReplicationMode.parse(given["replication_mode"]),
-            "prefetch": prefetch if buffer_size is None else buffer_size,
-            "collate": collate,
-            "auto_shard_policy": AutoShardPolicy.parse(auto_shard_policy),
+            "replication_mode": InputReplicationMode.parse(self.replication_mode),
+            "prefetch": depth,
+            "per_replica_buffer_size": depth,
+            "auto_shard_policy": AutoShardPolicy.parse(self.auto_shard_policy),
         }.items():
             object.__setattr__(self, name, value)
 
-    @property
-    def place_dataset_on_device(self) -> bool:
-        """False: see the constructor's error."""
-        return False
-
-    @property
-    def per_replica_buffer_size(self) -> int | None:
-        """tf.distribute's name of `prefetch`."""
-        return self.prefetch
-
     def __getattr__(self, name: str) -> Any:
-        if name in _EXPERIMENTAL:
-            return getattr(self, _EXPERIMENTAL[name])
-        raise UnknownNameError("InputOptions", name, [each.name for each in fields(self)])
+        if name.removeprefix(_PREFIX) in _INPUT_OPTIONS:
+            return getattr(self, name.removeprefix(_PREFIX))
+        raise UnknownNameError("InputOptions", name, _INPUT_OPTIONS)
 
 
-_EXPERIMENTAL = {
-    "experimental_fetch_to_device": "fetch_to_device",
-    "experimental_replication_mode": "replication_mode",
-    "experimental_place_dataset_on_device": "place_dataset_on_device",
-    "experimental_per_replica_buffer_size": "per_replica_buffer_size",
-}
-"""tf.distribute's names of input options."""
+_INPUT_OPTIONS = [each.name for each in fields(InputOptions)]
 
 
-def _without_prefixes(options: dict[str, Any]) -> dict[str, Any]:
-    unknown = [name for name in options if name not in _EXPERIMENTAL]
-    if unknown:
-        raise OptionError(
-            f"InputOptions has no option {unknown[0]!r}. There are {', '.join(_EXPERIMENTAL.values())}, prefetch, "
-            "collate and auto_shard_policy."
-        )
-    return {_EXPERIMENTAL[name]: value for name, value in options.items()}
+def _made_with_prefixes(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def make(self: InputOptions, *args: Any, **options: Any) -> None:
+        given = {name.removeprefix(_PREFIX): value for name, value in options.items()}
+        if unknown := given.keys() - set(_INPUT_OPTIONS):
+            raise OptionError(f"InputOptions has no option {unknown.pop()!r}. There are {', '.join(_INPUT_OPTIONS)}.")
+        init(self, *args, **given)
+
+    return make
 
 
-def _check_input_options(given: dict[str, Any], prefetch: int | None, collate: str) -> None:
-    if not isinstance(given["fetch_to_device"], bool):
-        raise OptionError(f"fetch_to_device={given['fetch_to_device']!r}: give True or False.")
-    if given["place_dataset_on_device"]:
-        raise OptionError(
-            f"place_dataset_on_device={given['place_dataset_on_device']!r} cannot be honoured: datasets run on the "
-            "host, and their batches are brought to the replica's device ahead of time (fetch_to_device=True). Leave "
-            "it out; a dataset that shall compute on a device can make its tensors there (device=…)."
-        )
-    depth = given["per_replica_buffer_size"]
-    if depth is not None and prefetch is not None:
-        raise OptionError(
-            f"per_replica_buffer_size={depth!r} and prefetch={prefetch!r} are two names of one option. Give one."
-        )
-    depth = prefetch if depth is None else depth
-    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
-        raise OptionError(
-            f"prefetch={depth!r}: give a whole number of batches, 0 or more, or None for as many as there are replicas."
-        )
-    if collate not in ("auto", "slice", "global"):
-        raise OptionError(f"collate={collate!r} is unknown. Give 'auto', 'slice' or 'global'.")
+InputOptions.__init__ = _made_with_prefixes(InputOptions.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -265,7 +239,7 @@ class InputContext:
 
 
 class CommunicationImplementation(_Named):
-    """How replicas communicate. Strings are accepted in any case."""
+    """How replicas communicate."""
 
     AUTO = "AUTO"
     """NCCL where each replica has a GPU of its own; memory that the replicas of one machine share; else Gloo's ring."""

@@ -95,7 +95,7 @@ def test_options_have_tensorflows_names_too() -> None:
         ({"per_replica_buffer_size": -1}, "0 or more"),
         ({"per_replica_buffer_size": 1, "prefetch": 1}, "two names of one option"),
         ({"auto_shard_policy": "FILES"}, "no AutoShardPolicy"),
-        ({"experimental_prefetch": 1}, "no option 'experimental_prefetch'"),
+        ({"experimental_nonsense": 1}, "no option 'nonsense'"),
     ],
 )
 def test_options_that_cannot_be_honoured(given: dict[str, Any], message: str) -> None:
