@@ -64,11 +64,7 @@ def placed_on(device: Device) -> AbstractContextManager[Any]:
 
 
 def use(device: Device) -> None:
-    """Make it the current device of its type in this process, so that its bare name means this one.
-
-    Raises:
-        OptionError: torch knows no such device here.
-    """
+    """Make it the current device of its type in this process, so that its bare name means this one."""
     if device.type == "cpu":
         return
     module = _module(device.type)
@@ -82,11 +78,7 @@ def use(device: Device) -> None:
 
 
 def checked(device: Device) -> None:
-    """Refuse a device that this process does not have.
-
-    Raises:
-        OptionError: It lists those that there are.
-    """
+    """Raise OptionError for a device that this process does not have."""
     if device.type == "cpu":
         return
     there = ["cpu:0", *(f"{device.type}:{index}" for index in _indices(device.type))]

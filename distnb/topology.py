@@ -27,11 +27,7 @@ class Device:
 def parse_device(text: str | Device) -> Device:
     """Read a device name, torch's spelling (`cuda:1`, `cpu`) or TensorFlow's (`/gpu:0`, `/job:w/task:1/device:GPU:0`).
 
-    Args:
-        text: The name. `gpu` means `cuda`; a missing index means 0.
-
-    Raises:
-        OptionError: The text is no device name.
+    `gpu` means `cuda`; a missing index means 0. Raises OptionError if it is no device name.
     """
     if isinstance(text, Device):
         return text
@@ -47,14 +43,9 @@ def parse_device(text: str | Device) -> Device:
 
 
 def device_names(devices: Iterable[str | Device] | str | None, argument: str) -> tuple[str, ...]:
-    """The names of several devices; none where nothing was given, which means all that there are.
+    """The names in a sequence, or in one text with commas; none where nothing was given: all that there are.
 
-    Args:
-        devices: A sequence, or one text with commas.
-        argument: Whose value it is, for errors.
-
-    Raises:
-        OptionError: It is empty, no sequence, or has something that is no device.
+    `argument` is whose value it is, for errors.
     """
     if devices is None:
         return ()

@@ -60,6 +60,7 @@ class Strategy:
     """
 
     kind: ClassVar[str]
+    _devices_argument: ClassVar[str] = "devices"
     spec: StrategySpec
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
@@ -90,11 +91,13 @@ class Strategy:
         return resolve, (self.spec,)
 
     def __repr__(self) -> str:
-        given = [f"devices={list(self.spec.devices)}"] if self.spec.devices else []
+        given = [f"{self._devices_argument}={list(self.spec.devices)}"] if self.spec.devices else []
         given += [f"{name}={value!r}" for name, value in self.spec.options]
         return f"{type(self).__name__}({', '.join(given)})"
 
     def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):
+            return object.__getattribute__(self, name)  # a property, whose own AttributeError is to be seen
         if name in METHODS:
             return getattr(self, METHODS[name])
         if name in _OF_DISTNB:
@@ -345,12 +348,7 @@ class Strategy:
 def kept_options(gradient_reduction: str, check_mean_loss: bool, **others: Any) -> tuple[tuple[str, Any], ...]:
     """The options of a spec: only what differs from the defaults, so that equal arguments name the same strategy.
 
-    Args:
-        gradient_reduction, check_mean_loss: As strategies of several replicas take them.
-        others: A strategy's own; None and False are their defaults.
-
-    Raises:
-        OptionError: There is no such reduction, or the check is neither on nor off.
+    `others` are a strategy's own, whose defaults are None and False.
     """
     if not isinstance(check_mean_loss, bool):
         raise OptionError(f"check_mean_loss={check_mean_loss!r}: write True or False.")

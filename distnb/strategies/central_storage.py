@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
@@ -42,7 +42,8 @@ class CentralStorageStrategy(Strategy):
         >>> strategy = distnb.CentralStorageStrategy()  # doctest: +SKIP
     """
 
-    kind: ClassVar[str] = setup.KIND
+    kind = setup.KIND
+    _devices_argument = "compute_devices"
 
     def __new__(
         cls,
@@ -64,8 +65,3 @@ class CentralStorageStrategy(Strategy):
         if strategy._meet():
             setup.check_places(spec, strategy.worker_devices, ())
         return strategy
-
-    def __repr__(self) -> str:
-        given = [f"compute_devices={list(self.spec.devices)}"] if self.spec.devices else []
-        given += [f"{name}={value!r}" for name, value in self.spec.options]
-        return f"CentralStorageStrategy({', '.join(given)})"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from distnb.errors import ContextError, OptionError
-from distnb.runtime.reduction.sample_weight import fitting_weight
+from distnb.runtime.reduction.reducing import fitting_weight
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.strategies.context import get_replica_context, get_strategy
 from distnb.values import DistributedValues

@@ -22,9 +22,8 @@ __all__ = [
 def is_mirrored(value: Any) -> bool:
     """Whether an object was made in the scope of a strategy of several replicas, so that its replicas are kept equal.
 
-    Args:
-        value: A parameter; a module or an optimizer, of which every trainable parameter must be; or a metric. What
-            is one value only when it is read (see `is_read_together`) counts as well.
+    Of a module or an optimizer every trainable parameter must be. What is one value only when it is read (see
+    `is_read_together`) counts as well.
     """
     torch = sys.modules.get("torch")
     registry = sys.modules.get("distnb.collectives.gradients.parameter_groups")
@@ -82,12 +81,7 @@ def spec_of(value: Any) -> StrategySpec | None:
 
 
 def register_restored(value: Any, spec: StrategySpec | None) -> None:
-    """Keep in sync what was copied to this engine from another replica, as `is_mirrored` objects are there.
-
-    Args:
-        value: A module, an optimizer, a parameter or a metric, with the values that the other replicas hold.
-        spec: What `spec_of` said where it came from.
-    """
+    """Keep in sync what was copied to this engine from another replica, where `spec_of` told its strategy."""
     if _is_metric(value):
         if _is_bound(value):
             from distnb.runtime.scopes.metric_binding import bind

@@ -61,14 +61,7 @@ class TPUStrategy(Strategy):
 
 
 def check_available(who: str) -> None:
-    """Refuse a strategy on TPU chips where there can be none.
-
-    Args:
-        who: What asks for them.
-
-    Raises:
-        StartError: It says what is missing.
-    """
+    """Raise StartError, in the name of who asks for TPU chips, where there can be none."""
     why = tpu_chips.why_none()
     if why:
         raise StartError(f"{who}: there is no TPU here. {why}")

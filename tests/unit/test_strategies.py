@@ -425,3 +425,12 @@ def test_a_wrong_name_or_number_is_told_with_the_right_one() -> None:
     assert not hasattr(ONE, "_ipython_display_")
     with pytest.raises(errors.OptionError, match=r"devices=3: name the devices.*%distnb start -n 4"):
         distnb.MirroredStrategy(3)  # type: ignore[arg-type]
+
+
+def test_an_error_within_a_property_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def runtime(strategy: Any) -> Any:
+        return strategy.no_such_name_within
+
+    monkeypatch.setattr(distnb.Strategy, "runtime", property(runtime))
+    with pytest.raises(AttributeError, match="no_such_name_within"):
+        _ = ONE.num_replicas_in_sync

@@ -29,8 +29,7 @@ class HostTensors:
 
     def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The host's tensor for a parameter; None if it has none."""
-        found: torch.Tensor | None = self._hosts.get(tensor)
-        return found
+        return self._hosts.get(tensor)  # type: ignore[no-any-return]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """What lives once: a tensor of the host itself; for one on an accelerator, the host's tensor for it."""
@@ -59,12 +58,7 @@ class HostTensors:
 class OnHost:
     """While it lasts, an optimizer holds tensors of the host in place of its parameters on an accelerator.
 
-    Args:
-        optimizer: What it keeps for them is on the host from then on.
-        hosts: Has them.
-
-    Raises:
-        GradientError: The optimizer was told to keep its parameters on the device.
+    What it keeps for them is on the host from then on.
     """
 
     def __init__(self, optimizer: Optimizer, hosts: HostTensors) -> None:

@@ -13,15 +13,9 @@ KIND = "central_storage"
 
 
 def check_places(spec: StrategySpec, devices: Sequence[str], workers: Sequence[int]) -> None:
-    """Check that variables can live once, and be used by all replicas.
+    """Raise OptionError if variables cannot live once, and be used by all replicas.
 
-    Args:
-        spec: The strategy's.
-        devices: The replicas'; empty where they are not known yet.
-        workers: The machine of each replica; empty for one machine.
-
-    Raises:
-        OptionError: They cannot.
+    `devices` are the replicas', and empty where they are not known yet; `workers` their machines, empty for one.
     """
     if len(set(workers)) > 1:
         raise OptionError(

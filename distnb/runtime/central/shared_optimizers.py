@@ -44,22 +44,14 @@ _DIVISIBLE = frozenset(
 
 @dataclass
 class _Step:
-    """One step under way.
-
-    Attributes:
-        alike: Parameters that every replica updates.
-        mine: Those that this replica updates for all.
-        others: Those that other replicas update, with their gradients: optimizers pass over parameters without one.
-        close: Ends the writing to common memory.
-        on_host: The optimizer's parameters on an accelerator are replaced meanwhile.
-    """
+    """One step under way."""
 
     optimizer: Optimizer
-    on_host: OnHost
-    alike: list[torch.Tensor]
-    mine: list[torch.Tensor]
-    others: list[tuple[torch.Tensor, torch.Tensor]]
-    close: Callable[[], None]
+    on_host: OnHost  # the optimizer's parameters on an accelerator are replaced meanwhile
+    alike: list[torch.Tensor]  # every replica updates these
+    mine: list[torch.Tensor]  # this replica updates these for all
+    others: list[tuple[torch.Tensor, torch.Tensor]]  # with gradients: an optimizer passes over those without one
+    close: Callable[[], None]  # ends the writing to common memory
 
     def end(self) -> None:
         self.close()
@@ -68,13 +60,7 @@ class _Step:
 
 
 class SharedOptimizers:
-    """The steps of all optimizers that hold variables of one strategy.
-
-    Args:
-        group: Gives the process group of the present generation.
-        variables: The strategy's.
-        sync: Its own: it knows the strategy's parameters.
-    """
+    """The steps of all optimizers that hold variables of one strategy; `sync` knows the strategy's parameters."""
 
     def __init__(self, group: Callable[[], Group], variables: SharedVariables, sync: GradientSync) -> None:
         self._group = group
@@ -197,12 +183,7 @@ def _kept(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, torch.Tens
 
 
 def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Its backward pass takes part in collectives, on every replica: it comes before the work is divided.
-
-    Args:
-        args: The optimizer, and what `step` was given.
-        kwargs: Likewise.
-    """
+    """Its backward pass takes part in collectives, on every replica: it comes before the work is divided."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return args, kwargs

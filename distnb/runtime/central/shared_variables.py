@@ -34,10 +34,8 @@ _ALIGNMENT = 64
 class _Region:
     """The part of the shared memory where one tensor lies, or several that lie in the same memory.
 
-    Attributes:
-        number: Which one it is: the same on every replica, and never used again.
-        owner: The replica that writes to it.
-        common: What all see, as a storage; `own`: what this replica sees.
+    Its number is the same on every replica, and never used again; its owner writes to it. As a storage, `common` is
+    what all see, and `own` what this replica sees.
     """
 
     def __init__(self, number: int, owner: int, memory: SharedMemory, begin: int, nbytes: int) -> None:
@@ -83,14 +81,7 @@ class _Offer(NamedTuple):
 
 
 class SharedVariables:
-    """The variables of one strategy, as this replica sees them.
-
-    Args:
-        group: Gives the process group of the present generation.
-
-    Attributes:
-        hosts: What lives once of parameters on an accelerator.
-    """
+    """The variables of one strategy, as this replica sees them; `hosts`: what lives once of those on an accelerator."""
 
     def __init__(self, group: Callable[[], Group]) -> None:
         self.hosts = HostTensors()
@@ -141,11 +132,7 @@ class SharedVariables:
     def settle(self) -> None:
         """Share what is to be shared, and make common what all replicas changed alike. All replicas call this.
 
-        When it returns, every replica has called it.
-
-        Raises:
-            OutOfSyncError: They changed a variable to different values.
-            CollectiveError: They cannot share memory.
+        When it returns, every replica has called it. OutOfSyncError: they changed a variable to different values.
         """
         group = self._group()
         if group.size == 1:
@@ -155,9 +142,7 @@ class SharedVariables:
         self._let_go_of_replaced()
         self.hosts.take_over()
         changed = {memory: pages for memory in self._memories if (pages := memory.changed())}
-        waits = any(
-            (tensor := reference()) is not None and not is_lazy(tensor) for _, reference in self._awaited.values()
-        )
+        waits = any((one := awaited()) is not None and not is_lazy(one) for _, awaited in self._awaited.values())
         told = torch.stack(group.all_gather(torch.tensor([waits, bool(changed)], device="cpu")))
         if bool(told[:, 1].any()):
             self._publish(group, changed)

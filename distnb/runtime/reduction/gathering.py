@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-import pickle
+import io
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.serialization import default_restore_location
 
 from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.sums import all_reduce
 from distnb.errors import DistributedValueError, OptionError, StructureError
 from distnb.options import ReduceOp
 from distnb.runtime.reduction.reducing import checked_axis, tensor_of
-from distnb.values.structure import flatten, unflatten
+from distnb.values.structure import flatten, map_structure, unflatten
 
 if TYPE_CHECKING:
     from distnb.collectives.algorithms.aggregation import Aggregation
     from distnb.collectives.group.interface import Group
 
-__all__ = [
-    "all_gather_tree",
-    "broadcast_bytes",
-    "broadcast_like",
-    "broadcast_tree",
-    "gather_tensor",
-]
+__all__ = ["all_gather_tree", "broadcast_bytes", "broadcast_like", "broadcast_tree", "gather_tensor"]
 
 _MAX_AXES = 13
 
 
-def gathered_parts(group: Group, tensor: torch.Tensor, axis: int, method: str) -> list[torch.Tensor]:
-    """Every replica's tensor, in replica order; they may differ in size along `axis`.
-
-    Args:
-        group: The replicas.
-        tensor: This replica's tensor.
-        axis: From 0.
-        method: The user's call, for errors.
-
-    Raises:
-        StructureError: Dtypes, ranks, or sizes along another axis differ.
-    """
+def _gathered_parts(group: Group, tensor: torch.Tensor, axis: int, method: str) -> list[torch.Tensor]:
+    """Every replica's tensor, in replica order; they may differ in size along `axis` (from 0) only."""
     if tensor.ndim > _MAX_AXES:
         raise OptionError(f"{method} takes tensors of at most {_MAX_AXES} axes and got one of {tensor.ndim}.")
     group.note(f"{method} along axis {axis}", ())
@@ -53,7 +38,7 @@ def gathered_parts(group: Group, tensor: torch.Tensor, axis: int, method: str) -
 
 def gather_tensor(group: Group, tensor: torch.Tensor, axis: int, method: str) -> torch.Tensor:
     """The replicas' tensors concatenated along `axis`."""
-    return torch.cat(gathered_parts(group, tensor, axis, method), dim=axis)
+    return torch.cat(_gathered_parts(group, tensor, axis, method), dim=axis)
 
 
 class _AllGather(torch.autograd.Function):
@@ -61,7 +46,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, aggregation: Aggregation, axis: int, tensor: torch.Tensor) -> torch.Tensor:
-        parts = gathered_parts(aggregation.group, tensor, axis, "all_gather")
+        parts = _gathered_parts(aggregation.group, tensor, axis, "all_gather")
         ctx.aggregation, ctx.axis, ctx.size = aggregation, axis, tensor.shape[axis]
         ctx.begin = sum(part.shape[axis] for part in parts[: aggregation.group.rank])
         return torch.cat(parts, dim=axis)
@@ -111,39 +96,29 @@ def broadcast_like(group: Group, tensor: torch.Tensor, source: int) -> torch.Ten
         return message.to(tensor.device)
 
 
-class _Tensor:
-    """Stands for a dense tensor that follows."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype, self.device_type = tuple(tensor.shape), tensor.dtype, tensor.device.type
-
-
 def broadcast_tree(group: Group, tree: Any, source: int) -> Any:
     """A whole structure of the source replica; what the others give is only a place holder.
 
-    Tensors travel raw, everything else pickled. Tensors land on the receiving replica's device of the same type.
+    Tensors land on the receiving replica's device of the same type.
     """
-    device = torch_device(group.device)
+    data = None
     if group.rank == source:
-        leaves, shape = flatten(tree)
-        dense = [isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided for leaf in leaves]
-        model = unflatten(shape, [_Tensor(leaf) if each else leaf for leaf, each in zip(leaves, dense, strict=True)])
+        written = io.BytesIO()
         try:
-            data = pickle.dumps(model)
+            torch.save(
+                map_structure(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree), written
+            )
         except Exception as error:
             raise DistributedValueError(
                 f"broadcast cannot send this value: {error}. Give tensors and plain Python values."
             ) from error
-        broadcast_bytes(group, data, source)
-        for tensor in [leaf for leaf, each in zip(leaves, dense, strict=True) if each]:
-            if tensor.numel():
-                group.broadcast(tensor.detach().to(device).contiguous(), source)
+        data = written.getvalue()
+    received = broadcast_bytes(group, data, source)
+    if group.rank == source:
         return tree
-    leaves, shape = flatten(pickle.loads(broadcast_bytes(group, None, source)))
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, _Tensor):
-            tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-            if tensor.numel():
-                group.broadcast(tensor, source)
-            leaves[place] = tensor.cpu() if leaf.device_type == "cpu" else tensor
-    return unflatten(shape, leaves)
+    device = str(torch_device(group.device))
+
+    def place(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else default_restore_location(storage, device)
+
+    return torch.load(io.BytesIO(received), map_location=place, weights_only=False)

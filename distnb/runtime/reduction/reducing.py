@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,15 @@ from distnb.values.structure import flatten, unflatten
 if TYPE_CHECKING:
     from distnb.collectives.algorithms.aggregation import Aggregation
 
-__all__ = ["all_reduce_tree", "checked_axis", "plain_value_error", "reduce_alone", "reduce_leaves", "tensor_of"]
+__all__ = [
+    "all_reduce_tree",
+    "checked_axis",
+    "fitting_weight",
+    "plain_value_error",
+    "reduce_alone",
+    "reduce_leaves",
+    "tensor_of",
+]
 
 
 # A bool is an int, too, so it stands first.
@@ -26,17 +35,9 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: to
 
 
 def tensor_of(value: Any, method: str, device: torch.device | None = None, *, sparse: bool = False) -> torch.Tensor:
-    """A leaf as a tensor: tensors, NumPy arrays and Python numbers.
+    """A leaf as a tensor: tensors (with `sparse` COO ones, too), arrays and Python numbers, which land on a device.
 
-    Args:
-        value: The leaf.
-        method: The user's call, for errors.
-        device: Where a number lands.
-        sparse: A sparse (COO) tensor will do.
-
-    Raises:
-        DistributedValueError: It is something else.
-        NotImplementedError: It is a sparse tensor.
+    Raises DistributedValueError, or NotImplementedError for sparse ones; `method` is the user's call.
     """
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided and not (sparse and is_sparse(value)):
@@ -75,7 +76,7 @@ def plain_value_error(op: ReduceOp, value: Any, num_replicas: int) -> Distribute
 
 
 def _python_number(tensor: torch.Tensor, value: Any) -> Any:
-    """The result in the form in which the value came: a Python number for a number, else the tensor."""
+    """A Python number where the value was one, else the tensor."""
     return tensor.item() if isinstance(value, numbers.Number) and tensor.ndim == 0 else tensor
 
 
@@ -88,11 +89,7 @@ def _refuse_bool(tensor: torch.Tensor, op: ReduceOp, method: str) -> None:
 
 
 def checked_axis(axis: object, tensor: torch.Tensor, method: str) -> int:
-    """The axis as a number from 0.
-
-    Raises:
-        OptionError: It is no whole number or out of range, or the tensor has no axis.
-    """
+    """The axis as a number from 0. OptionError if it is no whole number or out of range, or the tensor has no axis."""
     if isinstance(axis, bool) or not isinstance(axis, int):
         wanted = "axis=None, a whole number, or a tuple of them," if method == "reduce" else "one whole number as axis"
         raise OptionError(f"{method} needs {wanted} and got {axis!r}.")
@@ -111,7 +108,6 @@ def checked_axis(axis: object, tensor: torch.Tensor, method: str) -> int:
 
 
 def _axes_of(axis: Any, tensor: torch.Tensor) -> tuple[int, ...]:
-    """The axes of `reduce`, each from 0, without doubles."""
     axes = axis if isinstance(axis, (tuple, list)) else (axis,)
     return tuple(sorted({checked_axis(one, tensor, "reduce") for one in axes}))
 
@@ -137,15 +133,7 @@ def reduce_alone(op: ReduceOp, value: Any, axis: Any) -> Any:
 def reduce_leaves(
     aggregation: Aggregation, op: ReduceOp, values: Sequence[Any], axis: Any, device: torch.device
 ) -> list[Any]:
-    """This replica's components of several leaves, combined with the other replicas'.
-
-    Args:
-        aggregation: The replicas, and how they add up.
-        op: SUM or MEAN.
-        values: Tensors, arrays or numbers.
-        axis: None, a whole number or several: also sum (average) along these axes of the components.
-        device: Where numbers become tensors.
-    """
+    """This replica's components of several leaves, combined with the other replicas', and along the axes if given."""
     tensors = [tensor_of(value, "reduce", device, sparse=axis is None) for value in values]
     for tensor in tensors:
         _refuse_bool(tensor, op, "reduce")
@@ -181,10 +169,7 @@ def _reduce_along(
         axes = _axes_of(axis, tensor)
         single = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
         sums.append(tensor.detach().sum(axes, dtype=single) if axes else tensor.detach())
-        count = 1.0
-        for one in axes:
-            count *= tensor.shape[one]
-        counts.append(count)
+        counts.append(math.prod(tensor.shape[one] for one in axes))
     if not mean:
         totals = combine(aggregation, ReduceOp.SUM, sums)
         return [total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
@@ -215,3 +200,24 @@ def all_reduce_tree(aggregation: Aggregation, op: ReduceOp, tree: Any) -> Any:
         AGGREGATED.add(result)
         every[place] = _python_number(result, every[place])
     return unflatten(shape, every)
+
+
+def fitting_weight(sample_weight: Any, values: torch.Tensor, method: str, what: str) -> torch.Tensor:
+    """Weights of examples, as Keras takes them, in a shape that broadcasts to the values', and makes no more of them.
+
+    They broadcast from the left; a last axis of 1 that the values do not have is dropped. `method` is the user's call,
+    and `what` the values are, for errors.
+    """
+    weight = torch.as_tensor(sample_weight, dtype=values.dtype, device=values.device)
+    given = weight.shape
+    if weight.ndim == values.ndim + 1 and given[-1] == 1:
+        weight = weight.squeeze(-1)
+    elif 0 < weight.ndim < values.ndim:
+        weight = weight.reshape(*given, *[1] * (values.ndim - weight.ndim))
+    sizes = [1] * (values.ndim - weight.ndim) + list(weight.shape)
+    if len(sizes) > values.ndim or any(one not in (1, size) for one, size in zip(sizes, values.shape, strict=True)):
+        raise OptionError(
+            f"{method} got sample_weight of shape {list(given)} for {what} of shape {list(values.shape)}. Give one "
+            "weight for each of them, one for each example, or a number: what is weighted may not become more."
+        )
+    return weight

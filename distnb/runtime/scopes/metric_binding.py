@@ -18,7 +18,7 @@ import torch
 
 from distnb.errors import ContextError, OptionError
 from distnb.runtime import contexts
-from distnb.runtime.reduction.sample_weight import fitting_weight
+from distnb.runtime.reduction.reducing import fitting_weight
 from distnb.runtime.this_process import this_process
 from distnb.values.distributed import PerReplica
 from distnb.values.structure import has_distributed, select
