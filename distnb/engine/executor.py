@@ -63,13 +63,13 @@ class Executor:
                 self._execute(self._compile(tree, filename, "exec"))
             if last is not None:
                 self._show(self._execute(self._compile(ast.Expression(last.value), filename, "eval")))
-            contexts.end_standing()
+            contexts.stand_in(None)
         except SystemExit as ended:
-            contexts.end_standing(None if ended.code in (None, 0) else ended)
+            contexts.stand_in(None, None if ended.code in (None, 0) else ended)
             if ended.code not in (None, 0):
                 raise
         except BaseException as error:
-            contexts.end_standing(error)
+            contexts.stand_in(None, error)
             raise
 
     def _compile(self, tree: ast.Module | ast.Expression, filename: str, mode: str) -> CodeType:

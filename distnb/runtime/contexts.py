@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from distnb.runtime.replica_context import ReplicaContext
 
 __all__ = [
-    "begin_standing",
-    "end_standing",
     "enter_cross_replica",
     "entries",
     "has_standing",
@@ -24,6 +22,7 @@ __all__ = [
     "mixing",
     "renew_standing",
     "require_cross_replica",
+    "stand_in",
 ]
 
 
@@ -60,26 +59,24 @@ def innermost() -> tuple[Any, ReplicaContext | None] | None:
     return stack[-1] if stack else None
 
 
-def begin_standing(strategy: Any) -> None:
-    """Enter a strategy's scope for as long as the program lasts, or until `end_standing`."""
-    scope = strategy.scope()
-    scope.__enter__()
-    _here.standing = strategy, scope
+def stand_in(strategy: Any, error: BaseException | None = None) -> None:
+    """Be in a strategy's scope from here on (None: in none), and leave the one that stood so far, maybe by an error.
 
-
-def end_standing(error: BaseException | None = None) -> None:
-    """Leave the standing scope, if there is one."""
+    It lasts as long as the program, or until the next call.
+    """
     standing, _here.standing = _here.standing, None
     if standing is not None:
         standing[1].__exit__(type(error) if error is not None else None, error, None)
+    if strategy is not None:
+        scope = strategy.scope()
+        scope.__enter__()
+        _here.standing = strategy, scope
 
 
 def renew_standing() -> None:
     """Keep in sync what was made in the standing scope so far: that happens when a scope ends."""
     if _here.standing is not None:
-        strategy = _here.standing[0]
-        end_standing()
-        begin_standing(strategy)
+        stand_in(_here.standing[0])
 
 
 def has_standing() -> bool:

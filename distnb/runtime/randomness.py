@@ -11,7 +11,6 @@ the shared stream is the same as in a run with one replica.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import pickle
 from collections.abc import Iterator
@@ -63,8 +62,7 @@ class Streams:
             self._replica_id = replica_id
             for each in self.generators:
                 each.manual_seed(_fold(found, replica_id))
-            if _mark_is_safe():
-                shared[0] = _with_mark(shared[0])
+            shared[0] = _with_mark(shared[0])
             self._shared_bytes = _bytes(shared)
         self._other, self._is_own = shared, True
 
@@ -121,7 +119,7 @@ def _fold(states: bytes, replica_id: int) -> int:
 # -- seeing that torch was seeded --------------------------------------------------------------------------------------
 # Seeding with the number of the last time must begin the replica's stream anew, but yields a state that is equal to an
 # earlier one. So the shared state, when it is written back, carries a mark in a field that seeding clears: the cached
-# single-precision normal, which CPU kernels never use (they cache a double).
+# single-precision normal, which CPU kernels never use (they cache a double). tests/unit/test_randomness.py looks at it.
 
 _MARKED = slice(-8, None)
 _MARK = torch.tensor([0, 0, 0, 63, 1, 0, 0, 0], dtype=torch.uint8, device="cpu")  # 0.5, valid
@@ -132,24 +130,6 @@ def _with_mark(state: torch.Tensor) -> torch.Tensor:
     marked = state.clone()
     marked[_MARKED] = _MARK
     return marked
-
-
-@functools.cache
-def _mark_is_safe() -> bool:
-    """Whether, in this torch, the mark is kept, changes no number that is drawn, and is cleared by seeding."""
-    plain, marked = (torch.Generator().manual_seed(1) for _ in range(2))
-    first = plain.get_state()
-    marked.set_state(_with_mark(first))
-    same = all(
-        torch.equal(*(torch.randn(count, dtype=dtype, generator=each, device="cpu") for each in (plain, marked)))
-        for count in (1, 3, 20)
-        for dtype in (torch.float32, torch.float64, torch.bfloat16)
-    )
-    return (
-        same
-        and torch.equal(marked.get_state()[_MARKED], _MARK)
-        and torch.equal(marked.manual_seed(1).get_state(), first)
-    )
 
 
 def share(group: Group) -> None:

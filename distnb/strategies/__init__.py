@@ -1,6 +1,5 @@
 """Strategies: what is to be computed where. Importing this loads no torch."""
 
-from distnb.strategies import scope as scope
 from distnb.strategies.base import Strategy, resolve
 
 __all__ = ["Strategy", "resolve"]

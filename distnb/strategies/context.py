@@ -60,9 +60,7 @@ def set_strategy(strategy: Strategy | None) -> None:
             f"set_strategy was called while {get_strategy()!r} is in force by `with strategy.scope():` or "
             "strategy.run. Call it outside of these."
         )
-    contexts.end_standing()
-    if strategy is not None and not isinstance(strategy, DefaultStrategy):
-        contexts.begin_standing(strategy)
+    contexts.stand_in(None if isinstance(strategy, DefaultStrategy) else strategy)
 
 
 def in_cross_replica_context() -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -104,61 +103,39 @@ def _no_scalar(name: str, received: str, cure: str) -> OptionError:
 
 
 class TextProgress:
-    """A progress line in a terminal: the step, the latest values, and how many steps a second.
+    """Lines in a terminal or a log: the step and the latest values, now and then, and at the end.
 
     Args:
-        stream: Where it is written; in a terminal the line is rewritten in place, elsewhere one is added now and then.
+        stream: Where they are written; None for stderr.
         clock: Gives seconds.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
         self._axis = step_count.Axis()
-        self._began: tuple[float, int] | None = None  # when, and the step
-        self._drawn = 0.0
         self._step = 0
-        self._is_new = False  # what was not drawn yet
-        self._point: Point = {}
-        self._width = 0
+        self._point: Point = {}  # of each name the latest value
+        self._written: float | None = None
+        self._is_new = False
 
     def __call__(self, point: Point, place: step_count.Place) -> None:
-        """Take a point; it is drawn if enough time has passed since the last."""
-        now = self._clock()
-        step, call = place
+        """Take a point; it is written if enough time has passed since the last."""
+        now, (step, call) = self._clock(), place
         self._step = self._axis.put((max(step, 1), call), point)
         self._point, self._is_new = {**self._point, **point}, True
-        if self._began is None:
-            self._began, self._drawn = (now, self._step), now
+        if self._written is None:
+            self._written = now
             atexit.register(self.finish)
-        if now - self._drawn >= (0.1 if self._out.isatty() else 10.0):
-            self._draw(now)
+        if now - self._written >= (1.0 if (self._stream or sys.stderr).isatty() else 10.0):
+            self._written = now
+            self.finish()
 
     def finish(self) -> None:
-        """Draw the last values, and leave the line."""
-        atexit.unregister(self.finish)
+        """Write the latest values, if they were not yet."""
         if self._is_new:
-            self._draw(self._clock())
-        if self._began is not None and self._out.isatty():
-            self._out.write("\n")
-        self._began, self._axis, self._point, self._width = None, step_count.Axis(), {}, 0
-
-    @property
-    def _out(self) -> TextIO:
-        return self._stream or sys.stderr
-
-    def _draw(self, now: float) -> None:
-        began, first = self._began or (now, self._step)
-        rate = (self._step - first) / max(now - began, 1e-9)
-        values = [f"{name} {_shown(value)}" for name, value in self._point.items()]
-        line = " · ".join([f"step {self._step}", *values, f"{rate:,.1f} steps/s"])
-        if self._out.isatty():
-            line = line[: shutil.get_terminal_size().columns - 1]
-            self._out.write("\r" + line.ljust(self._width))
-            self._width = len(line)
-        else:
-            self._out.write(line + "\n")
-        self._out.flush()
-        self._drawn, self._is_new = now, False
+            self._is_new = False
+            values = (f"{name} {_shown(value)}" for name, value in self._point.items())
+            print(" · ".join([f"step {self._step}", *values]), file=self._stream or sys.stderr, flush=True)
 
 
 def _shown(value: Any) -> str:

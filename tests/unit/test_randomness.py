@@ -155,3 +155,17 @@ def test_generators_of_the_user_s_are_left_alone() -> None:
     drawn = torch.rand(1, generator=mine).item()
     streams.leave()
     assert [drawn, torch.rand(1, generator=mine).item()] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_mark_of_the_shared_stream_changes_no_number_and_seeding_clears_it(dtype: torch.dtype) -> None:
+    for count in (1, 3, 20):
+        torch.manual_seed(1)
+        plain, seeded = torch.randn(count, dtype=dtype), torch.default_generator.manual_seed(1).get_state()
+        inside(Streams(), 1)  # leaves the mark
+        marked = torch.get_rng_state()
+        assert not torch.equal(marked, seeded)
+        assert torch.equal(torch.randn(count, dtype=dtype), plain)
+        torch.set_rng_state(marked)
+        assert torch.equal(torch.get_rng_state(), marked)
+        assert torch.equal(torch.default_generator.manual_seed(1).get_state(), seeded)
