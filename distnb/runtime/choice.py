@@ -6,12 +6,13 @@ import os
 import sys
 
 from distnb.errors import NoClusterError, OptionError
+from distnb.options import StrategySpec
 from distnb.runtime.base import Owner, Runtime, is_in_process
 from distnb.runtime.central import setup
 from distnb.runtime.in_process import InProcess
 from distnb.runtime.this_process import this_process
 
-__all__ = ["runtime_for", "started_by_launcher"]
+__all__ = ["check_honoured", "runtime_for", "started_by_launcher"]
 
 _MULTI_WORKER = "multi_worker"
 _CHECKED_KINDS = (_MULTI_WORKER, setup.KIND)
@@ -59,6 +60,19 @@ def runtime_for(strategy: Owner) -> Runtime:
     )
 
 
+def check_honoured(spec: StrategySpec, devices: tuple[str, ...], nccl: bool, workers: tuple[int, ...] = ()) -> None:
+    """Raise OptionError if replicas on these devices, of these machines, cannot communicate as a strategy asks."""
+    if spec.kind == _MULTI_WORKER:
+        from distnb.runtime import script_worker
+
+        script_worker.check_communication(spec, devices, nccl)
+    if spec.kind == setup.KIND:
+        setup.check_places(spec, devices, workers)
+    ops = spec.option("cross_device_ops")
+    if ops is not None:
+        ops.check(devices, nccl)
+
+
 def _alone_on(strategy: Owner, device: str | None) -> InProcess:
     if strategy not in _in_process:
         _in_process[strategy] = InProcess(strategy, device)
@@ -75,15 +89,7 @@ def _check_team(strategy: Owner, devices: tuple[object, ...], nccl: bool, worker
     if key in _checked:
         return
     spec, there = strategy.spec, tuple(map(str, devices))
-    if spec.kind == _MULTI_WORKER:
-        from distnb.runtime import script_worker
-
-        script_worker.check_communication(spec, there, nccl)
-    if spec.kind == setup.KIND:
-        setup.check_places(spec, there, workers)
-    ops = spec.option("cross_device_ops")
-    if ops is not None:
-        ops.check(there, nccl)
+    check_honoured(spec, there, nccl, workers)
     wrong = [name for name in there if spec.device_type and not name.startswith(f"{spec.device_type}:")]
     if wrong:
         raise OptionError(

@@ -72,10 +72,14 @@ class Strategy:
     def _meet(self) -> bool:
         """Whether there are replicas: in a notebook engines, which start now, or a script's, which meet now.
 
-        A script's share their random numbers from here on. Devices that they lack are refused here.
+        A script's share their random numbers from here on. What they cannot do is refused here.
         """
-        there = choice.started_by_launcher() or this_process.remote is not None
-        return there and self.num_replicas_in_sync > 0
+        if this_process.remote is None:
+            return choice.started_by_launcher() and self.num_replicas_in_sync > 0
+        devices = self.worker_devices
+        apart = len(set(devices)) == len(devices)
+        choice.check_honoured(self.spec, devices, apart and all(name.startswith("cuda") for name in devices))
+        return True
 
     @classmethod
     def _of(cls, spec: StrategySpec) -> Self:

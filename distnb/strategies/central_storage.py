@@ -62,6 +62,5 @@ class CentralStorageStrategy(Strategy):
         spec = StrategySpec(cls.kind, names, 0, options)
         setup.check_places(spec, names, ())
         strategy = cls._of(spec)
-        if strategy._meet():
-            setup.check_places(spec, strategy.worker_devices, ())
+        strategy._meet()
         return strategy

@@ -1,7 +1,7 @@
 """`distnb.live`: values to watch while the program runs. Nothing is drawn here.
 
-On an engine they are sent to the notebook, in the notebook they go to the running cell's view, and in a
-plain script they become a progress line in the terminal.
+On an engine they are sent to the notebook, in the notebook they go to the running cell's view, and in a plain script
+replica 0 writes the latest ones in a line, now and then.
 """
 
 from __future__ import annotations

@@ -61,13 +61,12 @@ class MirroredStrategy(Strategy):
             oversubscribe=oversubscribe,
         )
         strategy = cls._of(StrategySpec(cls.kind, names, 0, options))
-        met, remote = strategy._meet(), this_process.remote is not None
-        if cross_device_ops is not None and (remote or not met):  # a script's replicas have checked it just now
-            names = strategy.worker_devices if remote else names or _devices_here()
-            apart = len(set(names)) == len(names)
-            if remote:
-                pickle.dumps(cross_device_ops)  # what cannot travel is refused here, and not in mid-cell
-            cross_device_ops.check(names, nccl=apart and all(name.startswith("cuda") for name in names))
+        if cross_device_ops is not None and this_process.remote is not None:
+            pickle.dumps(cross_device_ops)  # what cannot travel is refused here, and not in mid-cell
+        if not strategy._meet() and cross_device_ops is not None:
+            names = names or _devices_here()
+            nccl = len(set(names)) == len(names) and all(name.startswith("cuda") for name in names)
+            cross_device_ops.check(names, nccl=nccl)
         return strategy
 
 

@@ -63,18 +63,12 @@ class MultiWorkerMirroredStrategy(Strategy):
             communication_options=ways[0] if ways and ways[0] != CommunicationOptions() else None,
         )
         strategy = cls._of(StrategySpec(cls.kind, (), 0, options))
-        strategy._arrive()
-        return strategy
-
-    def _arrive(self) -> None:
-        """Be where it computes: in a script the workers meet now, and share their random numbers from here on."""
-        script_worker.check_still(self.spec)
+        script_worker.check_still(strategy.spec)
         if this_process.remote is not None:
-            script_worker.check_notebook(self.spec, this_process.machines())
-            devices = self.worker_devices
-            nccl = all(device.startswith("cuda") for device in devices) and len(set(devices)) == len(devices)
-            script_worker.check_communication(self.spec, devices, nccl)
-        _ = self.num_replicas_in_sync
+            script_worker.check_notebook(strategy.spec, this_process.machines())
+        if not strategy._meet():
+            _ = strategy.num_replicas_in_sync  # in a script that was started alone the workers meet now
+        return strategy
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

@@ -105,7 +105,8 @@ def test_a_registered_remote_runtime_is_used() -> None:
 
     class Recorder:
         def __getattr__(self, name: str) -> Any:
-            return lambda *args: calls.append((name, *args)) or 2
+            found = ("cpu:0", "cpu:1") if name == "worker_devices" else 2
+            return lambda *args: calls.append((name, *args)) or found
 
     this_process.remote = lambda strategy: Recorder()  # type: ignore[assignment, return-value]
     try:
@@ -119,7 +120,7 @@ def test_a_registered_remote_runtime_is_used() -> None:
         assert ONE.run(lambda: 1) == 1  # runs here all the same
     finally:
         this_process.remote = None
-    assert [call[0] for call in calls] == ["num_replicas", "num_replicas", "run", "reduce", "local_results"]
+    assert [call[0] for call in calls] == ["worker_devices", "num_replicas", "run", "reduce", "local_results"]
     assert calls[2][1:] == (print, [1], {}, None)
     assert calls[3][1:] == (distnb.ReduceOp.SUM, 3, (0, 1))
 
