@@ -12,9 +12,11 @@ from __future__ import annotations
 import hashlib
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -31,27 +33,19 @@ __all__ = ["SharedVariables"]
 _ALIGNMENT = 64
 
 
-class _Region:
-    """The part of the shared memory where one tensor lies, or several that lie in the same memory.
-
-    Its number is the same on every replica, and never used again; its owner writes to it. As a storage, `common` is
-    what all see, and `own` what this replica sees.
-    """
-
-    def __init__(self, number: int, owner: int, memory: SharedMemory, begin: int, nbytes: int) -> None:
-        self.number, self.owner, self.memory = number, owner, memory
-        self.pages = memory.pages(begin, nbytes)
-        self.own = memory.own(begin, nbytes).untyped_storage()
-        self.common = memory.common(begin, nbytes).untyped_storage()
-
-
-@dataclass
+@dataclass(eq=False)
 class _Place:
-    """Where one tensor lies: in `own` while the program runs, in `common` while its owner updates it."""
+    """Where one tensor lies: in `own` while the program runs, in `common`, which all see, while its owner updates it.
+
+    Its number is the same on every replica.
+    """
 
     tensor: weakref.ref[torch.Tensor]
     label: str
-    region: _Region
+    number: int
+    owner: int
+    memory: SharedMemory
+    pages: range
     own: torch.Tensor
     common: torch.Tensor
 
@@ -75,8 +69,7 @@ class _Offer(NamedTuple):
     stride: tuple[int, ...]
     dtype: str
     digest: bytes  # only what is equal everywhere can be shared
-    memory: Any  # what it shares its memory with: the number of a region, or ("new", the first such tensor's number)
-    nbytes: int  # of that memory
+    nbytes: int  # of its storage
     offset: int
 
 
@@ -88,12 +81,10 @@ class SharedVariables:
         self._group = group
         self._generation: int | None = None
         self._places: dict[int, _Place] = {}
-        self._regions: weakref.WeakValueDictionary[int, _Region] = weakref.WeakValueDictionary()
         self._memories: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
         self._known: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}  # in the same order on every replica
         self._awaited: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
         self._expected = 0
-        self._numbers = 0
         self._loads: list[int] = []
 
     def expect(self, label: str, tensor: torch.Tensor) -> None:
@@ -115,7 +106,7 @@ class SharedVariables:
     def owner_of(self, tensor: torch.Tensor) -> int | None:
         """The replica that updates a tensor; None if it is not shared."""
         place = self._places.get(id(tensor))
-        return place.region.owner if place is not None and place.tensor() is tensor else None
+        return place.owner if place is not None and place.tensor() is tensor else None
 
     def open(self, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
         """From now on what is written to these tensors is written to the common memory, until the result is called."""
@@ -154,9 +145,9 @@ class SharedVariables:
         self._generation = group.generation
         self._let_go_of_replaced()
         self._places, self._loads = {}, [0] * group.size
-        self._regions, self._memories = weakref.WeakValueDictionary(), weakref.WeakSet()
+        self._memories = weakref.WeakSet()
         self._awaited = dict(enumerate(self._known.values()))
-        self._expected, self._numbers = len(self._awaited), 0
+        self._expected = len(self._awaited)
 
     def _let_go_of_replaced(self) -> None:
         """Tensors that a program gave other memory move to common memory once more."""
@@ -174,50 +165,49 @@ class SharedVariables:
 
     def _publish(self, group: Group, changed: Mapping[SharedMemory, Sequence[int]]) -> None:
         pages = {memory: set(numbers) for memory, numbers in changed.items()}
+        places = {place.number: place for place in list(self._places.values())}
         mine = [
-            region.number
-            for region in list(self._regions.values())
-            if region.memory in pages and not pages[region.memory].isdisjoint(region.pages)
+            number
+            for number, place in places.items()
+            if place.memory in pages and not pages[place.memory].isdisjoint(place.pages)
         ]
         numbers = sorted({number for told in group.all_gather_object(mine) for number in told})
-        regions = {number: region for number in numbers if (region := self._regions.get(number)) is not None}
-        digests = {number: _digest(_bytes(region.own)) for number, region in regions.items()}
+        digests = {number: _digest(_bytes(places[number].own)) for number in numbers if number in places}
         everyones: list[dict[int, bytes]] = group.all_gather_object(digests)
         for number in numbers:
             # One that a replica's garbage collector has freed is nobody's any more.
             if len({told[number] for told in everyones if number in told}) > 1:
-                raise self._drifted(number, everyones)
-        for number, region in regions.items():
+                raise _drifted(places.get(number), number, everyones)
+        for number in digests:
             if next(rank for rank, told in enumerate(everyones) if number in told) == group.rank:
-                region.common.copy_(region.own)
+                _bytes(places[number].common).copy_(_bytes(places[number].own))
         group.barrier()
         for memory, own in changed.items():
             memory.forget(own)
-
-    def _drifted(self, number: int, everyones: Sequence[Mapping[int, bytes]]) -> OutOfSyncError:
-        place = next((place for place in list(self._places.values()) if place.region.number == number), None)
-        shown = f"{place.label} of shape {list(place.own.shape)}" if place is not None else "a variable"
-        first = everyones[0].get(number)
-        unlike = [str(rank) for rank, told in enumerate(everyones) if told.get(number, first) != first]
-        return OutOfSyncError(
-            f"Under central storage there is one {shown}, and replicas changed it in place to different values "
-            f"(replica {', '.join(unlike)} and replica 0, for example). Change it by an optimizer's step; in the same "
-            "way on every replica; or to a value that was brought together first, "
-            "distnb.get_replica_context().all_reduce(op, value). What each replica needs for itself is a plain tensor."
-        )
 
     # What is new ----------------------------------------------------------------------------------------------------
 
     def _take_in(self, group: Group) -> None:
         tensors: dict[int, torch.Tensor] = {}
+        seen: set[int] = set()
         for number, (_, reference) in list(self._awaited.items()):
             tensor = reference()
-            if tensor is None or not (is_lazy(tensor) or _can_be_shared(tensor)):
+            is_known = id(tensor) in seen or (tensor is not None and self.owner_of(tensor) is not None)
+            if tensor is None or is_known or not (is_lazy(tensor) or _can_be_shared(tensor)):
                 del self._awaited[number]
             elif not is_lazy(tensor):
+                seen.add(id(tensor))
                 tensors[number] = self.hosts.of(tensor)
-        offers = self._offers(tensors)
+        # Tensors that are parts of one memory have to stay there.
+        there = [*tensors.values(), *(place.own for place in list(self._places.values()))]
+        memories = Counter(tensor.untyped_storage().data_ptr() for tensor in there)
+        for number, tensor in list(tensors.items()):
+            if memories[tensor.untyped_storage().data_ptr()] > 1:
+                del self._awaited[number], tensors[number]
+        offers = {number: _offer(self._awaited[number][0], tensor) for number, tensor in tensors.items()}
         told: list[dict[int, _Offer]] = group.all_gather_object(offers)
+        if not any(told):
+            return
         # Garbage collectors run when they like: what is gone on one replica is of no use to the others.
         common = [number for number in offers if all(number in each for each in told)]
         for number in common:
@@ -231,67 +221,66 @@ class SharedVariables:
                 stacklevel=2,
             )
             return
-        regions = self._regions_for(group, [offers[number] for number in common])
-        for number in common:
-            region = regions[offers[number].memory]
-            if region.owner == group.rank and self.owner_of(tensors[number]) is None:
-                region.common.copy_(tensors[number].untyped_storage())
-        group.barrier()
-        for number in common:
-            self._put(offers[number], tensors[number], regions[offers[number].memory])
-
-    def _put(self, offer: _Offer, tensor: torch.Tensor, region: _Region) -> None:
-        """Have a tensor lie in a region: its shape, strides and place in its memory stay."""
-        own, common = (
-            torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, offer.offset, tensor.shape, offer.stride)
-            for storage in (region.own, region.common)
-        )
-        identity = id(tensor)
-        gone = weakref.ref(tensor, lambda _: self._places.pop(identity, None))
-        self._places[identity] = _Place(gone, offer.label, region, own, common)
-        tensor.data = own
-
-    def _offers(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, _Offer]:
-        known: dict[int, Any] = {region.own.data_ptr(): region.number for region in self._regions.values()}
-        offers = {}
-        for number, tensor in tensors.items():
-            storage = tensor.untyped_storage()
-            memory = known.setdefault(storage.data_ptr(), ("new", number))
-            label, shape, stride = self._awaited[number][0], tuple(tensor.shape), tuple(tensor.stride())
-            told = str(tensor.dtype), _digest(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-            offset = int(tensor.storage_offset())
-            offers[number] = _Offer(label, shape, stride, *told, memory, storage.nbytes(), offset)
-        return offers
-
-    def _regions_for(self, group: Group, offers: Sequence[_Offer]) -> dict[Any, _Region]:
-        """The region of each memory: an existing one, or a new one of the replica that has least to do."""
-        found: dict[Any, _Region] = {
-            offer.memory: self._regions[offer.memory] for offer in offers if isinstance(offer.memory, int)
-        }
-        wanted = {offer.memory: offer.nbytes for offer in offers if offer.memory not in found}
-        if not wanted:
-            return found
-        begin, begins = 0, {}
-        for key, nbytes in wanted.items():
-            begins[key] = begin
-            begin += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        memory = SharedMemory(group, begin)
+        sizes = [-(-offers[number].nbytes // _ALIGNMENT) * _ALIGNMENT for number in common]
+        *begins, nbytes = accumulate(sizes, initial=0)
+        memory = SharedMemory(group, nbytes)
         self._memories.add(memory)
-        for key, nbytes in wanted.items():
-            owner = self._loads.index(min(self._loads))
-            self._loads[owner] += nbytes
-            self._numbers += 1
-            found[key] = self._regions[self._numbers] = _Region(self._numbers, owner, memory, begins[key], nbytes)
-        return found
+        places = []
+        for number, begin in zip(common, begins, strict=True):
+            owner = self._loads.index(min(self._loads))  # the replica that has least to do
+            self._loads[owner] += offers[number].nbytes
+            places.append(_placed(tensors[number], offers[number], number, owner, memory, begin))
+            if owner == group.rank:
+                _bytes(places[-1].common).copy_(_bytes(tensors[number]))
+        group.barrier()
+        for number, place in zip(common, places, strict=True):
+            self._put(tensors[number], place)
+
+    def _put(self, tensor: torch.Tensor, place: _Place) -> None:
+        identity = id(tensor)
+        place.tensor = weakref.ref(tensor, lambda _: self._places.pop(identity, None))
+        self._places[identity] = place
+        tensor.data = place.own
+
+
+def _drifted(place: _Place | None, number: int, everyones: Sequence[Mapping[int, bytes]]) -> OutOfSyncError:
+    shown = f"{place.label} of shape {list(place.own.shape)}" if place is not None else "a variable"
+    first = everyones[0].get(number)
+    unlike = [str(rank) for rank, told in enumerate(everyones) if told.get(number, first) != first]
+    return OutOfSyncError(
+        f"Under central storage there is one {shown}, and replicas changed it in place to different values "
+        f"(replica {', '.join(unlike)} and replica 0, for example). Change it by an optimizer's step; in the same "
+        "way on every replica; or to a value that was brought together first, "
+        "distnb.get_replica_context().all_reduce(op, value). What each replica needs for itself is a plain tensor."
+    )
+
+
+def _offer(label: str, tensor: torch.Tensor) -> _Offer:
+    storage, shape, stride = tensor.untyped_storage(), tuple(tensor.shape), tuple(tensor.stride())
+    digest = _digest(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    return _Offer(label, shape, stride, str(tensor.dtype), digest, storage.nbytes(), int(tensor.storage_offset()))
+
+
+def _placed(tensor: torch.Tensor, offer: _Offer, number: int, owner: int, memory: SharedMemory, begin: int) -> _Place:
+    """A place for a tensor in some memory: its shape, strides and offset stay."""
+    own, common = (
+        torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+            part.untyped_storage(), offer.offset, tensor.shape, offer.stride
+        )
+        for part in (memory.own(begin, offer.nbytes), memory.common(begin, offer.nbytes))
+    )
+    pages = memory.pages(begin, offer.nbytes)
+    return _Place(weakref.ref(tensor), offer.label, number, owner, memory, pages, own, common)
 
 
 def _can_be_shared(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
 
 
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory in which a tensor lies."""
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
 
 
-def _digest(elements: torch.Tensor) -> bytes:
-    return hashlib.blake2b(elements.numpy().data, digest_size=16).digest()
+def _digest(content: torch.Tensor) -> bytes:
+    return hashlib.blake2b(content.numpy().data, digest_size=16).digest()
