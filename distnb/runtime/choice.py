@@ -17,7 +17,6 @@ __all__ = ["check_honoured", "runtime_for", "started_by_launcher"]
 _MULTI_WORKER = "multi_worker"
 _CHECKED_KINDS = (_MULTI_WORKER, setup.KIND)
 
-_in_process: dict[Owner, InProcess] = {}
 _checked: set[tuple[Owner, tuple[object, ...]]] = set()
 
 
@@ -35,7 +34,7 @@ def runtime_for(strategy: Owner) -> Runtime:
     """
     spec = strategy.spec
     if is_in_process(spec):
-        return _alone_on(strategy, spec.devices[0] if spec.devices else None)
+        return InProcess(strategy, spec.devices[0] if spec.devices else None)
     process = this_process.replica
     if process is not None:
         if spec.kind in _CHECKED_KINDS or spec.devices or spec.num_replicas or spec.options or spec.device_type:
@@ -47,7 +46,7 @@ def runtime_for(strategy: Owner) -> Runtime:
         from distnb.runtime import script_worker
 
         device = script_worker.enter(spec, started_by_launcher())
-        return runtime_for(strategy) if device is None else _alone_on(strategy, device)
+        return runtime_for(strategy) if device is None else InProcess(strategy, device)
     if started_by_launcher():
         from distnb.runtime.spmd import join_from_env
 
@@ -71,12 +70,6 @@ def check_honoured(spec: StrategySpec, devices: tuple[str, ...], nccl: bool, wor
     ops = spec.option("cross_device_ops")
     if ops is not None:
         ops.check(devices, nccl)
-
-
-def _alone_on(strategy: Owner, device: str | None) -> InProcess:
-    if strategy not in _in_process:
-        _in_process[strategy] = InProcess(strategy, device)
-    return _in_process[strategy]
 
 
 def _script() -> str:

@@ -60,7 +60,7 @@ class Spmd:
 
     Attributes:
         preferences: See `GroupCore.prefer`.
-        home: Where the strategy's variables are.
+        registration: The strategy's variables on this replica, and `home`: where they are.
     """
 
     def __init__(self, process: SpmdProcess, strategy: Owner) -> None:
@@ -78,16 +78,16 @@ class Spmd:
             strategy.spec.option("gradient_reduction", "sum"),
             check_mean_loss=strategy.spec.option("check_mean_loss", True),
             in_replica=contexts.in_replica,
-            after_pass=lambda reached: self._registration.average_statistics(reached),
+            after_pass=lambda reached: self.registration.average_statistics(reached),
         )
         self._shared: SharedVariables | None = None
         self._optimizers: SharedOptimizers | None = None
         if strategy.spec.kind == setup.KIND:
             self._shared = SharedVariables(lambda: process.group)
             self._optimizers = SharedOptimizers(lambda: process.group, self._shared, self._sync)
-        self._registration = Registration(strategy, self._sync, lambda: process.group, self._shared)
-        self.home = ReplicaHome(self._registration, self._aggregation)
-        self._unmanaged = UnmanagedCheck(strategy, self._registration.owns)
+        self.registration = Registration(strategy, self._sync, lambda: process.group, self._shared)
+        self.home = ReplicaHome(self.registration, self._aggregation)
+        self._unmanaged = UnmanagedCheck(strategy, self.registration.owns)
         self._open_scopes = 0
         self._generation: int | None = None
 
@@ -97,11 +97,6 @@ class Spmd:
         if found is None or found.group is not group:
             found = self._of_group = Aggregation(group, self._ops, self._packs)
         return found
-
-    @property
-    def registration(self) -> Registration:
-        """The strategy's variables on this replica."""
-        return self._registration
 
     def changed_by_hand(self) -> dict[str, int]:
         """The mirrored parameters that may differ between replicas, with numbers to compare."""
@@ -128,7 +123,7 @@ class Spmd:
             take_back = this_process.note_names()
             try:
                 self._resynchronise("strategy.scope")
-                with self._registration.take_what_is_made():
+                with self.registration.take_what_is_made():
                     yield self._strategy
                 if self._shared is not None:
                     self._shared.settle()
@@ -152,7 +147,7 @@ class Spmd:
             self._generation = group.generation
             if group.size > 1:
                 self._sync.renumber()
-                resynchronise(group, self._sync.groups, self._registration.buffers())
+                resynchronise(group, self._sync.groups, self.registration.buffers())
 
     # Computing on replicas --------------------------------------------------------------------------------------
 
@@ -243,7 +238,7 @@ class Spmd:
         """Whether a value has a component of its own on each replica."""
         if not isinstance(leaf, torch.Tensor):
             return isinstance(leaf, DistributedValues)
-        return self._registration.owns(leaf) or is_scope_buffer(leaf)
+        return self.registration.owns(leaf) or is_scope_buffer(leaf)
 
     def _own(self, leaf: Any) -> Any:
         leaf = select(leaf, self._process.rank, self._process.size)

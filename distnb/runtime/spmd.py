@@ -34,7 +34,7 @@ class SpmdProcess:
         rank: Which one this is.
         device: Where it computes.
         group: The team's process group of the present generation.
-        machines: The machine of each replica, numbered from 0; empty where all are on one.
+        workers: The worker of each replica, numbered from 0: a worker is a machine.
     """
 
     def __init__(self, team: Team, rank: int, device: Device, group: Group) -> None:
@@ -42,7 +42,7 @@ class SpmdProcess:
         self.rank = rank
         self.device = device
         self.group = group
-        self.machines = _numbered(team.hosts)
+        self.workers = _numbered(team.hosts or ("",) * team.size)
         self.agreement = Agreement()
         self._runtimes: dict[Owner, Spmd] = {}
 
@@ -50,11 +50,6 @@ class SpmdProcess:
     def size(self) -> int:
         """Number of replicas."""
         return self.team.size
-
-    @property
-    def workers(self) -> tuple[int, ...]:
-        """The worker of each replica, numbered from 0: a worker is a machine."""
-        return self.machines or (0,) * self.size
 
     @property
     def uses_nccl(self) -> bool:
@@ -101,7 +96,7 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
         sync_batch_norm.install()
         loader_batches.install()
     if process.team is not team:
-        process.team, process.machines = team, _numbered(team.hosts)
+        process.team, process.workers = team, _numbered(team.hosts or ("",) * team.size)
     process.rank, process.device, process.group = rank, device, group
     process.agreement.forget()
     contexts.entries().clear()  # a program that was ended from without may have left some
@@ -139,7 +134,7 @@ def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None)
         machine = os.environ.get("GROUP_RANK") or socket.gethostname()
         seats = group.all_gather_object((group.device, machine))
         process.team = Team(team.engines, tuple(device for device, _ in seats), team.generation, "", 0)
-        process.machines = _numbered([name for _, name in seats])
+        process.workers = _numbered([name for _, name in seats])
         # Each process was started with random numbers of its own; outside replicas they must be the same.
         randomness.share(group)
     return process
