@@ -17,6 +17,7 @@ __all__ = ["check_honoured", "runtime_for", "started_by_launcher"]
 _MULTI_WORKER = "multi_worker"
 _CHECKED_KINDS = (_MULTI_WORKER, setup.KIND)
 
+_in_process: dict[Owner, InProcess] = {}
 _checked: set[tuple[Owner, tuple[object, ...]]] = set()
 
 
@@ -34,7 +35,7 @@ def runtime_for(strategy: Owner) -> Runtime:
     """
     spec = strategy.spec
     if is_in_process(spec):
-        return InProcess(strategy, spec.devices[0] if spec.devices else None)
+        return _alone_on(strategy, spec.devices[0] if spec.devices else None)
     process = this_process.replica
     if process is not None:
         if spec.kind in _CHECKED_KINDS or spec.devices or spec.num_replicas or spec.options or spec.device_type:
@@ -46,7 +47,7 @@ def runtime_for(strategy: Owner) -> Runtime:
         from distnb.runtime import script_worker
 
         device = script_worker.enter(spec, started_by_launcher())
-        return runtime_for(strategy) if device is None else InProcess(strategy, device)
+        return runtime_for(strategy) if device is None else _alone_on(strategy, device)
     if started_by_launcher():
         from distnb.runtime.spmd import join_from_env
 
@@ -70,6 +71,12 @@ def check_honoured(spec: StrategySpec, devices: tuple[str, ...], nccl: bool, wor
     ops = spec.option("cross_device_ops")
     if ops is not None:
         ops.check(devices, nccl)
+
+
+def _alone_on(strategy: Owner, device: str | None) -> InProcess:
+    if strategy not in _in_process:
+        _in_process[strategy] = InProcess(strategy, device)
+    return _in_process[strategy]
 
 
 def _script() -> str:
