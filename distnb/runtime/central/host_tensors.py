@@ -8,17 +8,12 @@ when the replicas settle. An optimizer steps the tensors of the host, and then t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from distnb.errors import GradientError
-
 __all__ = ["HostTensors", "OnHost"]
-
-_ON_DEVICE_ONLY = ("capturable", "differentiable")
 
 
 class HostTensors:
@@ -65,14 +60,6 @@ class OnHost:
         self._optimizer, self._before = optimizer, [dict(group) for group in optimizer.param_groups]
         found = [(each, hosts.find(each)) for group in optimizer.param_groups for each in group["params"]]
         self._pairs = [(parameter, host) for parameter, host in found if host is not None]
-        if self._pairs:
-            given = [name for name in _ON_DEVICE_ONLY if any(group.get(name) for group in optimizer.param_groups)]
-            if given:
-                raise GradientError(
-                    f"{type(optimizer).__name__} was made with {given[0]}=True, which needs its parameters on the "
-                    "device: under central storage they are updated in the host's memory. Leave it out, or use "
-                    "MirroredStrategy."
-                )
         in_place = {id(parameter): host for parameter, host in self._pairs}
         for parameter, host in self._pairs:
             host.grad = None if parameter.grad is None else parameter.grad.detach().cpu()
@@ -92,17 +79,14 @@ class OnHost:
     def end(self) -> None:
         """The optimizer holds its parameters again, and these are renewed."""
         for group, before in zip(self._optimizer.param_groups, self._before, strict=True):
-            group.update({name: value for name, value in before.items() if _is_replaced(name, value)})
+            kept = {name: value for name, value in before.items() if isinstance(value, torch.Tensor)}
+            group.update(kept, params=before["params"])
         with torch.no_grad():
             for parameter, host in self._pairs:
                 host.grad = None
                 parameter.copy_(host)
                 if host in self._optimizer.state:
                     self._optimizer.state[parameter] = self._optimizer.state.pop(host)
-
-
-def _is_replaced(name: str, value: Any) -> bool:
-    return name == "params" or isinstance(value, torch.Tensor)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
