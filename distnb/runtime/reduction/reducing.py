@@ -80,12 +80,18 @@ def _python_number(tensor: torch.Tensor, value: Any) -> Any:
     return tensor.item() if isinstance(value, numbers.Number) and tensor.ndim == 0 else tensor
 
 
-def _refuse_bool(tensor: torch.Tensor, op: ReduceOp, method: str) -> None:
+def _summand(
+    value: Any, op: ReduceOp, method: str, device: torch.device | None = None, *, sparse: bool = False
+) -> torch.Tensor:
+    """A leaf as a tensor that can be added up and, for a mean, divided."""
+    tensor = tensor_of(value, method, device, sparse=sparse)
     if tensor.dtype is torch.bool:
         raise DistributedValueError(
             f"{method} {op.name} of booleans is not defined. Convert them to what you mean first: value.long() counts, "
             "value.float() gives fractions."
         )
+    is_exact = op is ReduceOp.SUM or tensor.is_floating_point() or tensor.is_complex()
+    return tensor if is_exact else tensor.to(torch.float64)
 
 
 def checked_axis(axis: object, tensor: torch.Tensor, method: str) -> int:
@@ -112,38 +118,28 @@ def _axes_of(axis: Any, tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted({checked_axis(one, tensor, "reduce") for one in axes}))
 
 
-def _for_mean(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.to(torch.float64)
-
-
 def reduce_alone(op: ReduceOp, value: Any, axis: Any) -> Any:
     """One leaf, when there is one replica only: unchanged for axis=None, else reduced along its axes."""
     if axis is None:
         if value is not None and not isinstance(value, (str, bytes)):
-            _refuse_bool(tensor_of(value, "reduce", sparse=True), op, "reduce")
+            _summand(value, op, "reduce", sparse=True)  # raises for booleans and such
         return value
-    tensor = tensor_of(value, "reduce")
-    _refuse_bool(tensor, op, "reduce")
+    tensor = _summand(value, op, "reduce")
     axes = _axes_of(axis, tensor)
     if not axes:
         return tensor
-    return tensor.sum(axes, dtype=tensor.dtype) if op is ReduceOp.SUM else _for_mean(tensor).mean(axes)
+    return tensor.sum(axes, dtype=tensor.dtype) if op is ReduceOp.SUM else tensor.mean(axes)
 
 
 def reduce_leaves(
     aggregation: Aggregation, op: ReduceOp, values: Sequence[Any], axis: Any, device: torch.device
 ) -> list[Any]:
     """This replica's components of several leaves, combined with the other replicas', and along the axes if given."""
-    tensors = [tensor_of(value, "reduce", device, sparse=axis is None) for value in values]
-    for tensor in tensors:
-        _refuse_bool(tensor, op, "reduce")
-    mean = op is ReduceOp.MEAN
-    if mean:
-        tensors = [_for_mean(tensor) for tensor in tensors]
+    tensors = [_summand(value, op, "reduce", device, sparse=axis is None) for value in values]
     if axis is None:
         results = _reduce_elements(aggregation, op, tensors)
     else:
-        results = _reduce_along(aggregation, mean, tensors, axis)
+        results = _reduce_along(aggregation, op, tensors, axis)
     return [_python_number(result, value) for result, value in zip(results, values, strict=True)]
 
 
@@ -162,7 +158,7 @@ def _reduce_elements(aggregation: Aggregation, op: ReduceOp, tensors: Sequence[t
 
 
 def _reduce_along(
-    aggregation: Aggregation, mean: bool, tensors: Sequence[torch.Tensor], axis: Any
+    aggregation: Aggregation, op: ReduceOp, tensors: Sequence[torch.Tensor], axis: Any
 ) -> list[torch.Tensor]:
     sums, counts = [], []
     for tensor in tensors:
@@ -170,7 +166,7 @@ def _reduce_along(
         single = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
         sums.append(tensor.detach().sum(axes, dtype=single) if axes else tensor.detach())
         counts.append(math.prod(tensor.shape[one] for one in axes))
-    if not mean:
+    if op is ReduceOp.SUM:
         totals = combine(aggregation, ReduceOp.SUM, sums)
         return [total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
     # The counts travel with the sums: replicas may hold different numbers of examples.
@@ -189,11 +185,8 @@ def all_reduce_tree(aggregation: Aggregation, op: ReduceOp, tree: Any) -> Any:
     places = [place for place, leaf in enumerate(every) if leaf is not None]
     if not places:
         return tree
-    tensors = []
-    for place in places:
-        tensor = tensor_of(every[place], "all_reduce", torch_device(aggregation.group.device), sparse=True)
-        _refuse_bool(tensor, op, "all_reduce")
-        tensors.append(_for_mean(tensor) if op is ReduceOp.MEAN else tensor)
+    device = torch_device(aggregation.group.device)
+    tensors = [_summand(every[place], op, "all_reduce", device, sparse=True) for place in places]
     # Which leaves are None must be the same everywhere, or others would be added up in their place.
     layout = None if len(places) == len(every) else places
     for place, result in zip(places, all_reduce(aggregation, op, tensors, layout), strict=True):
