@@ -19,11 +19,11 @@ class ByOpener:
 
     def __init__(self, name: str, method: Any = None) -> None:
         self.name = name
-        self._method = method
+        self.method = method
 
     def __call__(self, *args: Any) -> Any:
         """What the method gives."""
-        return self._method(*args)
+        return self.method(*args)
 
 
 open_reference = ByOpener("open_reference")

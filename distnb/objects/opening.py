@@ -47,6 +47,7 @@ class Opener:
         new_memories: Memory that was made.
         resolved: What references stood for: handles, and objects that live here. They did not arrive.
         bound: Names in the namespace that classes were bound to on the way.
+        named: What the pack named of this one's methods.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Opener:
         self.new_memories: list[Memory] = []
         self.resolved: list[Any] = []
         self.bound: list[str] = []
+        self.named: dict[str, ByOpener] = {}
         self._in_place = in_place
         self._writes = False
         self._bare_classes: set[type] = set()  # those made that have no attributes yet
@@ -97,6 +99,8 @@ class Opener:
     def close(self) -> None:
         """Nothing is read any more. What was read is then held by nobody but those who got it: no cycle keeps it."""
         self._reader.opener = None
+        for each in self.named.values():
+            each.method = None
 
     def _go_on_after(self, start: int, root: list[Placeholder]) -> None:
         """Read on behind a value that could not be opened. `root` stands for it, and its item for every part of it."""
@@ -213,7 +217,9 @@ class _ByNames:
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)  # type: ignore[misc]
-        return ByOpener(name, getattr(self.opener, name)) if type(found) is ByOpener else found
+        if type(found) is not ByOpener:
+            return found
+        return self.opener.named.setdefault(name, ByOpener(name, getattr(self.opener, name)))
 
     def persistent_load(self, pid: Any) -> Any:
         return self.opener.find(pid)
