@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -99,6 +101,15 @@ def test_large_arrays_are_built_on_the_very_buffers_that_arrived(writeable: bool
     assert np.array_equal(back, array)
     assert back.flags.writeable == writeable
     assert not writeable or any(np.shares_memory(back, np.frombuffer(frame, np.uint8)) for frame in arrived)
+
+
+def test_what_was_opened_is_freed_with_its_last_reference() -> None:
+    gc.disable()
+    try:
+        opened = weakref.ref(travel(np.zeros(1000)))
+        assert opened() is None
+    finally:
+        gc.enable()
 
 
 def test_modules_and_notebook_functions() -> None:
