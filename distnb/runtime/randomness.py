@@ -62,7 +62,7 @@ class Streams:
             self._replica_id = replica_id
             for each in self.generators:
                 each.manual_seed(_fold(found, replica_id))
-            shared[0] = _with_mark(shared[0])
+            shared[0][_MARKED] = _MARK
             self._shared_bytes = _bytes(shared)
         self._other, self._is_own = shared, True
 
@@ -123,13 +123,6 @@ def _fold(states: bytes, replica_id: int) -> int:
 
 _MARKED = slice(-8, None)
 _MARK = torch.tensor([0, 0, 0, 63, 1, 0, 0, 0], dtype=torch.uint8, device="cpu")  # 0.5, valid
-
-
-def _with_mark(state: torch.Tensor) -> torch.Tensor:
-    """A state of the CPU's generator, with the mark."""
-    marked = state.clone()
-    marked[_MARKED] = _MARK
-    return marked
 
 
 def share(group: Group) -> None:

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["this_process"]
 
 
-def _nothing() -> None:
-    pass
-
-
 class _ThisProcess:
     """There is one instance, `this_process`.
 
@@ -39,7 +35,7 @@ class _ThisProcess:
         self.remote: Callable[[Owner], Runtime] | None = None
         self.machines: Callable[[], tuple[str, ...]] = tuple
         self.live_sink: Callable[[dict[str, Any], tuple[int, int]], None] | None = None
-        self.note_names: Callable[[], Callable[[], None]] = lambda: _nothing
+        self.note_names: Callable[[], Callable[[], None]] = lambda: lambda: None
 
 
 this_process = _ThisProcess()
