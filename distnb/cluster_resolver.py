@@ -9,22 +9,5 @@ Example:
     2
 """
 
-from distnb.cluster.resolvers import (
-    ClusterResolver,
-    ClusterSpec,
-    KubernetesClusterResolver,
-    SimpleClusterResolver,
-    SlurmClusterResolver,
-    TFConfigClusterResolver,
-    UnionResolver,
-)
-
-__all__ = [
-    "ClusterResolver",
-    "ClusterSpec",
-    "KubernetesClusterResolver",
-    "SimpleClusterResolver",
-    "SlurmClusterResolver",
-    "TFConfigClusterResolver",
-    "UnionResolver",
-]
+from distnb.cluster.resolvers import *  # noqa: F403
+from distnb.cluster.resolvers import __all__ as __all__

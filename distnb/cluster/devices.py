@@ -2,7 +2,7 @@
 
 GPUs are counted through NVML, the driver's own library: no process is started, torch is not imported, and CUDA is
 not initialised in the notebook (that would cost GPU memory there, and make forking unsafe). TPU chips are counted by
-`tpu.py`, devices of any other type by torch's module for it.
+`tpu_chips.py`, devices of any other type by torch's module for it.
 """
 
 from __future__ import annotations

@@ -142,8 +142,7 @@ class DistributedDataset(Iterable[Any]):
                     batch = self._source.peek()
             except StopIteration:
                 raise ProgramError("This dataset is empty, so what its batches look like is not known.") from None
-            turns = self._place.turns
-            self._spec = spec_of(batch, self._place.num_replicas, as_it_is=turns is not None and turns.pieces == 1)
+            self._spec = spec_of(batch, self._place.num_replicas, as_it_is=self._place.takes_whole_batches)
         return self._spec
 
     def state_dict(self) -> dict[str, Any]:

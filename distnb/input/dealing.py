@@ -57,6 +57,11 @@ class Place:
         return self.turns is not None and self.turns.pipelines > 1
 
     @property
+    def takes_whole_batches(self) -> bool:
+        """Whether a batch of the pipeline is one replica's, so that nobody cuts it."""
+        return self.turns is not None and self.turns.pieces == 1
+
+    @property
     def elements_per_step(self) -> int:
         """What all readers of the pipeline take of it together for one step."""
         return self.turns.takers if self.turns else 1

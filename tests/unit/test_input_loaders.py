@@ -219,7 +219,7 @@ def test_workers_with_a_sampler_that_draws_all_along() -> None:
         return DataLoader(Squares(), batch_sampler=Buckets(), num_workers=2)
 
     dataset = distribute(make(), **place(2, 0))
-    assert not dataset._source.quiet
+    assert not iter(dataset).ahead
     check_equal(make, 2)
 
 

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from distnb.errors import ProgramError, StructureError
 from distnb.input.cutting import count_examples
 from distnb.input.dealing import Dealer, Place
 from distnb.input.draws import on_host
 from distnb.input.sources.base import Load
 from distnb.input.sources.feeding import Feeding
-from distnb.input.sources.workers import end_workers
+from distnb.input.sources.workers import end_workers, forget_workers
 
 __all__ = ["Batches"]
 
@@ -27,8 +29,7 @@ class Batches(Iterator[Load]):
         feeding: What tells the loader which examples to load.
         skip: How much is left out of what the iterator gives.
         goes_on: Whether it may go on behind a batch that could not be loaded.
-        persistent: The loader's workers serve later iterations, too.
-        forget: Called when these workers are ended.
+        keeper: The loader, if its workers serve later iterations, too.
     """
 
     def __init__(
@@ -40,16 +41,14 @@ class Batches(Iterator[Load]):
         feeding: Feeding | None = None,
         skip: int = 0,
         goes_on: bool = True,
-        persistent: bool = False,
-        forget: Callable[[], None] = lambda: None,
+        keeper: DataLoader[Any] | None = None,
     ) -> None:
         self._iterator: Iterator[Any] | None = iterator
         self._place = place
         self._around = around
         self._feeding = feeding
         self._goes_on = goes_on
-        self._persistent = persistent
-        self._forget = forget
+        self._keeper = keeper
         self._failed = False
         self._closed = False
         self._digest = 0
@@ -63,8 +62,7 @@ class Batches(Iterator[Load]):
             own = portion.stop - portion.start
             return Load(tree, own or 1, 0, own, portion.size, separate=True, digest=digest)
         portion = next(self._dealer)
-        separate = self._place.turns is not None and self._place.turns.pieces == 1
-        return Load(*portion, separate=separate, digest=self._digest)
+        return Load(*portion, separate=self._place.takes_whole_batches, digest=self._digest)
 
     def _whole_batch(self) -> Any:
         tree = self._load()
@@ -78,7 +76,7 @@ class Batches(Iterator[Load]):
         try:
             return count_examples(tree)
         except StructureError:
-            if self._place.turns is not None and self._place.turns.pieces == 1:
+            if self._place.takes_whole_batches:
                 return None
             raise
 
@@ -105,12 +103,12 @@ class Batches(Iterator[Load]):
     def close(self) -> None:
         """End the workers; persistent ones stay, and a generator stays where it is."""
         self._closed = True
-        if not self._persistent:
-            iterator, self._iterator = self._iterator, None
-            end_workers(iterator)
+        if self._keeper is None:
+            self.give_up()
 
     def give_up(self) -> None:
         """End the workers, persistent ones, too."""
-        self._forget()
+        if self._keeper is not None:
+            forget_workers(self._keeper)
         iterator, self._iterator = self._iterator, None
         end_workers(iterator)

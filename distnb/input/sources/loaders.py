@@ -16,7 +16,7 @@ from distnb.input.draws import Drawing, ReplicaDraws, WorkerSeeds, draws_at_star
 from distnb.input.sources.base import Load, Source
 from distnb.input.sources.batches import Batches
 from distnb.input.sources.feeding import Feed, Feeding
-from distnb.input.sources.workers import has_lost_workers, has_workers
+from distnb.input.sources.workers import forget_workers, has_lost_workers, has_workers
 from distnb.options import InputOptions
 
 __all__ = ["LoaderSource", "changed", "is_plain", "reads_iterable"]
@@ -70,7 +70,7 @@ class LoaderSource(Source):
         loader, place = self._reading(kept), self._place
         self._copy = loader
         # Pieces of batches are left out where batches are cut.
-        cut_later = place.turns is not None and place.turns.pieces > 1 and not self._sliced
+        cut_later = place.turns is not None and not place.takes_whole_batches and not self._sliced
         early = skip if self._fed and not cut_later else 0
         feed: Feed | None = loader.batch_sampler if self._fed else None
         if feed is not None:
@@ -93,15 +93,14 @@ class LoaderSource(Source):
             skip=skip - early,
             # Whether a failed batch counts among those that were asked for is the workers' secret.
             goes_on=not (self._fed and loader.num_workers and place.num_replicas > 1),
-            persistent=self.exclusive,
-            forget=self._forget,
+            keeper=loader if self.exclusive else None,
         )
 
     def _reading(self, kept: bool | None) -> Any:
         """The loader that reads. One with persistent workers is kept; others see what the user changed since."""
         if self._copy is not None and self.exclusive:
             if has_lost_workers(self._copy):
-                self._forget()
+                forget_workers(self._copy)
             if kept in (None, self.kept()):
                 return self._copy
         loader, place = self.data, self._place
@@ -117,10 +116,6 @@ class LoaderSource(Source):
         if self._in_memory and all(map(_is_simple, loader.dataset.tensors)):
             attributes |= {"dataset": _Rows(loader.dataset.tensors), "collate_fn": _as_it_is}
         return changed(loader, **attributes) if attributes or self._plain else loader
-
-    def _forget(self) -> None:
-        if self._copy is not None:
-            self._copy.__dict__["_iterator"] = None  # persistent workers that were ended
 
     def kept(self) -> bool:
         return self.exclusive and self._copy is not None and has_workers(self._copy)
@@ -167,8 +162,11 @@ def _collates_slices(loader: DataLoader[Any], place: Place, options: InputOption
     Torch's own treats examples one by one, so the slice's batch is the batch's slice. One that pads to the longest
     example, mixes examples or packs them gives other values for a slice.
     """
-    uncut = place.turns is not None and place.turns.pieces == 1  # a pipeline's batch is nobody's to cut
-    if uncut or options.collate == "slice" or (options.collate == "auto" and loader.collate_fn is default_collate):
+    if (
+        place.takes_whole_batches
+        or options.collate == "slice"
+        or (options.collate == "auto" and loader.collate_fn is default_collate)
+    ):
         return True
     if options.collate == "auto":
         name = getattr(loader.collate_fn, "__qualname__", type(loader.collate_fn).__qualname__)

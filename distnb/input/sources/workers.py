@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-__all__ = ["end_processes", "end_workers", "has_lost_workers", "has_workers"]
+__all__ = ["end_processes", "end_workers", "forget_workers", "has_lost_workers", "has_workers"]
 
 _PATIENCE_S = 1.0
 _TIDY_UP_S = 5.0  # nobody waits for it
@@ -31,6 +31,11 @@ def has_lost_workers(loader: DataLoader[Any]) -> bool:
     """Whether persistent workers of a loader have ended, as those of an interrupted program do."""
     kept = loader.__dict__.get("_iterator")
     return kept is not None and not all(worker.is_alive() for worker in kept._workers)
+
+
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """Have a loader start other workers for its next iteration."""
+    loader.__dict__["_iterator"] = None
 
 
 def end_workers(iterator: Any) -> None:
