@@ -29,7 +29,7 @@ class Batches(Iterator[Load]):
         feeding: What tells the loader which examples to load.
         skip: How much is left out of what the iterator gives.
         goes_on: Whether it may go on behind a batch that could not be loaded.
-        keeper: The loader, if its workers serve later iterations, too.
+        persistent: The loader, if its workers serve later iterations, too.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class Batches(Iterator[Load]):
         feeding: Feeding | None = None,
         skip: int = 0,
         goes_on: bool = True,
-        keeper: DataLoader[Any] | None = None,
+        persistent: DataLoader[Any] | None = None,
     ) -> None:
         self._iterator: Iterator[Any] | None = iterator
         self._place = place
         self._around = around
         self._feeding = feeding
         self._goes_on = goes_on
-        self._keeper = keeper
+        self._persistent = persistent
         self._failed = False
         self._closed = False
         self._digest = 0
@@ -103,12 +103,12 @@ class Batches(Iterator[Load]):
     def close(self) -> None:
         """End the workers; persistent ones stay, and a generator stays where it is."""
         self._closed = True
-        if self._keeper is None:
+        if self._persistent is None:
             self.give_up()
 
     def give_up(self) -> None:
         """End the workers, persistent ones, too."""
-        if self._keeper is not None:
-            forget_workers(self._keeper)
+        if self._persistent is not None:
+            forget_workers(self._persistent)
         iterator, self._iterator = self._iterator, None
         end_workers(iterator)

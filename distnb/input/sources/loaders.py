@@ -93,7 +93,7 @@ class LoaderSource(Source):
             skip=skip - early,
             # Whether a failed batch counts among those that were asked for is the workers' secret.
             goes_on=not (self._fed and loader.num_workers and place.num_replicas > 1),
-            keeper=loader if self.exclusive else None,
+            persistent=loader if self.exclusive else None,
         )
 
     def _reading(self, kept: bool | None) -> Any:
