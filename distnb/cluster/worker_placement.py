@@ -69,13 +69,8 @@ class WorkerPlacement:
 def placement_of(resolver: ClusterResolver) -> WorkerPlacement | None:
     """Where a resolver says that this process stands.
 
-    Returns:
-        None where this process trains alone: there is no cluster, or only one worker in it; or it is an evaluator,
-        which belongs to no group.
-
-    Raises:
-        OptionError: The resolver does not say which task this is; it is one that holds no replicas; or the cluster
-            makes no sense.
+    None where this process trains alone: there is no cluster, or only one worker in it; or it is an evaluator, which
+    belongs to no group.
     """
     spec = resolver.cluster_spec()
     kind, index = resolver.task_type, resolver.task_id
@@ -108,11 +103,7 @@ def placement_of(resolver: ClusterResolver) -> WorkerPlacement | None:
 
 
 def workers_of(spec: ClusterSpec) -> tuple[Worker, ...]:
-    """The tasks of a cluster that hold replicas, in rank order.
-
-    Raises:
-        OptionError: The cluster has several chiefs, or a job that nobody knows: a misspelt one would be left out.
-    """
+    """The tasks of a cluster that hold replicas, in rank order. A misspelt job would be left out, so it is an error."""
     unknown = [job for job in spec.jobs if job not in _JOBS]
     if unknown:
         raise OptionError(
@@ -147,9 +138,6 @@ def own_interface(placement: WorkerPlacement) -> tuple[str, str]:
 
     GLOO_SOCKET_IFNAME names another one, where the cluster's addresses are not those of the machines (behind address
     translation).
-
-    Raises:
-        StartError: The address is none of this machine's, or others could not reach it.
     """
     there = addresses_by_interface()
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]

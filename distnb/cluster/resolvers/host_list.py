@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 
 from distnb.errors import OptionError
@@ -20,9 +21,6 @@ def expand_host_list(text: str) -> list[str]:
 
     Brackets hold numbers and ranges; a name may have several, and text after them. Leading zeros are kept.
 
-    Raises:
-        OptionError: It is malformed; the text shows the part that is.
-
     Example:
         >>> expand_host_list("n[08-11],m5,rack[1-2]-gpu[1,3].net")
         ['n08', 'n09', 'n10', 'n11', 'm5', 'rack1-gpu1.net', 'rack1-gpu3.net', 'rack2-gpu1.net', 'rack2-gpu3.net']
@@ -32,9 +30,6 @@ def expand_host_list(text: str) -> list[str]:
 
 def expand_counts(text: str) -> list[int]:
     """The counts of a list such as `2(x3),1`: one number per node.
-
-    Raises:
-        OptionError: It is malformed.
 
     Example:
         >>> expand_counts("2(x3),1")
@@ -74,10 +69,7 @@ def _entries(text: str) -> list[str]:
 
 def _expand(entry: str, text: str) -> list[str]:
     choices = [[match[2]] if match[2] is not None else _numbers(match[1], text) for match in _PIECE.finditer(entry)]
-    size = 1
-    for choice in choices:
-        size *= len(choice)
-    if size > _MOST:
+    if math.prod(map(len, choices)) > _MOST:
         raise OptionError(f"{entry!r} in the host list {text!r} stands for more than {_MOST} hosts.")
     return ["".join(pieces) for pieces in itertools.product(*choices)]
 
