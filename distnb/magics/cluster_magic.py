@@ -37,6 +37,7 @@ _RESOLVERS: dict[str, Callable[[], ClusterResolver]] = {
     "tfconfig": TFConfigClusterResolver,
     "kubernetes": KubernetesClusterResolver,
 }
+_ANY = StrategySpec("mirrored")
 
 
 class ClusterMagic:
@@ -62,19 +63,17 @@ class ClusterMagic:
             else:
                 getattr(self, command)(COMMANDS[command].read(rest))
 
-    def ensure(self, spec: StrategySpec | None = None) -> Session:
+    def ensure(self, spec: StrategySpec = _ANY) -> Session:
         """The running session; without one a cluster is started that suits a strategy, and it is said so."""
         session = sessions.current()
         if session is None:
-            count, devices, what = None, None, "the default one. %distnb start -n N chooses another size"
-            if spec is not None and (spec.devices or spec.device_type):
-                devices = spec.devices or (spec.device_type,)
-                count, what = spec.num_replicas or None, f"one on {', '.join(devices)}"
-            elif spec is not None and spec.num_replicas:
-                count, what = spec.num_replicas, f"one with {spec.num_replicas} engines"
+            count = spec.num_replicas or None
+            devices = spec.devices or ((spec.device_type,) if spec.device_type else None)
+            what = "the default one. %distnb start -n N chooses another size"
+            if devices or count:
+                what = f"one on {', '.join(devices)}" if devices else f"one with {count} engines"
             print(f"No cluster is running: starting {what}.", flush=True)
-            oversubscribe = spec is not None and bool(spec.option("oversubscribe"))
-            session = self._start(count, devices, oversubscribe=oversubscribe)
+            session = self._start(count, devices, oversubscribe=bool(spec.option("oversubscribe")))
         return session
 
     # -- commands --------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Extension:
         front_end = FrontEnd(
             live=self._front.live,
             follow=self._front.attach,
-            session_for=lambda strategy: self._cluster.ensure(strategy.spec if strategy.spec.device_type else None),
+            session_for=lambda strategy: self._cluster.ensure(strategy.spec),
             catch_up=self._front.catch_up,
             callers_lines=partial(tracebacks.callers_lines, shell),
             module_version=partial(_autoreloaded, shell),
