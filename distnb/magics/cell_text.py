@@ -6,10 +6,14 @@ import __future__
 import ast
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from IPython.core.inputtransformer2 import make_tokens_by_line
 
 from distnb.errors import OptionError
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
 
 __all__ = ["cell_magics", "check_no_nested_magic", "check_syntax", "padded"]
 
@@ -52,17 +56,20 @@ def cell_magics(lines: Sequence[str]) -> Iterator[tuple[str, int]]:
             yield visible[2].string, visible[0].start[0]
 
 
-def check_syntax(text: str, filename: str, flags: int) -> None:
-    """Raise a syntax error, with its line, before anything is sent, and before a cluster is started for it.
+def check_syntax(text: str, filename: str, shell: InteractiveShell) -> None:
+    """Raise a syntax error before anything is sent, and before a cluster is started for it.
 
-    Of the flags of the shell's compiler those of `from __future__` imports in earlier cells count: another one says
-    that a cell may be incomplete.
+    It looks as in any cell: the line and what is wrong with it, no frames. Of the compiler's flags those of
+    `from __future__` imports in earlier cells count: another one says that a cell may be incomplete.
     """
+    flags = shell.compile.flags & _FUTURE | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     try:
         with warnings.catch_warnings(action="ignore"):  # the replicas warn
-            compile(text, filename, "exec", flags & _FUTURE | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+            compile(text, filename, "exec", flags, dont_inherit=True)
     except SyntaxError as error:
         lines = text.splitlines()
         if not error.text and error.lineno is not None and error.lineno <= len(lines):
             error.text = lines[error.lineno - 1]
+        drawn = shell.SyntaxTB.structured_traceback(type(error), error)
+        error._render_traceback_ = lambda: drawn  # type: ignore[attr-defined]
         raise

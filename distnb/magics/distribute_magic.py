@@ -20,7 +20,7 @@ from distnb.errors import OptionError, StartError
 from distnb.magics.cell_request import CellRequest, read_request
 from distnb.magics.cell_text import cell_magics, check_no_nested_magic, check_syntax, padded
 from distnb.magics.commands import DISTRIBUTE, asks_for_help
-from distnb.magics.tracebacks import presented, without_frames
+from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
 from distnb.notebook.output.wording import cell_name
 from distnb.options import StrategySpec
@@ -95,8 +95,7 @@ class DistributeMagic(ast.NodeTransformer):
             result.raise_error()
         else:
             filename, text = self._filename(), self._transformed(source)
-            with without_frames(self._shell):
-                check_syntax(text, filename, self._shell.compile.flags)
+            check_syntax(text, filename, self._shell)
             # IPython holds a single magic call as the cell's text. Functions that come back from the replicas have
             # their lines in this one: for tracebacks, inspect, and replicas that they are sent to later.
             linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)

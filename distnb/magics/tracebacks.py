@@ -19,7 +19,7 @@ from distnb.notebook.handles.handle import HANDLES
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["callers_lines", "presented", "shown_plainly", "users_part", "without_frames"]
+__all__ = ["callers_lines", "presented", "shown_plainly", "users_part"]
 
 _KINDS = (BaseException,)  # the user's own, too: they may have come through our house, or be raised from one of ours
 _IPYTHON = os.path.dirname(IPython.__file__) + os.sep
@@ -121,15 +121,4 @@ def presented() -> Iterator[None]:
             line = f"\x1b[31m{type(error).__name__}\x1b[0m" + (f": {error}" if str(error) else "")
             # IPython asks the exception itself how it wants to be shown.
             error._render_traceback_ = lambda: [line]  # type: ignore[union-attr]
-        raise
-
-
-@contextmanager
-def without_frames(shell: InteractiveShell) -> Iterator[None]:
-    """Let a syntax error of the user's text look as in any cell: the line and what is wrong with it, no frames."""
-    try:
-        yield
-    except SyntaxError as error:
-        lines = shell.SyntaxTB.structured_traceback(type(error), error)
-        error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
         raise
