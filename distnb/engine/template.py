@@ -30,13 +30,9 @@ _FORKED = ("cpu", "cuda")  # torch's import touches no such device; of others th
 
 def load() -> None:
     """Import what every engine needs; a forked one has it already."""
-    collects = gc.isenabled()
-    gc.disable()  # nothing that imports leave is garbage
     importlib.import_module("torch.distributed")
     importlib.import_module("distnb.engine.app")
     importlib.import_module(os.environ[AGENT_VARIABLE])
-    if collects:
-        gc.enable()
 
 
 def fork_engines() -> None:
@@ -67,8 +63,8 @@ def _may_fork(environment: Mapping[str, str]) -> bool:
 
 def _load_for_forking() -> bool:
     """Load it all. False where something has begun to use a GPU, which no forked process could go on with."""
+    gc.disable()  # nothing that imports leave is garbage
     load()
-    gc.disable()
     gc.freeze()  # a collection writes to every object that it looks at, and memory is shared until it is written to
     return not sys.modules["torch"].cuda.is_initialized()
 

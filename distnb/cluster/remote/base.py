@@ -159,13 +159,17 @@ class _Line:
         self._status: int | None = None
         self._silence: asyncio.TimerHandle | None = None
         os.set_blocking(self._stdout.fileno(), False)
-        loop.call_soon_threadsafe(loop.add_reader, self._stdout, self._hear)
+        loop.call_soon_threadsafe(self._begin)
 
     def tell(self, words: bytes) -> None:
         with suppress(OSError, ValueError):  # it has ended, and its log says why
             self._stdin.write(words)
 
     # -- in the watcher's thread -------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if not self._stdout.closed:  # it may have ended already
+            self._loop.add_reader(self._stdout, self._hear)
 
     def _hear(self) -> bool:
         """Take what there is. Returns whether there may be more."""
@@ -188,7 +192,8 @@ class _Line:
         return True
 
     def _give_up(self) -> None:
-        self._status = LOST
+        if self._status is None:
+            self._status = LOST
         _end_with_all_below(self._process)
 
     def close(self, words: str) -> str:

@@ -38,7 +38,7 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has an address. Raises StartError where none has it."""
+    """The interface that has an address."""
     wanted = "127.0.0.1" if address.startswith("127.") else address  # all of 127.0.0.0/8 is this machine
     there = addresses_by_interface()
     for name, addresses in there.items():
