@@ -29,8 +29,6 @@ __all__ = ["Group", "PendingCollective"]
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NUMBERS = {name: hash(op) for name, op in _OPS.items()} | {"mean": hash(dist.ReduceOp.AVG)}
 _CARRIED = frozenset({torch.float32, torch.float64, torch.float16, torch.uint8, torch.int8, torch.int32, torch.int64})
-_MAX_DIMS = 13
-_DTYPES = [value for _, value in sorted(vars(torch).items()) if isinstance(value, torch.dtype)]
 _SMALL_NBYTES = 1024
 
 
@@ -155,17 +153,11 @@ class Group:
             StructureError: They differ in dtype, or along another dimension.
         """
         mine = tensor.detach()
-        if mine.dim() > _MAX_DIMS:
-            raise OptionError(f"A tensor of {mine.dim()} dimensions cannot be gathered; {_MAX_DIMS} is the most.")
         dim = dim % mine.dim() if mine.dim() else 0
-        described = [_DTYPES.index(mine.dtype), mine.dim(), *mine.shape]
-        header = torch.tensor(described + [0] * (_MAX_DIMS + 2 - len(described)), dtype=torch.int64, device=mine.device)
-        headers = [each.tolist() for each in self.all_gather(header)]
-        shapes = [tuple(each[2 : 2 + each[1]]) for each in headers]
-        dtypes = [_DTYPES[each[0]] for each in headers]
-        others = [shape[:dim] + shape[dim + 1 :] for shape in shapes]
-        if len(set(zip(dtypes, map(len, shapes), others, strict=True))) > 1:
-            told = "; ".join(f"replica {rank}: {dtypes[rank]} {list(shape)}" for rank, shape in enumerate(shapes))
+        described = self.all_gather_object((mine.dtype, tuple(mine.shape)))
+        shapes = [shape for _, shape in described]
+        if len({(dtype, len(shape), shape[:dim] + shape[dim + 1 :]) for dtype, shape in described}) > 1:
+            told = "; ".join(f"replica {rank}: {dtype} {list(shape)}" for rank, (dtype, shape) in enumerate(described))
             raise StructureError(
                 f"The replicas' tensors can be gathered along dimension {dim} only if all else is equal; it is not: "
                 f"{told}."

@@ -22,7 +22,7 @@ from torch.distributed import constants
 from distnb.collectives.group.backends import Backends
 from distnb.collectives.group.communicator import Beginning, Communicator
 from distnb.collectives.group.eager import methods_always_eager
-from distnb.collectives.group.work import CollectiveWork, DeviceWork, MessageWork, Staging, positive_seconds
+from distnb.collectives.group.work import DeviceWork, HostWork, Message, Staging, positive_seconds
 from distnb.collectives.shared_memory.shared_sum import SharedWork
 from distnb.collectives.verify import signature
 from distnb.collectives.verify.collective_log import Record
@@ -357,7 +357,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if device != "cpu":
             return cast(Work, inner and DeviceWork(current, inner))  # none while operations are coalesced
         current.open[number] = inner
-        return CollectiveWork(current, inner, number, staging)
+        return HostWork(current, inner, number, staging)
 
     def start_in_memory(
         self, key: Key, tensor: Tensor, op: str, sources: Sequence[int] | None = None, wanted: bool = True
@@ -489,7 +489,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         inner = getattr(backends.backends[kind], method)(tensors, *rest)
         if kind != "cpu":
             return DeviceWork(current, inner)
-        return MessageWork(current, inner, staging, self._time_limit_s)
+        return HostWork(current, Message(inner), None, staging, self._time_limit_s)
 
     # -- subgroups ---------------------------------------------------------------------------------------------------
 

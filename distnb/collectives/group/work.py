@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,9 @@ from distnb.collectives.group.eager import methods_always_eager
 if TYPE_CHECKING:
     from distnb.collectives.group.communicator import Communicator
 
-__all__ = ["CollectiveWork", "DeviceWork", "MessageWork", "Staging", "positive_seconds"]
+__all__ = ["DeviceWork", "HostWork", "Message", "Staging", "positive_seconds"]
 
-_SLICE_S = 0.1
-_SLICE = timedelta(seconds=_SLICE_S)
+_SLICE = timedelta(milliseconds=100)
 
 
 def _ended(inner: Any) -> RuntimeError | None:
@@ -84,7 +84,7 @@ class _GuardedWork(dist.Work):
         return bool(self._inner.is_completed())
 
     def is_success(self) -> bool:
-        return bool(self._inner.is_success())
+        return not self._communicator.failed and bool(self._inner.is_success())
 
     def exception(self) -> Any:
         return self._inner.exception()
@@ -112,63 +112,83 @@ class DeviceWork(_GuardedWork):
         return self._inner.get_future()  # type: ignore[no-any-return]
 
 
+class Message(Future[list[Any]]):
+    """Stands for Gloo's own work of a send or a receive, whose wait has no time-out that leaves the connection whole.
+
+    A thread of its own waits; who waits for the thread, and is freed by an abort, leaves it behind.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self._inner = inner
+        thread = threading.Thread(target=self._run, name="distnb-message", daemon=True)
+        exits.note(thread)
+        thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._inner.wait()
+        except RuntimeError as error:
+            self.set_exception(error.with_traceback(None))
+        else:
+            self.set_result([])
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait for a while. Raises a RuntimeError as Gloo's other works do."""
+        try:
+            self.result(timeout.total_seconds())
+        except TimeoutError as error:
+            raise RuntimeError("It is under way.") from error
+
+    def is_success(self) -> bool:
+        """Whether it ended well."""
+        return self.done() and self.exception() is None
+
+    def get_future(self) -> Message:
+        """What tells of its end."""
+        return self
+
+    def _source_rank(self) -> int:
+        return int(self._inner._source_rank())
+
+    is_completed = Future.done
+    value = Future.result
+
+
 @methods_always_eager
-class _HostWork(_GuardedWork):
-    """A work of Gloo's.
+class HostWork(_GuardedWork):
+    """A collective or a message under way in Gloo.
 
     Args:
         number: Its number in the collective log; messages have none.
         staging: Where tensors of a device go through host memory: what to copy back.
+        limit_s: The program's time limit for each wait, or None.
     """
 
-    def __init__(self, communicator: Communicator, inner: Any, number: int | None, staging: Staging | None) -> None:
+    _heard = True
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        inner: Any,
+        number: int | None,
+        staging: Staging | None,
+        limit_s: float | None = None,
+    ) -> None:
         super().__init__(communicator, inner)
         self.number = number
         self._staging = staging
+        self._limit_s = limit_s
         self._future: torch.futures.Future[Any] | None = None
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is completed with the work, and that an abort fails: also for those who wait in C++."""
-        if self._future is None:
-            devices: list[Any] = list(self._staging.devices) if self._staging else []
-            self._root: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
-            # torch's set_exception is known to Python only; an error raised in a callback is known to C++ too.
-            self._future = self._root.then(self._conclude)
-            self._follow()
-        return self._future
-
-    def _follow(self) -> None:
-        """See to it that `conclude` is called when Gloo is done, or the communicator has failed."""
-        raise NotImplementedError
-
-    def _conclude(self, root: torch.futures.Future[Any]) -> Any:
-        """The future's value. Raises what ended the work, or the communicator."""
-        raise NotImplementedError
-
-    def conclude(self) -> None:
-        """Complete the future, if anyone asked for one, with the result or the communicator's failure. Idempotent."""
-        if self._future is not None and not self._root.done():
-            try:
-                self._root.set_result(None)
-            except RuntimeError:
-                pass  # another thread was faster
-
-
-@methods_always_eager
-class CollectiveWork(_HostWork):
-    """A collective under way in Gloo."""
-
-    _heard = True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         communicator = self._communicator
         if communicator.failed:
             communicator.raise_failure()
         if _ended(self._inner) is not None:
-            communicator.limit(self.number, self._inner, positive_seconds(timeout))
+            if self.number is None:
+                communicator.watch(self)
+            communicator.limit(self.number or self, self._inner, positive_seconds(timeout) or self._limit_s)
             try:
                 self._wait_longer()
             finally:
@@ -191,13 +211,20 @@ class CollectiveWork(_HostWork):
     def is_completed(self) -> bool:
         return self._communicator.failed or self._inner.is_completed()
 
-    def is_success(self) -> bool:
-        return not self._communicator.failed and self._inner.is_success()
+    def synchronize(self) -> None:
+        self.wait()
 
-    def _follow(self) -> None:
-        self._heard = False  # now there is somebody to be told
-        self._inner.get_future().add_done_callback(self._hear)
-        self._communicator.watch(self)
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that is completed with the work, and that an abort fails: also for those who wait in C++."""
+        if self._future is None:
+            devices: list[Any] = list(self._staging.devices) if self._staging else []
+            self._root: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+            # torch's set_exception is known to Python only; an error raised in a callback is known to C++ too.
+            self._future = self._root.then(self._conclude)
+            self._heard = False  # now there is somebody to be told
+            self._inner.get_future().add_done_callback(self._hear)
+            self._communicator.watch(self)
+        return self._future
 
     def _hear(self, inner: Any) -> None:
         """Called by Gloo's own thread when it is done, with all that follows from the future."""
@@ -207,7 +234,16 @@ class CollectiveWork(_HostWork):
             self._heard = True
             self._communicator.finished(self)
 
+    def conclude(self) -> None:
+        """Complete the future, if anyone asked for one, with the result or the communicator's failure. Idempotent."""
+        if self._future is not None and not self._root.done():
+            try:
+                self._root.set_result(None)
+            except RuntimeError:
+                pass  # another thread was faster
+
     def _conclude(self, root: torch.futures.Future[Any]) -> Any:
+        """The future's value. Raises what ended the work, or the communicator."""
         communicator = self._communicator
         if communicator.failed and not self._inner.is_completed():
             communicator.raise_failure()
@@ -226,66 +262,3 @@ class CollectiveWork(_HostWork):
     def under_way(self) -> bool:
         """Whether Gloo still works on it, or tells of its end."""
         return not self._inner.is_completed() or not self._heard
-
-
-@methods_always_eager
-class MessageWork(_HostWork):
-    """A send or a receive under way in Gloo.
-
-    Gloo's wait for these has no time-out that leaves the connection whole, so a thread of its own waits, and the
-    caller waits for the thread: a caller who is freed by an abort leaves it behind.
-    """
-
-    def __init__(self, communicator: Communicator, inner: Any, staging: Staging | None, limit_s: float | None) -> None:
-        super().__init__(communicator, inner, None, staging)
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        self._limit_s = limit_s
-        communicator.watch(self)
-        thread = threading.Thread(target=self._run, name="distnb-message", daemon=True)
-        exits.note(thread)
-        thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._inner.wait()
-        except RuntimeError as error:
-            self._error = error.with_traceback(None)
-        self._ended.set()
-        self._communicator.finished(self)
-        self.conclude()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._ended.is_set():
-            self._communicator.limit(self, self, positive_seconds(timeout) or self._limit_s)
-        while not self._ended.wait(_SLICE_S):
-            self._communicator.examine(None)
-        if self._error is not None:
-            self._communicator.explain(None, self._error)
-        if self._staging is not None:
-            self._staging.copy_back()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._ended.is_set()
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
-
-    def exception(self) -> Any:
-        return self._error
-
-    def _follow(self) -> None:
-        if self._ended.is_set():
-            self.conclude()
-
-    def _conclude(self, root: torch.futures.Future[Any]) -> Any:
-        if not self._ended.is_set():
-            self._communicator.raise_failure()
-        if self._error is not None:
-            raise self._error
-        return []
-
-    def under_way(self) -> bool:
-        """Whether Gloo still works on it."""
-        return not self._ended.is_set()

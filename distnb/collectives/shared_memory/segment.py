@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from distnb.collectives.group.rendezvous import host
@@ -45,15 +46,7 @@ class _Card:
 
 
 class SharedMemory:
-    """One piece of common memory. All replicas make it together.
-
-    Args:
-        group: The replicas.
-        nbytes: Its size.
-
-    Raises:
-        CollectiveError: They cannot share memory, or there is not enough of it. All replicas raise alike.
-    """
+    """One piece of common memory. All replicas make it together, or raise CollectiveError alike."""
 
     def __init__(self, group: Group, nbytes: int) -> None:
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
@@ -115,7 +108,7 @@ def _made(nbytes: int) -> tuple[int, str]:
     """A descriptor of new memory; or -1, and what went wrong."""
     if sys.platform != "linux" or not os.access(_PAGEMAP, os.R_OK):
         return -1, f"this system does not tell which pages of memory were written to ({_PAGEMAP})"
-    available = _available_nbytes()
+    available = psutil.virtual_memory().available
     if nbytes > available:
         # The kernel would give pages until it ends processes, whosever they are.
         return -1, f"{nbytes} bytes are not to be had ({available} are available)"
@@ -128,12 +121,6 @@ def _made(nbytes: int) -> tuple[int, str]:
             return -1, f"{nbytes} bytes are not to be had ({error.strerror})"
         raise
     return descriptor, ""
-
-
-def _available_nbytes() -> int:
-    """How much memory this machine can give without ending or swapping out anything."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
 
 
 def _opened(first: _Card) -> tuple[int, str]:
