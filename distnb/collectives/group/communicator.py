@@ -147,11 +147,11 @@ class Communicator:
         self.backends = None
         backends.end(idle=not self.under_way(), until=until)
 
-    def lost(self) -> int:
-        """How many others are gone, though they have not ended their program."""
+    def lost(self, *ended: str) -> int:
+        """How many others are gone, though they have not ended their program in one of these ways."""
         if (backends := self.backends) is None or (verifier := self.verifier) is None:
             return 0
-        return backends.connections.closed() - verifier.ended()
+        return backends.connections.closed() - verifier.count(*ended)
 
     def under_way(self) -> bool:
         """Whether something runs outside of Python."""

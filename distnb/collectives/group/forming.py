@@ -169,4 +169,4 @@ class Forming:
         """Whether a replica is gone that has not ended its program."""
         if self._connected is not None:
             return self._connected.connections.closed() > 0
-        return self._group.parent is not None and self._group.parent.communicator.lost() > 0
+        return self._group.parent is not None and self._group.parent.communicator.lost("ended", "failed") > 0

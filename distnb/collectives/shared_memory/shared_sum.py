@@ -11,9 +11,7 @@ Only x86 keeps the order of plain stores that this relies on; elsewhere Gloo is 
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
-import select
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,7 +33,7 @@ _LINE = 64
 _AREA_NBYTES = 2**30  # of addresses; pages are only there once they were written to
 _MOST_NBYTES = 16 * 2**20
 _SLOTS = 256  # operations that a replica may have under way
-_POSTED, _DONE, _PID, _OFFSETS = 0, 1, 2, 16  # words of a replica's header
+_POSTED, _DONE, _OFFSETS = 0, 1, 16  # words of a replica's header
 _WORDS = _OFFSETS + _SLOTS
 _HEADER_NBYTES = -(-4 * _WORDS // _LINE) * _LINE
 _KNOWN_VIEWS = 256
@@ -81,7 +79,6 @@ class SharedSum:
             torch.frombuffer(memory, dtype=torch.uint8, count=_AREA_NBYTES, offset=begin + rank * _AREA_NBYTES)
             for rank in range(size)
         ]
-        self._words[self._me][_PID] = os.getpid()
         self._number = 0
         self._under_way: list[tuple[int, int, int]] = []  # (number, begin, end) of what others may still read
         self._finished: set[int] = set()
@@ -203,29 +200,10 @@ class SharedSum:
         if self._words[rank][word] == seen:
             try:
                 communicator.examine(number)
-                if self._has_ended(rank):
-                    ended = (
-                        f"process {self._words[rank][_PID]} of replica {communicator.group.replicas[rank]} has ended"
-                    )
-                    communicator.explain(number, RuntimeError(ended))
+                if communicator.lost("ended") > 0:
+                    communicator.explain(number, RuntimeError("it was closed"))
             finally:
                 communicator.waited()
-
-    def _has_ended(self, rank: int) -> bool:
-        """Whether a replica's process is no more (or a zombie). Gloo would see its connections closed."""
-        pid = self._words[rank][_PID]
-        if pid == 0:
-            return False  # it has not come this far
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
-        try:
-            return bool(select.select([descriptor], [], [], 0)[0])
-        finally:
-            os.close(descriptor)
 
     def _view(self, rank: int, begin: int, tensor: torch.Tensor) -> torch.Tensor:
         key = (rank, begin, tensor.shape, tensor.dtype)

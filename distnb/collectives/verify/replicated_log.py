@@ -41,10 +41,6 @@ class ReplicatedLog(CollectiveLog):
         self._seen = [b""] * size
         self._lock = threading.Lock()
 
-    def move(self, store: Store) -> None:
-        """Use another connection to the same store."""
-        self._store = store
-
     def acknowledged(self, replica: int) -> int:
         return self._acknowledged[replica]
 

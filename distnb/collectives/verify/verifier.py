@@ -263,9 +263,9 @@ class Verifier:
                 )
         return failed
 
-    def ended(self) -> int:
-        """How many others have ended their program."""
-        return sum(self.log.phase(rank)[1] in ("ended", "failed") for rank in self._peers)
+    def count(self, *phases: str) -> int:
+        """How many others are in one of these phases of their program."""
+        return sum(self.log.phase(rank)[1] in phases for rank in self._peers)
 
     def departed(self, number: int) -> str:
         """What to say of a replica that an error took away from where this one waits; "" if there is none.
