@@ -54,10 +54,8 @@ class Backends:
     def connect(cls, store: Store, group: GuardedProcessGroup, local: bool) -> Backends:
         """Connect with the other ranks of a group. Cannot be interrupted.
 
-        Args:
-            store: Where addresses are exchanged, under a prefix that nobody used before.
-            group: Who they are.
-            local: All are on this machine: listen on loopback only.
+        Addresses are exchanged in the store, under a prefix that nobody used before. Where all are `local`, on this
+        machine, they listen on loopback only.
         """
         with _device_making:  # its event loop is known by being new; what may block below must not hold the lock
             before = event_loops()
@@ -169,18 +167,15 @@ def leak(*objects: Any) -> None:
 
 def _plain(group: GuardedProcessGroup, backends: Mapping[str, Any]) -> dist.ProcessGroup:
     plain: dist.ProcessGroup = cast(Any, dist.ProcessGroup)(group.rank(), group.size())
+    types = dist.ProcessGroup.BackendType
+    known = {"gloo": types.GLOO, "nccl": types.NCCL}
     # A backend from outside may be a process group written in Python, which C++ cannot hold.
-    kinds = {kind: _type_of(backend) for kind, backend in backends.items() if isinstance(backend, Backend)}
+    held = {kind: backend for kind, backend in backends.items() if isinstance(backend, Backend)}
+    kinds = {kind: known.get(backend.name(), types.CUSTOM) for kind, backend in held.items()}
     plain._set_default_backend(list(kinds.values())[-1])
     for kind, backend_type in kinds.items():
         plain._register_backend(torch.device(kind), backend_type, backends[kind])
     return plain
-
-
-def _type_of(backend: Backend) -> Any:
-    types = dist.ProcessGroup.BackendType
-    known = {"gloo": types.GLOO, "nccl": types.NCCL}
-    return known.get(backend.name(), types.CUSTOM)
 
 
 def _gloo_device(local: bool) -> Any:

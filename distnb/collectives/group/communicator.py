@@ -44,15 +44,11 @@ class Beginning:
 class Communicator:
     """One forming of a process group: its backends, what is under way in them, and what ended them.
 
-    Args:
-        group: The process group.
-        failure: What keeps it from being formed.
-        former: The verifier of the communicator that broke, and whose place this one takes.
-
     Attributes:
-        failure: What ended it, if something did.
+        failure: What ended it, or keeps it from being formed.
         mendable: Whether the next operation after the program has heard of the failure makes a new communicator.
         told: Whether the program has heard of it.
+        former: The verifier of the communicator that broke, and whose place this one takes.
         backends, verifier, shared: What it consists of, while it is connected.
     """
 

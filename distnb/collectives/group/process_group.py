@@ -53,14 +53,10 @@ _ONE, _BOTH = (True,), (True, False)
 def _collective(
     word: str, method: str, written: tuple[bool, ...], default: Callable[[], Any] | None = None, compared: int = -1
 ) -> Callable[..., Work]:
-    """A method of torch's ProcessGroup: tensors, or lists of them, and options.
+    """A method of torch's ProcessGroup that takes tensors, or lists of them, and options.
 
-    Args:
-        word: What errors call it.
-        method: The backend's name for it.
-        written: Which of the tensors it writes to.
-        default: Makes options where none are given.
-        compared: Which of the tensors are alike on all replicas.
+    Errors call it by its word, the backend by its method's name. It writes to some of the tensors; those of one place
+    are alike on all replicas.
     """
 
     def call(self: GuardedProcessGroup, *args: Any) -> Work:
@@ -179,11 +175,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # -- life --------------------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta | None) -> None:
-        """End the communicator if an operation of torch's takes longer than this; None, or torch's default: never.
-
-        Raises:
-            OptionError: It is not positive.
-        """
+        """End the communicator if an operation of torch's takes longer than this; None, or torch's default: never."""
         self._time_limit_s = _limit(timeout)
 
     def prefer(self, patience_s: float | None, in_memory: bool) -> tuple[float | None, bool]:
@@ -280,9 +272,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def end(self, failed: bool) -> None:
         """The program ended on this replica.
 
-        Raises:
-            CollectiveMismatchError: It ended well, but so did others, with other counts.
-            BaseException: It ended well, but the group failed meanwhile, and nobody saw it.
+        If it ended well, a failure of the group that nobody saw is raised, and a difference from others that did, too.
         """
         current = self.communicator
         verifier, broken = current.verifier or current.former, current.failure is not None
@@ -323,11 +313,9 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         *rest: Any,
         timeout: timedelta | None = None,
     ) -> Work:
-        """Record a collective and enter it.
+        """Record a collective by its key, and enter it by the backend's method.
 
         Args:
-            key: Its signature.
-            method: The backend's name for it.
             tensors: Its arguments that are tensors or lists of them; `written` tells which it writes to.
             rest: The other arguments.
             timeout: The caller's own time limit.
@@ -365,14 +353,13 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Begin a reduction, or the copying of tensors, in memory that the replicas share.
 
         Args:
-            key: Its signature.
             tensor: What is reduced, in place, or gathered. As large on all replicas.
             op: "sum", "mean", "max", "min" or "gather".
             sources: Of a gather: whose tensors this replica gets; None for all.
             wanted: Of a gather: whether any replica gets this one's.
 
         Returns:
-            The work; None if this tensor, or this group, cannot be served so. That is so on all replicas then.
+            The work; on all replicas None if such a tensor, or this group, cannot be served so.
         """
         shared = self.ready()[0].shared
         if shared is None or not self._in_memory or self._carried_as(key[3]) != "cpu" or not shared.takes(tensor, op):

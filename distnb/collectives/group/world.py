@@ -7,7 +7,6 @@ torch knows one world at a time. Here each team has one of its own, with the sub
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -89,20 +88,18 @@ class TorchDistributed:
         self._current: World | None = None
         self._set_aside: World | None = None
         self._installed = False
-        self._lock = threading.RLock()
 
     def enter(self, world: World) -> None:
         """Make this the world that torch knows."""
-        with self._lock:
-            if self._current is world:
-                return
-            if self._current is not None:
-                self._current.save()
-            elif dist.is_initialized():
-                self._set_aside = World(c10d._world.default_pg)  # the user's own; it lives on, though unused
-                self._set_aside.save()
-            world.load()
-            self._current = world
+        if self._current is world:
+            return
+        if self._current is not None:
+            self._current.save()
+        elif dist.is_initialized():
+            self._set_aside = World(c10d._world.default_pg)  # the user's own; it lives on, though unused
+            self._set_aside.save()
+        world.load()
+        self._current = world
 
     def set_store(self, world: World, store: Store) -> None:
         """Use another store in a world from now on."""
