@@ -62,14 +62,9 @@ class Groups:
     def join(self, team: Team, rank: int, device: Device, *, timeout_s: float | None = None) -> Group:
         """Make the group of this team and generation the default process group, forming it if it is new.
 
-        Waits for the other replicas of the team. Groups of other teams stay connected beside it, as long as they are of
-        the newest generation. RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
-
-        Args:
-            team: Who runs together, and where their store is.
-            rank: Which replica this process is.
-            device: This replica's device.
-            timeout_s: How long to wait for the others; None for as long as nobody aborts.
+        Waits for the other replicas of the team, without a time limit for as long as nobody aborts. Groups of other
+        teams stay connected beside it, as long as they are of the newest generation. RANK, WORLD_SIZE, LOCAL_RANK,
+        LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
 
         Raises:
             CollectiveError: The others did not come in time, or could not be connected to.
@@ -126,13 +121,10 @@ class Groups:
         """Join the group that torchrun or `distnb run` describes by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
         A default group that the program initialised before is taken over: it gives the rank, the size and the store.
-
-        Args:
-            sockets_only: Use Gloo also where each replica has a GPU of its own.
-            timeout_s: How long to wait for the others; None for as long as it takes.
+        With `sockets_only` Gloo is used also where each replica has a GPU of its own.
 
         Raises:
-            CollectiveError: The variables are not set, or the others cannot be reached.
+            CollectiveError: The variables are not set, or the others cannot be reached in time.
         """
         if self._active is not None:
             return self._active.interface
@@ -198,14 +190,11 @@ class Groups:
     def program_ended(self, failed: bool) -> bool:
         """The program ended on this replica: it will call no further collectives.
 
-        Args:
-            failed: Whether by an error, which others will be told of in another way.
+        If it has not failed, CollectiveMismatchError is raised where another replica's part ended well, too, but with
+        more or fewer collectives.
 
         Returns:
             Whether it caught errors that left the group less than whole: the next program is to have a new generation.
-
-        Raises:
-            CollectiveMismatchError: It ended well, as did another replica's part, but with more or fewer collectives.
         """
         if self._active is None:
             return False

@@ -92,16 +92,7 @@ class Group:
         return self.team_generation + (breaks << 32) + (number << 64)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        """Replace the tensor on each replica by the sum (mean, max, min) over all.
-
-        Args:
-            tensor: Same shape and dtype everywhere; changed in place.
-            op: "sum", "mean", "max" or "min".
-
-        Raises:
-            CollectiveMismatchError: Another replica called something else.
-            ProgramAborted: The program was aborted.
-        """
+        """Replace each replica's tensor by the "sum" ("mean", "max", "min") of all, which have one shape and dtype."""
         self.all_reduce_start(tensor, op).wait()
 
     def all_reduce_start(self, tensor: Tensor, op: str = "sum") -> PendingCollective | SharedWork:

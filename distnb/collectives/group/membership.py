@@ -41,14 +41,9 @@ class Attempt:
 class Member:
     """One team, as this replica of it sees it.
 
-    Args:
-        key: Names the team in this process.
-        rank: Which replica this is.
-        device: This replica's device.
-        devices: Every replica's.
-        apart: Whether each replica has a device of its own.
-
     Attributes:
+        key: Names the team in this process.
+        rank, device, devices: Which replica this is; its device, and everyone's.
         backend_name: What carries tensors of the replicas' own devices; "gloo" does where nothing else can.
         device_types: Whose tensors the groups carry; those that are `staged` go through host memory.
         interface: The group of this generation, as the rest of distnb uses it.
@@ -68,7 +63,7 @@ class Member:
         self.rank = rank
         self.device = device
         self.devices = devices
-        # The devices' own backend needs one of them for each replica.
+        # The devices' own backend needs one of them for each replica: `apart` says whether there is.
         alike = apart and len({each.type for each in devices}) == 1
         self.backend_name = (c10d_backend(device.type) if alike else None) or "gloo"
         self.device_types = tuple(dict.fromkeys(("cpu", device.type)))
