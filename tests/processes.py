@@ -7,6 +7,7 @@ orphans are found too, which have no parent of ours any more. Each of pytest-xdi
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -34,12 +35,19 @@ _STACKS_S = 30.0
 _OF_LIBRARIES = ("multiprocessing.resource_tracker", "torch_shm_manager", "multiprocessing.forkserver")
 
 
+# The directories in /proc, with their inodes, of processes that belong to other runs, whatever they become.
+_of_others: set[tuple[str, int]] = set()
+
+
 def marked(mark: str = MARK) -> dict[int, psutil.Process]:
     """All living processes of this test run but the calling one."""
     needle = f"{MARK_NAME}={mark}\0".encode()
-    found = {}
+    found, others = {}, set()
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        if (known := (entry.name, entry.inode())) in _of_others:
+            others.add(known)
             continue
         with contextlib.suppress(OSError, psutil.Error):
             environment = Path(entry.path, "environ").read_bytes()
@@ -48,7 +56,23 @@ def marked(mark: str = MARK) -> dict[int, psutil.Process]:
                 process = psutil.Process(int(entry.name))
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found[process.pid] = process
+            elif environment and _is_of_others(environment, entry.path):
+                others.add(known)
+    _of_others.clear()
+    _of_others.update(others)
     return found
+
+
+def _is_of_others(environment: bytes, entry: str) -> bool:
+    """Whether another worker, or what is older than this process, started it: nothing of ours begins like that."""
+    theirs = environment.partition(f"{MARK_NAME}=".encode())[2].partition(b"\0")[0].decode()
+    if theirs:
+        return not MARK.startswith(theirs) and not theirs.startswith(MARK)
+    return _begin_of(entry) < _begin_of("/proc/self")
+
+
+def _begin_of(entry: str) -> int:
+    return int(Path(entry, "stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _parent_of(entry: str) -> int:
@@ -57,9 +81,12 @@ def _parent_of(entry: str) -> int:
 
 def children_of_this_run() -> dict[int, psutil.Process]:
     """`marked()` without those that exec'd pytest and those that live as long as this process."""
-    ours = marked()
-    above = {parent.pid for parent in psutil.Process().parents()}
-    return {pid: p for pid, p in ours.items() if pid not in above and not _lives_as_long(p)}
+    return {pid: p for pid, p in marked().items() if pid not in _above() and not _lives_as_long(p)}
+
+
+@functools.cache
+def _above() -> set[int]:
+    return {parent.pid for parent in psutil.Process().parents()}
 
 
 def _lives_as_long(process: psutil.Process) -> bool:

@@ -14,11 +14,9 @@ from tests.kernel import Notebook
 from tests.machines import Machines
 
 _TRAINING = """
-from sklearn.datasets import load_digits
 import torch.nn.functional as F
 torch.manual_seed(7)
-digits = load_digits()
-inputs, labels = torch.tensor(digits.data / 16)[:250], torch.tensor(digits.target)[:250]
+inputs, labels = torch.rand(250, 64).double(), torch.arange(250) % 10
 data = torch.utils.data.TensorDataset(inputs, labels)
 with strategy.scope():
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)).double()

@@ -124,10 +124,9 @@ class OpenNotebook:
         browser: Playwright's.
         server: Where it lies.
         name: Its file.
-        dark: Use JupyterLab's dark theme.
     """
 
-    def __init__(self, browser: Any, server: Server, name: str, *, dark: bool = False) -> None:
+    def __init__(self, browser: Any, server: Server, name: str) -> None:
         self.server = server
         self.path = server.notebooks / name
         self.page = browser.new_page(viewport={"width": 1250, "height": 950})
@@ -135,8 +134,6 @@ class OpenNotebook:
         self.page.goto(f"{server.url}/{where}/{name}?reset")
         self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
         self._wait_for_kernel()
-        if dark:
-            self.command("apputils:change-theme", {"theme": "JupyterLab Dark"})
 
     def __enter__(self) -> OpenNotebook:
         return self

@@ -14,6 +14,7 @@ from tests.kernel import lines_of_each
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
 
+@pytest.mark.parametrize("front_end", ["notebook"], indirect=True)  # test_front_end.py has it in JupyterLab
 def test_the_live_view_lives_and_leaves_a_picture(chrome: Any, front_end: Server) -> None:
     front_end.write("live.ipynb", [SETUP, "%%distribute mirrored\n# replay: train 3"])
     with OpenNotebook(chrome, front_end, "live.ipynb") as notebook:

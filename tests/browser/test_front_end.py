@@ -1,4 +1,7 @@
-"""The front end in JupyterLab, with replayed events: what is seen while a cell runs, and what is left in the file."""
+"""The front end in JupyterLab: what is seen while a cell runs, and what is left in the file.
+
+Events are replayed; the last test has real engines.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.browser.lab import OpenNotebook, Server
+from tests.kernel import lines_of_each
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
 SETUP = "%load_ext distnb\nfrom tests.browser import replay\nsession = replay.install(2)"
 
@@ -46,6 +50,9 @@ def test_curves_grow_and_stay(chrome: Any, lab: Server) -> None:
             notebook.see(lambda: view.locator("table tr").count() == 3)
             notebook.see(lambda: "examples/s" in view.locator("table").inner_text())
             notebook.see(lambda: "epoch 1" in notebook.output(1).inner_text())
+            assert not is_light(colour_of(view))
+            notebook.command("apputils:change-theme", {"theme": "JupyterLab Dark"})
+            notebook.see(lambda: is_light(colour_of(view)))
 
         notebook.wait(1)
         notebook.see(lambda: view.locator("svg").count() == 0)
@@ -64,8 +71,17 @@ def test_curves_grow_and_stay(chrome: Any, lab: Server) -> None:
         assert again.picture(1) > 100
 
 
-def test_progress_bars_figures_and_errors(chrome: Any, lab: Server) -> None:
-    cells = [SETUP, *(f"%%distribute mirrored\n# replay: {what}" for what in ("progress 2", "figures", "train 0.5 1"))]
+def colour_of(view: Any) -> str:
+    return str(view.evaluate("view => getComputedStyle(view).color"))
+
+
+def is_light(color: str) -> bool:
+    return int(color.removeprefix("rgb(").removeprefix("rgba(").split(",")[0]) > 128
+
+
+def test_progress_bars_figures_errors_and_floods(chrome: Any, lab: Server) -> None:
+    replayed = ("progress 2", "figures", "train 0.5 1", "flood 2")
+    cells = [SETUP, *(f"%%distribute mirrored\n# replay: {what}" for what in replayed), "6 * 7"]
     lab.write("output.ipynb", cells)
     with OpenNotebook(chrome, lab, "output.ipynb") as notebook:
         notebook.run(0)
@@ -80,36 +96,84 @@ def test_progress_bars_figures_and_errors(chrome: Any, lab: Server) -> None:
         for text in ("ValueError: wrong shape", "failed"):
             notebook.output(3).filter(has_text=text).wait_for(timeout=60_000)
         assert "distnb/magics" not in notebook.output(3).inner_text()
+        notebook.run(4)
+        notebook.output(4).filter(has_text="the end").wait_for(timeout=60_000)
+        text = notebook.output(4).inner_text()
+        assert "left out" in text
+        assert text.count("\n") < 3_000
+        notebook.run(5)
+        notebook.see(lambda: "42" in notebook.output(5).inner_text())
 
 
 def one_line_per_replica(shown: str) -> bool:
     return "[0]" in shown and "[1]" in shown and shown.count("|") == 4
 
 
-def test_a_flood_leaves_the_notebook_usable(chrome: Any, lab: Server) -> None:
-    lab.write("flood.ipynb", [SETUP, "%%distribute mirrored\n# replay: flood 2", "6 * 7"])
-    with OpenNotebook(chrome, lab, "flood.ipynb") as notebook:
-        notebook.run(0)
-        notebook.run(1)
-        notebook.output(1).filter(has_text="the end").wait_for(timeout=60_000)
-        text = notebook.output(1).inner_text()
-        assert "left out" in text
-        assert text.count("\n") < 3_000
-        notebook.run(2)
-        notebook.see(lambda: "42" in notebook.output(2).inner_text())
+# -- with real engines: the main job ------------------------------------------------------------------------------------
+
+DEFINE = """
+import distnb, torch
+torch.manual_seed(0)
+LR = 0.05
+data = torch.utils.data.TensorDataset(torch.randn(256, 8), torch.randint(0, 3, (256,)))
+loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
+def make_model():
+    return torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3))
+"""
+TRAIN = """%%distribute mirrored
+import itertools, os, time
+from torch.nn import functional as F
+with strategy.scope():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+def train_step(batch):
+    x, y = batch
+    loss = distnb.nn.compute_average_loss(F.cross_entropy(model(x), y, reduction="none"), global_batch_size=16)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    time.sleep(0.02)
+    return loss
+
+def held():  # the page may be slower than the cell
+    seen = strategy.run(lambda: torch.tensor(float(os.path.exists(HELD))))
+    return strategy.reduce("sum", seen, axis=None) > 0
+
+for epoch in itertools.count():
+    for batch in strategy.distribute_dataset(loader):
+        losses = strategy.run(train_step, args=(batch,))
+        distnb.live(loss=strategy.reduce("sum", losses, axis=None), own=losses)
+    print("epoch", epoch)
+    if epoch >= 2 and not held():
+        break
+"""
 
 
-def test_dark_theme(chrome: Any, lab: Server) -> None:
-    lab.write("dark.ipynb", [SETUP, "%%distribute mirrored\n# replay: train 3"])
-    with OpenNotebook(chrome, lab, "dark.ipynb", dark=True) as notebook:
-        notebook.run(0)
-        view = notebook.output(1).locator(".distnb-live")
+def test_a_mirrored_cell_trains_live(chrome: Any, lab: Server) -> None:
+    lab.write(
+        "train.ipynb",
+        ["%load_ext distnb\n%distnb start -n 2", f"HELD = {str(lab.held)!r}" + DEFINE, TRAIN, "losses", "%distnb stop"],
+    )
+    with OpenNotebook(chrome, lab, "train.ipynb") as notebook:
+        notebook.run(0, 90)
+        notebook.see(lambda: "2 engines ready" in notebook.output(0).inner_text())
+        notebook.run(1, 60)
+        output = notebook.output(2)
+        view = output.locator(".distnb-live")
         with notebook.held():
-            notebook.start(1)
-            view.locator("svg").first.wait_for(timeout=60_000)
-            notebook.see(lambda: is_light(view.evaluate("view => getComputedStyle(view).color")))
-        notebook.wait(1)
+            notebook.start(2)
+            view.locator("svg[data-name='loss'] path.line").wait_for(timeout=60_000)
+            notebook.see(lambda: view.locator("svg[data-name='own'] path.line").count() == 2)
+            words = ("replica", "device", "step", "examples/s", "memory", "cpu:0", "cpu:1")
+            notebook.see(lambda: all(word in view.locator("table").inner_text() for word in words))
+        notebook.wait(2, 90)
+        notebook.see(lambda: output.locator("img[src^='data:image/svg+xml']").count() == 2)
+        output.filter(has_text="ended").wait_for(timeout=60_000)
+        notebook.see(lambda: same_last_epoch(lines_of_each(output.inner_text())))
+        notebook.run(3)
+        notebook.see(lambda: "replica" in notebook.output(3).inner_text().lower())
+        notebook.run(4)
 
 
-def is_light(color: str) -> bool:
-    return int(color.removeprefix("rgb(").removeprefix("rgba(").split(",")[0]) > 128
+def same_last_epoch(lines: list[list[str]]) -> bool:
+    first, second = (each[-1] if each else "" for each in lines)
+    return first == second and int(first.removeprefix("epoch ") or 0) >= 2

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 
 from tests.kernel import Notebook
 from tests.ranks import run_ranks
@@ -112,6 +111,8 @@ _MLP = """
 def make_model():
     torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10)).double()
+seeded = torch.Generator().manual_seed(5)
+inputs, labels = torch.rand(50, 64, generator=seeded).double(), torch.arange(50) % 10
 """
 
 
@@ -120,8 +121,7 @@ def _plain_training() -> list[torch.Tensor]:
     with torch.random.fork_rng():
         exec(_MLP, names)
         model = names["make_model"]()
-    digits = load_digits()
-    x, y = torch.tensor(digits.data[:50]) / 16, torch.tensor(digits.target[:50])
+    x, y = names["inputs"], names["labels"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
@@ -134,9 +134,7 @@ def _plain_training() -> list[torch.Tensor]:
 def test_training_equals_one_replicas(n: int) -> None:
     program = """
     import torch.nn.functional as F
-    from sklearn.datasets import load_digits
-    digits = load_digits()
-    data = torch.utils.data.TensorDataset(torch.tensor(digits.data[:50]) / 16, torch.tensor(digits.target[:50]))
+    data = torch.utils.data.TensorDataset(inputs, labels)
 
     def train(strategy, mean=False):
         with strategy.scope():

@@ -16,13 +16,13 @@ pytestmark = pytest.mark.timeout(200)
 _TRAINING = """
 import distnb, torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 
 def train(strategy, optimizer_name, dtype, reduction="sum", epochs=3, dropout=0.0):
     torch.manual_seed(7)
     torch.set_default_dtype(dtype)
-    digits = load_digits()
-    inputs, labels = torch.tensor(digits.data / 16, dtype=dtype)[:350], torch.tensor(digits.target)[:350]
+    seeded = torch.Generator().manual_seed(5)
+    inputs = torch.rand(350, 64, generator=seeded, dtype=dtype)
+    labels = (inputs @ torch.randn(64, 10, generator=seeded, dtype=dtype)).argmax(1)
     data = torch.utils.data.TensorDataset(inputs, labels)
     loader = torch.utils.data.DataLoader(data, batch_size=64, shuffle=True)  # the last batch has 30
     with strategy.scope():

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.kernel import Notebook
@@ -40,21 +40,22 @@ CASES = [Case(optimizer, dtype) for dtype in ("float32", "float64") for optimize
 
 # -- the program, in the three ways to write it --------------------------------------------------------------------
 
+DATA = f"""
+seeded = torch.Generator().manual_seed(5)
+inputs = torch.rand({EXAMPLES}, 64, generator=seeded, dtype=torch.float64)
+labels = (inputs @ torch.randn(64, 10, generator=seeded, dtype=torch.float64)).argmax(1)
+"""
 COMMON = f"""
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 import distnb
 
 torch.set_num_threads(1)
-digits = load_digits()
-
+{DATA}
 
 def make_loader(dtype):
-    x = torch.tensor(digits.data[:{EXAMPLES}], dtype=getattr(torch, dtype)) / 16
-    y = torch.tensor(digits.target[:{EXAMPLES}])
-    return DataLoader(TensorDataset(x, y), batch_size={BATCH}, shuffle=True)
+    return DataLoader(TensorDataset(inputs.to(getattr(torch, dtype)), labels), batch_size={BATCH}, shuffle=True)
 
 
 def make_model(dtype):
@@ -114,9 +115,9 @@ weights = [parameter.tolist() for parameter in strategy.local_results(model)[0].
 def reference(case: Case) -> tuple[list[float], list[torch.Tensor]]:
     """Plain PyTorch on the whole batch."""
     dtype = getattr(torch, case.dtype)
-    digits = load_digits()
-    x = torch.tensor(digits.data[:EXAMPLES], dtype=dtype) / 16
-    loader = DataLoader(TensorDataset(x, torch.tensor(digits.target[:EXAMPLES])), batch_size=BATCH, shuffle=True)
+    data: dict[str, Any] = {"torch": torch}
+    exec(DATA, data)
+    loader = DataLoader(TensorDataset(data["inputs"].to(dtype), data["labels"]), batch_size=BATCH, shuffle=True)
     with torch.random.fork_rng():
         torch.manual_seed(11)
         model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Tanh(), torch.nn.Linear(32, 10)).to(dtype)

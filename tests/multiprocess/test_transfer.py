@@ -26,7 +26,7 @@ from tests.worlds import ClusterWorld, Process, distributed, run_all
 
 pytestmark = pytest.mark.timeout(120)
 
-NBYTES = 64 << 20
+NBYTES = 8 << 20
 MIRRORED = StrategySpec("mirrored")
 
 
@@ -152,10 +152,10 @@ def test_nothing_is_left_open(world: ClusterWorld, mapped: int) -> None:
     ns["copied"].values
     here, (kept, there) = held_here(), look(world)
     assert kept == [mapped, mapped]
-    for _ in range(5):
+    for _ in range(3):
         ns["big"] += 1
         ns["small"] = np.zeros(100_000)  # together with others
-        ns["other"] = [np.zeros(1_000_000), np.zeros(2_000_000)]
+        ns["other"] = [np.zeros(250_000), np.zeros(500_000)]
         run_all(world, [distributed("copied = big + small[0] + other[1][0]")])
         assert ns["copied"].values[0][0] == ns["big"][0]
     assert held_here() == here
@@ -187,7 +187,7 @@ def test_arguments_of_calls_are_let_go(world: ClusterWorld) -> None:
 
 def test_calls_under_way_have_the_arguments_that_they_were_given(world: ClusterWorld) -> None:
     session: Session = world._session
-    tensor = torch.empty(4 << 20)
+    tensor = torch.empty(1 << 20)
 
     def ends(x: torch.Tensor) -> tuple[float, float]:
         return float(x.min()), float(x.max())
