@@ -133,7 +133,7 @@ class Agent:
         IOLoop.current().add_callback(self._serve_programs)
         # What torch and IPython consist of is never garbage: collections need not look at it again and again.
         gc.freeze()
-        warm_up_when_idle(lambda: not self._serving)
+        warm_up_when_idle(lambda: not self._serving, lambda: self._control.latest_program)
 
     def _running(self) -> tuple[int, int] | None:
         return self._control.running

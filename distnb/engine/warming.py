@@ -15,23 +15,32 @@ from tornado.ioloop import IOLoop
 
 __all__ = ["warm_up_when_idle"]
 
-_IDLE_S = 1.0
+_IDLE_S = 2.0
 # The first optimizer of a process imports torch._dynamo, and so do others of torch's own functions: 1.5 to 3 s. Those
 # before it are parts of it: a program that comes meanwhile waits for one of them only.
 _MODULES = ("sympy", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
 
 
-def warm_up_when_idle(is_idle: Callable[[], bool], modules: Sequence[str] = _MODULES) -> None:
-    """Load modules one by one once this engine has been idle for a second; to be called on the event loop's thread.
+def warm_up_when_idle(
+    is_idle: Callable[[], bool], latest: Callable[[], int], modules: Sequence[str] = _MODULES
+) -> None:
+    """Load them one by one once this engine has been idle for some seconds; to be called on the event loop's thread.
 
-    A program that is the first thing an engine hears loads what it needs itself, and is not disturbed meanwhile.
+    Programs that follow each other closely load what they need themselves, and are not disturbed meanwhile.
+
+    Args:
+        is_idle: Whether no program runs.
+        latest: The number of the latest program.
+        modules: Their names.
     """
     loop = IOLoop.current()
-    left = list(modules)
+    left, seen = list(modules), latest()
 
     def look() -> None:
-        if not is_idle():
-            loop.call_later(_IDLE_S, look)  # a program runs the event loop
+        nonlocal seen
+        if not is_idle() or latest() != seen:
+            seen = latest()
+            loop.call_later(_IDLE_S, look)  # a program runs the event loop, or has just done so
             return
         with contextlib.suppress(Exception):  # who needs it hears of it
             importlib.import_module(left.pop(0))
