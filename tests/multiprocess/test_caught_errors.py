@@ -44,6 +44,16 @@ def me():
     return distnb.replica_id()
 """
 
+_LEFT = """
+    try:
+        strategy.run(f)
+    except KeyError:
+        return "KeyError"
+    except CollectiveError as error:
+        assert "Replica 0 left strategy.run by KeyError" in str(error), error
+        return "CollectiveError"
+"""
+
 # Each case is a function `case(net, step)` that returns the name of the error that this replica caught, or None.
 _CASES = {
     "on one replica": """
@@ -79,14 +89,8 @@ _CASES = {
         if me() == 0:
             raise KeyError("x")
         step()
-    try:
-        strategy.run(f)
-    except KeyError:
-        return "KeyError"
-    except CollectiveError as error:
-        assert "Replica 0 left strategy.run by KeyError" in str(error), error
-        return "CollectiveError"
-    """,
+    """
+    + _LEFT,
     "inside a collective's callers": """
     def f():
         x = torch.ones(4)
@@ -95,14 +99,8 @@ _CASES = {
             raise KeyError("x")
         big = torch.ones(3_000_000)  # by Gloo
         dist.all_reduce(big)
-    try:
-        strategy.run(f)
-    except KeyError:
-        return "KeyError"
-    except CollectiveError as error:
-        assert "Replica 0 left strategy.run by KeyError" in str(error), error
-        return "CollectiveError"
-    """,
+    """
+    + _LEFT,
     "with what follows skipped": """
     caught = []
     for k in range(3):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ BLOCKS = {
     page: re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
     for page in PAGES
 }
-
-
-@pytest.fixture(scope="module")
-def notebook() -> Iterator[Notebook]:
-    with Notebook(engines=2) as running:
-        yield running
 
 
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks])
