@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import compileall
 import faulthandler
 import gc
 import os
@@ -46,6 +47,10 @@ os.environ.setdefault("MPLBACKEND", "agg")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for _ignored in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(_ignored, signal.SIG_DFL)
+
+# Where Python keeps no byte code (PYTHONDONTWRITEBYTECODE), each of some thousand processes would compile the package.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    compileall.compile_dir(Path(__file__).parents[1] / "distnb", quiet=2)
 
 _KEPT = ("pytest-of-", "torchinductor_")  # pytest's tmp_path, and torch.compile's cache
 
