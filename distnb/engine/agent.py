@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -102,6 +103,7 @@ class Agent:
             pipes=pipes,
         )
         self._serving = self._listening = False
+        self._served = time.monotonic()
         self._executor = Executor(engine, shell, self._control)
         self._handlers: dict[type, Callable[[Any, int], Reply]] = {
             RunCell: self._run_cell,
@@ -133,7 +135,7 @@ class Agent:
         IOLoop.current().add_callback(self._serve_programs)
         # What torch and IPython consist of is never garbage: collections need not look at it again and again.
         gc.freeze()
-        warm_up_when_idle(lambda: not self._serving, lambda: self._control.latest_program)
+        warm_up_when_idle(lambda: 0.0 if self._serving else time.monotonic() - self._served)
 
     def _running(self) -> tuple[int, int] | None:
         return self._control.running
@@ -190,7 +192,7 @@ class Agent:
             IOLoop.current().add_callback(self._serve_programs)  # more may wait, and nothing else would tell
             raise
         finally:
-            self._serving = False
+            self._serving, self._served = False, time.monotonic()
             if self._programs.ended:
                 self._ignore()
             elif not self._listening:

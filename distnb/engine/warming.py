@@ -21,25 +21,20 @@ _IDLE_S = 2.0
 _MODULES = ("sympy", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
 
 
-def warm_up_when_idle(
-    is_idle: Callable[[], bool], latest: Callable[[], int], modules: Sequence[str] = _MODULES
-) -> None:
-    """Load them one by one once this engine has been idle for some seconds; to be called on the event loop's thread.
+def warm_up_when_idle(idle_s: Callable[[], float], modules: Sequence[str] = _MODULES) -> None:
+    """Load modules one by one once no program has run for some seconds; to be called on the event loop's thread.
 
     Programs that follow each other closely load what they need themselves, and are not disturbed meanwhile.
 
     Args:
-        is_idle: Whether no program runs.
-        latest: The number of the latest program.
+        idle_s: For how long no program has run; 0 while one does.
         modules: Their names.
     """
     loop = IOLoop.current()
-    left, seen = list(modules), latest()
+    left = list(modules)
 
     def look() -> None:
-        nonlocal seen
-        if not is_idle() or latest() != seen:
-            seen = latest()
+        if idle_s() <= _IDLE_S:
             loop.call_later(_IDLE_S, look)  # a program runs the event loop, or has just done so
             return
         with contextlib.suppress(Exception):  # who needs it hears of it

@@ -32,7 +32,7 @@ def test_programs_have_their_turn_between_modules():
     seen = []
 
     async def programs() -> None:
-        warming.warm_up_when_idle(lambda: True, lambda: 1, NAMES)
+        warming.warm_up_when_idle(lambda: 1.0, NAMES)
         while "warmed_second" not in sys.modules:
             seen.append(loaded())
             await asyncio.sleep(0)
@@ -45,26 +45,13 @@ def test_programs_have_their_turn_between_modules():
 
 def test_nothing_is_loaded_while_a_program_runs():
     async def program() -> None:
-        idle = False
-        warming.warm_up_when_idle(lambda: idle, lambda: 1, NAMES)
+        idle_s = 0.0
+        warming.warm_up_when_idle(lambda: idle_s, NAMES)
         for _ in range(50):  # it runs the event loop
             await asyncio.sleep(0)
         assert loaded() == ()
-        idle = True
+        idle_s = 1.0
         while "warmed_second" not in sys.modules:
             await asyncio.sleep(0)
 
     asyncio.run(program())
-
-
-def test_nothing_is_loaded_between_programs_that_follow_closely():
-    async def programs() -> None:
-        latest = 0
-        warming.warm_up_when_idle(lambda: True, lambda: latest, NAMES)
-        for latest in range(1, 50):  # noqa: B007  # the latest by the time of each look
-            await asyncio.sleep(0)
-        assert loaded() == ()
-        while "warmed_second" not in sys.modules:
-            await asyncio.sleep(0)
-
-    asyncio.run(programs())
