@@ -26,6 +26,7 @@ class Packed:
         names: What each of them is the value of, in order.
         data, buffers: The pickles and their buffers.
         pairs: (place in the memo, number that the other side knows the object by), one after the other.
+        copies: Of objects that stay where they are: a class among them changes none that the other side has.
     """
 
     serial: int
@@ -33,6 +34,7 @@ class Packed:
     data: Any
     buffers: tuple[Any, ...]
     pairs: bytes = b""
+    copies: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -41,7 +43,7 @@ class Packed:
 
     def __reduce__(self) -> Any:
         buffers = tuple(pickle.PickleBuffer(each) for each in self.buffers)
-        return Packed, (self.serial, self.names, pickle.PickleBuffer(self.data), buffers, self.pairs)
+        return Packed, (self.serial, self.names, pickle.PickleBuffer(self.data), buffers, self.pairs, self.copies)
 
 
 def out_of_band(buffers: list[Any]) -> Callable[[pickle.PickleBuffer], bool]:

@@ -203,10 +203,12 @@ class Tracker:
         kept = {name for name in values if name in self._records} - set(names)
         tables = list(self._tables.values())
         sources = [table for table in tables if not kept.isdisjoint(table.wanted)]
+        changed_classes = {id(values[name]) for name in names if isinstance(values[name], type)}
 
         def known(obj: Any) -> int | None:
-            if type(obj) is Memory:
-                return None  # a value that shows a part of it may look as before, and the rest be changed
+            # What leads to it may look as before: of memory another part changed, a class is looked at by itself.
+            if type(obj) is Memory or id(obj) in changed_classes:
+                return None
             for table in sources:
                 number = table.numbers.get(id(obj))
                 if number is not None and table.name_of(number) in kept & table.wanted:
@@ -240,7 +242,7 @@ class Tracker:
         packer = Packer(self.side, None, lambda obj: None, Memories())
         for value in values.values():
             packer.dump([value])
-        return Packed(0, tuple(values), packer.file.getbuffer(), tuple(packer.buffers))
+        return Packed(0, tuple(values), packer.file.getbuffer(), tuple(packer.buffers), copies=self.side.copying)
 
     def open_loose(self, packed: Packed) -> dict[str, Any]:
         """What `pack_loose` was given; a value that cannot be opened is a placeholder."""
@@ -292,11 +294,12 @@ class Tracker:
             whole = False  # the other end's objects have other numbers
             places = [(place, number) for place, number in pairs_in(packed) if number in substitutes]
             taken |= {id(table.objects[place]): substitutes[number] for place, number in places}
-        if counterparts or opener.held_classes or opener.new_classes:
+        held_classes = [] if packed.copies else opener.held_classes
+        if counterparts or held_classes or opener.new_classes:
             objects = table.objects if whole else {}
             merge = Merge(counterparts, taken)
             values = {name: merge.merged(value) if name in opener.agreed else value for name, value in values.items()}
-            merge.classes(opener.held_classes, opener.new_classes)
+            merge.classes(held_classes, opener.new_classes)
             table.replace({place: merge.final(obj) for place, obj in objects.items()})
         if whole:  # both ends have these objects from now on
             self._add(table)
