@@ -201,7 +201,14 @@ class DoubleWorld:
         )
         return namespace.close_call(result)
 
-    def perform(self, engines: Sequence[int], operation: str, target: Any, payload: Any = None) -> dict[int, Any]:
+    def perform(
+        self,
+        engines: Sequence[int],
+        operation: str,
+        target: Any,
+        payload: Any = None,
+        give_up: Callable[[dict[int, Any]], None] = lambda results: None,
+    ) -> dict[int, Any]:
         self._programs += 1
         message = Apply(self._programs, operation, target, self.team, payload)
         answers: dict[int, Any] = {}
@@ -212,7 +219,10 @@ class DoubleWorld:
                     answers[engine] = self._send(carry_out(self.namespaces[engine], self._send(message)))
                 except Exception as error:
                     errors.append(error)
+                    answers[engine] = self._send(self.namespaces[engine].give_up_call())
         if errors:
+            told = {engines.index(engine): answer for engine, answer in answers.items() if answer is not None}
+            give_up(told if len(told) == len(answers) else {})
             raise errors[0]
         return answers
 

@@ -310,11 +310,7 @@ class Agent:
                     result = function(*rest)
             return self._namespace.close_call(result)
 
-        try:
-            return self._run_together(message.program, message.team, replica, body)
-        except BaseException as error:  # noqa: BLE001  # what it did until then is told, as of a cell
-            results, _ = self._described(message.program, self._namespace.give_up_call)
-            return self._failed(message.program, error, results)
+        return self._run_together(message.program, message.team, replica, body)
 
     def _apply(self, message: Apply, replica: int) -> Reply:
         def body() -> Any:
@@ -334,9 +330,10 @@ class Agent:
 
         try:
             value = self._guard.call(program, joined)
-        except BaseException:
+        except BaseException as error:  # noqa: BLE001  # what it did until then is told, as of a cell
             groups.program_ended(True)
-            raise
+            results, _ = self._described(program, self._namespace.give_up_call)
+            return self._failed(program, error, results)
         return Reply(program, "ok", value=value, renew=groups.program_ended(False))
 
     # -- the shell of the engine -----------------------------------------------------------------------------------

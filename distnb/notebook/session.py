@@ -366,7 +366,14 @@ class Session:
         """
         self._unsettled.settle()
 
-    def perform(self, engines: Sequence[int], operation: str, target: ObjectId, payload: Any = None) -> dict[int, Any]:
+    def perform(
+        self,
+        engines: Sequence[int],
+        operation: str,
+        target: ObjectId,
+        payload: Any = None,
+        give_up: Callable[[dict[int, Any]], None] = lambda results: None,
+    ) -> dict[int, Any]:
         """Apply an operation to an object on some engines: how handles read and change what they stand for.
 
         Args:
@@ -374,6 +381,7 @@ class Session:
             operation: Its name, as the engine's `Operations` knows it.
             target: The object.
             payload: What the operation needs besides.
+            give_up: If it raises, called with what it did until then, by replica; with nothing if that is not known.
 
         Returns:
             The operation's value by engine.
@@ -386,9 +394,17 @@ class Session:
             if getattr(self._lookers, "deep", 0):
                 self.unshown.add(program)
             team = self._engines.team_of(engines)
-            with self._dispatch.interrupts:
-                outcome = self._dispatch.run(program, team.engines, Apply(program, operation, target, team, payload))
+            with self._dispatch.interrupts as interrupts:
+                try:
+                    message = Apply(program, operation, target, team, payload)
+                    outcome = self._dispatch.run(program, team.engines, message)
+                except BaseException:
+                    give_up({})
+                    raise
                 self._leave_broken_group(outcome, team)
+                if not outcome.ok or outcome.interrupted:
+                    with interrupts.brief():
+                        give_up({} if outcome.stuck else _what_they_did(outcome, team))
         self._raise_failure(outcome, team, called=True)
         return {engine: reply.value for engine, reply in outcome.replies.items()}
 

@@ -55,6 +55,18 @@ def test_different_values(world: DoubleWorld) -> None:
     assert ns["s"].values == (0, 11)
 
 
+def test_what_raises_on_a_handle_is_no_reason_to_send_all_anew(world: DoubleWorld) -> None:
+    here(world, "data = [{'number': number} for number in range(10_000)]")
+    there(world, "held = [len(data)]")
+    held = world.notebook.user_ns["held"]
+    assert not hasattr(held, "nothing")
+    with pytest.raises(IndexError):
+        _ = held[7]
+    before = world.sent_nbytes
+    there(world, "held.append(len(data))")
+    assert world.sent_nbytes - before < 50_000
+
+
 def test_plain_values_that_differ_are_no_object_to_ask(world: DoubleWorld) -> None:
     there(world, "name = str(rid()) * 2")
     name = world.notebook.user_ns["name"]

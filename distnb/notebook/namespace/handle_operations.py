@@ -32,7 +32,12 @@ class Perform(Protocol):
     """Applies an operation to an object on some engines, and gives the answer of each."""
 
     def __call__(
-        self, engines: Sequence[int], operation: str, target: ObjectId, payload: Any = None
+        self,
+        engines: Sequence[int],
+        operation: str,
+        target: ObjectId,
+        payload: Any = None,
+        give_up: Callable[[dict[int, Any]], None] = ...,
     ) -> dict[int, Any]: ...
 
 
@@ -141,12 +146,13 @@ class HandleOperations:
         return answers
 
     def _ask(self, tracked: TrackedObjects, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
+        def give_up(results: dict[int, Any]) -> None:
+            # An operation that raised, as `hasattr` does, is no reason to send all anew.
+            told = results if all(isinstance(one, Result) for one in results.values()) else {}
+            self._namespace.failed(request.snapshot, told)
+
         # Every engine hears of every snapshot, also those that have nothing to answer.
-        try:
-            answers = self._perform(tracked.key[0], operation, target, request)
-        except BaseException:
-            self._namespace.failed(request.snapshot)
-            raise
+        answers = self._perform(tracked.key[0], operation, target, request, give_up)
         return {tracked.key[0].index(engine): answer for engine, answer in answers.items() if answer is not None}
 
     def rename(self, engines: tuple[int, ...], old: TeamKey, new: TeamKey) -> None:
