@@ -70,10 +70,10 @@ result = late(loss.backward)
 
 def test_a_limit_of_a_part():
     body = """
-part = dist.new_group([0, 1], timeout=timedelta(seconds=4))  # a slow machine's replicas meet within it
+part = dist.new_group([0, 1], timeout=timedelta(seconds=2.5))  # a slow machine's replicas meet within it
 assert sum_of(part) == 2
 if rank == 1:
-    threading.Event().wait(4.5)  # longer than the limit, which is not the whole group's
+    threading.Event().wait(3.0)  # longer than the limit, which is not the whole group's
 assert sum_of() == 2
 result = late(lambda: sum_of(part))
 """
@@ -134,7 +134,7 @@ def test_a_group_that_the_program_initialised_keeps_its_limit():
 meeting = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=60))
 meeting.set("here" + os.environ["RANK"], "")
 meeting.wait(["here0", "here1"])  # one may have loaded torch long before the other
-dist.init_process_group(timeout=timedelta(seconds=8))
+dist.init_process_group(timeout=timedelta(seconds=5))
 group = groups"""
     body = PROLOGUE.replace("group = groups", begin)
     first, second = run_ranks(body + "result = late(sum_of)", 2)
