@@ -55,6 +55,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 _KEPT = ("pytest-of-", "torchinductor_")  # pytest's tmp_path, and torch.compile's cache
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()  # tests collect garbage again and again, and none of what they are is any
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     warm_python.close()
     shutil.rmtree(_ROOT, ignore_errors=True)
