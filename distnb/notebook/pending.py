@@ -106,20 +106,26 @@ class BesideCall:
         self._send = send
         self.changes = changes
         self._sent: PendingCall | None = None
+        self._error: Exception | None = None
 
-    def send(self) -> PendingCall:
-        """Send it, unless that was done."""
-        if self._sent is None:
-            self._sent = self._send()
-        return self._sent
+    def send(self) -> None:
+        """Send it, unless that was done. What keeps it from being sent is told where its result is wanted."""
+        if self._sent is None and self._error is None:
+            try:
+                self._sent = self._send()
+            except Exception as error:  # noqa: BLE001
+                self._error = error
 
     def result(self) -> Any:
         """Wait for its result.
 
         Raises:
-            BaseException: What it raised on the replicas.
+            BaseException: What it raised on the replicas, or kept it from being sent.
         """
-        return resolve(self.send())
+        self.send()
+        if self._error is not None:
+            raise self._error
+        return resolve(self._sent)
 
 
 class Unsettled:
