@@ -150,6 +150,12 @@ _LIFE = """
         pass
 
     result["own"] = error(lambda: strategy.run(step, args=(model, Own(model.parameters()))))
+
+    def interrupted(model, optimizer):
+        step(model, optimizer)
+        raise KeyError("after a step")
+
+    result["raised"] = error(lambda: strategy.run(interrupted, args=(model, optimizer)))
     strategy.run(lambda: model.weight.data.mul_(1.0 + me))
     result["drifted_after_error"] = error(lambda: strategy.run(step, args=(model, optimizer)))
 """
@@ -172,6 +178,7 @@ def test_a_script_on_accelerators() -> None:
         assert (result["halved"], result["initialised"], result["assigned"]) == (True, True, True)
         assert result["buffers"][0] == result["buffers"][1] == found[0]["buffers"][1], "averaged by the backward pass"
         assert "torch.optim.Adam" in result["own"]
+        assert "after a step" in result["raised"]
         assert "OutOfSyncError" in result["drifted"]
         assert "Linear.weight of shape [4000, 64]" in result["drifted"]
         after = result["drifted_after_error"]  # the backward pass after an error compares values first
