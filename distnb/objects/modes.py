@@ -220,6 +220,7 @@ def _category(module: str, name: str) -> Any:
 # -- torch -------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def _torch() -> Any:
     import torch
 
@@ -261,15 +262,12 @@ def _kinds_to_cast_on() -> tuple[str, ...]:
     return tuple({"cpu": 0, "cuda": 0, accelerator.type if accelerator is not None else "cpu": 0})
 
 
-def _autocast() -> tuple[Any, ...]:
-    import torch
-
-    return tuple(
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds_to_cast_on()
-    )
+def _autocast() -> list[tuple[Any, ...]]:
+    enabled, dtype = _torch().is_autocast_enabled, _torch().get_autocast_dtype
+    return [(kind, enabled(kind), dtype(kind)) for kind in _kinds_to_cast_on()]
 
 
-def _set_autocast(value: tuple[Any, ...]) -> None:
+def _set_autocast(value: list[tuple[Any, ...]]) -> None:
     import torch
 
     for kind, enabled, dtype in value:
