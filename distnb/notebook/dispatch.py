@@ -13,7 +13,7 @@ from distnb.notebook.interrupts import Interrupts
 from distnb.notebook.supervision import GiveUpOn
 from distnb.notebook.supervisor import Supervisor
 from distnb.wire.channel import Programs
-from distnb.wire.messages import CallFunction, Died, Hello, Reply, Unread
+from distnb.wire.messages import Died, Hello, Reply, Unread
 
 __all__ = ["Dispatch", "Outcome"]
 
@@ -72,17 +72,12 @@ class Outcome:
     @property
     def left_group_whole(self) -> bool:
         """Whether the replicas can go on in the same process group: an order to end the program ends it in any case."""
-        if self.interrupted or self._given_up or any(reply.renew for reply in self.replies.values()):
-            return False
-        return self.ok
+        renew = any(reply.renew for reply in self.replies.values())
+        return self.ok and not (renew or self.interrupted or self._given_up)
 
 
 class Dispatch:
     """Owns the way of programs. One distributed program at a time: others wait their turn.
-
-    Args:
-        programs: The way to the engines.
-        supervisor: Follows every program.
 
     Attributes:
         turn: Hold it while a program is made, sent and waited for.
@@ -107,55 +102,32 @@ class Dispatch:
         self.latest = next(self._numbers)
         return self.latest
 
-    def run(self, program: int, engines: tuple[int, ...], message: Any, *, quiet: bool = True) -> Outcome:
-        """Send a program to its engines and wait for its end on each. An interrupt ends it, and is told in the outcome.
-
-        Raises:
-            EngineDied, ReplicaStuck: An engine cannot take it; nothing was sent to any.
-        """
-        with self.interrupts:  # from before it is sent: nobody would end a program that nobody waits for
-            outcome = self._begin(program, engines, quiet)
-            self._programs.send(engines, message)
-            self._collect(outcome)
-        del self._pending[program]
-        return outcome
-
-    def post(self, program: int, engines: tuple[int, ...], message: CallFunction) -> Outcome:
-        """Send a call that nobody waits for yet.
+    def post(self, program: int, engines: tuple[int, ...], message: Any, *, quiet: bool = True) -> Outcome:
+        """Send a program to its engines. Its end is waited for by `wait`.
 
         Within `interrupts`: a message that some engines got, and others did not, would keep those waiting.
 
         Raises:
             EngineDied, ReplicaStuck: An engine cannot take it; it was not sent to any.
         """
-        outcome = self._begin(program, engines, quiet=True)
-        self._programs.send(engines, message)
-        return outcome
-
-    def _begin(self, program: int, engines: tuple[int, ...], quiet: bool) -> Outcome:
         self.require_ready(engines)
         outcome = self._pending[program] = Outcome(program, engines, quiet=quiet)
         self._supervisor.program_began(program, engines)
         self._lose()
         for engine, status in outcome.died.items():  # before it was followed: nobody else ends the others' part
             self._supervisor.failed(engine, program, status)
+        self._programs.send(engines, message)
         return outcome
 
-    def wait(self, outcome: Outcome) -> Outcome:
-        """Wait for the end of a call that was posted, as `run` does."""
-        if not outcome.complete:
-            with self.interrupts:
-                self._collect(outcome)
-        self._pending.pop(outcome.program, None)
-        return outcome
-
-    def _collect(self, outcome: Outcome) -> None:
+    def wait(self, outcome: Outcome) -> None:
+        """Wait for a program's end on each of its engines, within `interrupts`: they end it, which the outcome tells."""
         while True:
             if self.interrupts.take():
                 self.interrupt()
             if outcome.complete:
-                return
+                break
             self._read()
+        self._pending.pop(outcome.program, None)
 
     def interrupt(self) -> bool:
         """End the programs that are under way, from any thread. False if there are none."""

@@ -211,8 +211,8 @@ class Session:
                     self.namespace.operations.changes += 1
                 message = RunCell(program, team, spec, source, filename, label, in_scope, snapshot)
                 self._supervisor.publish(Status(program, "started", team, devices))
-                outcome = self._dispatch.run(program, team.engines, message, quiet=False)
-                self._leave_broken_group(outcome, team)
+                outcome = self._dispatch.post(program, team.engines, message, quiet=False)
+                self._wait(outcome, team)
                 self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
                 self._supervisor.publish(Status(program, "ended", team, devices, "" if outcome.ok else "failed"))
                 with interrupts.brief():
@@ -222,8 +222,9 @@ class Session:
         warn_of_drift(outcome)
         self._raise_failure(outcome, team)
 
-    def _leave_broken_group(self, outcome: Outcome, team: Team) -> None:
-        """The next programs form a new process group, unless this one left the team's whole."""
+    def _wait(self, outcome: Outcome, team: Team) -> None:
+        """Wait for a program's end. The next form a new process group, unless it left the team's whole."""
+        self._dispatch.wait(outcome)
         if not outcome.left_group_whole:
             self._engines.teams.renew(after=team)
 
@@ -341,8 +342,7 @@ class Session:
         """
         outcome, team, snapshot = call.outcome, call.team, call.snapshot
         with self._dispatch.turn, self._dispatch.interrupts as interrupts:
-            self._dispatch.wait(outcome)
-            self._leave_broken_group(outcome, team)
+            self._wait(outcome, team)
             result, well = None, outcome.ok and outcome.interrupted is known
             with interrupts.brief():
                 if outcome.ok:  # perhaps before it heard of an interrupt
@@ -397,11 +397,11 @@ class Session:
             with self._dispatch.interrupts as interrupts:
                 try:
                     message = Apply(program, operation, target, team, payload)
-                    outcome = self._dispatch.run(program, team.engines, message)
+                    outcome = self._dispatch.post(program, team.engines, message)
+                    self._wait(outcome, team)
                 except BaseException:
                     give_up({})
                     raise
-                self._leave_broken_group(outcome, team)
                 if not outcome.ok or outcome.interrupted:
                     with interrupts.brief():
                         give_up({} if outcome.stuck else _what_they_did(outcome, team))
