@@ -12,6 +12,7 @@ from distnb.errors import EngineDied, ReplicaStuck
 from distnb.notebook.interrupts import Interrupts
 from distnb.notebook.supervision import GiveUpOn
 from distnb.notebook.supervisor import Supervisor
+from distnb.topology import Team
 from distnb.wire.channel import Programs
 from distnb.wire.messages import Died, Hello, Reply, Unread
 
@@ -75,6 +76,14 @@ class Outcome:
         renew = any(reply.renew for reply in self.replies.values())
         return self.ok and not (renew or self.interrupted or self._given_up)
 
+    def done(self, team: Team) -> dict[int, Any]:
+        """What the program did, by replica.
+
+        Nothing where one of them was ended before it had opened the snapshot: all of it is sent again.
+        """
+        told = {team.rank_of(engine): reply.value for engine, reply in self.replies.items() if reply.value is not None}
+        return told if len(told) == len(self.replies) else {}
+
 
 class Dispatch:
     """Owns the way of programs. One distributed program at a time: others wait their turn.
@@ -120,7 +129,7 @@ class Dispatch:
         return outcome
 
     def wait(self, outcome: Outcome) -> None:
-        """Wait for a program's end on each of its engines, within `interrupts`: they end it, which the outcome tells."""
+        """Wait for a program's end on each of its engines. Within `interrupts`: they end it, and the outcome tells."""
         while True:
             if self.interrupts.take():
                 self.interrupt()
@@ -143,11 +152,7 @@ class Dispatch:
 
         A program would not reach one whose connection does not stand yet.
 
-        Returns:
-            The engines that have not.
-
-        Raises:
-            StartError: There is no way to one of this host.
+        Returns the engines that have not.
         """
         self._programs.meet(hellos)
         while missing := [hello.engine for hello in hellos if self._greeted.get(hello.engine) != hello.pid]:
@@ -204,11 +209,7 @@ class Dispatch:
                     outcome.lose(loss.engine, None)
 
     def require_ready(self, engines: Collection[int]) -> None:
-        """Raise if one of these engines cannot take a program.
-
-        Raises:
-            EngineDied, ReplicaStuck: It has ended, or is busy with a program that was.
-        """
+        """Raise if one of these engines has ended, or is busy with a program that was."""
         self._lose()
         if not self._dead and not self._supervisor.stuck:
             return

@@ -39,10 +39,6 @@ class _Call(NamedTuple):
 class Session:
     """A running cluster as the notebook sees it. `start` makes one.
 
-    Args:
-        user_ns: The notebook's variables.
-        plan: Which engines run where.
-
     Attributes:
         events: Everything that happens on the engines; widgets and output listen here.
         front: Shows what happens.
@@ -80,18 +76,9 @@ class Session:
         user_ns: dict[str, Any],
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> Session:
-        """Start a cluster and wait until every engine is ready.
+        """Start a cluster and wait until every engine is ready; what it raises leaves nothing behind.
 
-        Args:
-            n: Number of engines; None for one per GPU, else two on the CPU.
-            devices: Their devices, as `plan_devices` reads them.
-            options: The machines where they run; None for this one.
-            oversubscribe: Let several engines share one device, and more start than the machine can take.
-            user_ns: The notebook's variables.
-            on_progress: Told, in words, how far the start is.
-
-        Raises:
-            OptionError, StartError: Nothing was left behind.
+        `options` name the machines where they run, None this one; `on_progress` is told in words how far the start is.
         """
         plan = make_plan(n, devices, options, on_progress, oversubscribe=oversubscribe)
         for notice in plan.notices:
@@ -172,9 +159,7 @@ class Session:
     def team(self, spec: StrategySpec) -> Team:
         """The engines that a strategy runs on: all that are there, or as many, or those devices, as it names.
 
-        Raises:
-            OptionError: The strategy asks for what the cluster does not have.
-            ClusterError: No engine is left.
+        Raises OptionError where the cluster does not have those, ClusterError where no engine is left.
         """
         return self._engines.team(spec)
 
@@ -190,7 +175,6 @@ class Session:
 
         Args:
             source: Its text, padded with empty lines so that line numbers are the notebook cell's.
-            spec: The strategy.
             filename: What code objects of the cell carry.
             label: How tracebacks call the cell, "Cell In[3]".
             in_scope: Run it within `strategy.scope()`.
@@ -216,7 +200,7 @@ class Session:
                 self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
                 self._supervisor.publish(Status(program, "ended", team, devices, "" if outcome.ok else "failed"))
                 with interrupts.brief():
-                    self.namespace.incoming(source, team, _what_they_did(outcome, team))
+                    self.namespace.incoming(source, team, outcome.done(team))
                     if outcome.stuck:
                         self.namespace.doubt(snapshot)
         warn_of_drift(outcome)
@@ -241,9 +225,7 @@ class Session:
         """Call a method of a strategy on every replica: how `strategy.run` works from the notebook.
 
         Args:
-            spec: The strategy.
             method: The method's name; "" for the function that is its first argument, which gets the others.
-            args, kwargs: The method's arguments.
             wait: False sends the call and returns a result that is waited for when it is used.
 
         Returns:
@@ -273,7 +255,6 @@ class Session:
         """Call a function on every replica once they have begun with the next program; what it does is not the user's.
 
         Args:
-            spec: The strategy.
             args: The function, and its arguments.
             reads: Handles of what it changes: it is sent before a program that reads these.
         """
@@ -333,12 +314,9 @@ class Session:
         known: bool = False,
         keep: Callable[[Any], object] = lambda result: None,
     ) -> Any:
-        """Wait for a call and take in what it did.
+        """Wait for a call and take in what it did. `keep` is given the result before SIGINT can raise again.
 
-        Args:
-            call: What `_post` gave.
-            known: Whether the user has heard of it that it was interrupted.
-            keep: Given the result before SIGINT can raise again.
+        With `known` the user has heard of it that it was interrupted.
         """
         outcome, team, snapshot = call.outcome, call.team, call.snapshot
         with self._dispatch.turn, self._dispatch.interrupts as interrupts:
@@ -349,7 +327,7 @@ class Session:
                     values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
                     result = self.namespace.result(team, values, call.changes)
                 else:
-                    self.namespace.failed(snapshot, _what_they_did(outcome, team))
+                    self.namespace.failed(snapshot, outcome.done(team))
                 if outcome.stuck:
                     self.namespace.doubt(snapshot)
                 if well:
@@ -361,8 +339,7 @@ class Session:
     def settle(self) -> None:
         """Wait for every call that was sent with `wait=False`; to be called at a cell's end.
 
-        Raises:
-            BaseException: What the first of them that failed raised, unless a use of its result has raised it before.
+        Raises what the first of them that failed raised, unless a use of its result has raised it before.
         """
         self._unsettled.settle()
 
@@ -378,8 +355,6 @@ class Session:
 
         Args:
             engines: Those that hear of it, in replica order.
-            operation: Its name, as the engine's `Operations` knows it.
-            target: The object.
             payload: What the operation needs besides.
             give_up: If it raises, called with what it did until then, by replica; with nothing if that is not known.
 
@@ -404,7 +379,7 @@ class Session:
                     raise
                 if not outcome.ok or outcome.interrupted:
                     with interrupts.brief():
-                        give_up({} if outcome.stuck else _what_they_did(outcome, team))
+                        give_up({} if outcome.stuck else outcome.done(team))
         self._raise_failure(outcome, team, called=True)
         return {engine: reply.value for engine, reply in outcome.replies.items()}
 
@@ -420,12 +395,3 @@ class Session:
     def interrupt(self) -> bool:
         """End the program that runs, as the notebook's stop button does; from any thread. False if none runs."""
         return self._dispatch.interrupt()
-
-
-def _what_they_did(outcome: Outcome, team: Team) -> dict[int, Any]:
-    """What a program did, by replica.
-
-    Nothing where one of them was ended before it had opened the snapshot: all of it is sent again.
-    """
-    told = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items() if reply.value is not None}
-    return told if len(told) == len(outcome.replies) else {}
