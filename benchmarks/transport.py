@@ -176,7 +176,7 @@ def collector(programs: Programs) -> Callable[[int], None]:
 
 def hellos() -> list[Hello]:
     """As engines say them."""
-    return [Hello(engine, 0, "", "cpu:0", "", "", near=True) for engine in ENGINES]
+    return [Hello(engine, 0, "", near=True) for engine in ENGINES]
 
 
 @contextlib.contextmanager

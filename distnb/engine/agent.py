@@ -16,7 +16,6 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import zmq
 from tornado.ioloop import IOLoop
 
@@ -62,11 +61,7 @@ _LINGER_MS = 1  # the next small call often follows at once, and the way through
 class Agent:
     """Serves programs, one at a time and in order, on the engine's main thread.
 
-    Args:
-        shell: The engine's IPython shell; its user namespace is the engine's one namespace.
-        connection: Where the notebook listens, and the keys.
-        engine: This engine's id.
-        device: The device of the replica that runs here.
+    The user namespace of the engine's IPython shell is its one namespace.
     """
 
     def __init__(self, shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> None:
@@ -118,15 +113,7 @@ class Agent:
 
     def serve(self) -> None:
         """Begin to serve on the running event loop of this thread, and say hello."""
-        hello = Hello(
-            self._engine,
-            os.getpid(),
-            socket.gethostname(),
-            str(self._device),
-            sys.version.split()[0],
-            torch.__version__,
-            self._near,
-        )
+        hello = Hello(self._engine, os.getpid(), socket.gethostname(), self._near)
         self._leave = signal.signal(signal.SIGTERM, self._terminate)
         self._control.start()
         self._control.emit(hello, urgent=True)
@@ -184,7 +171,7 @@ class Agent:
                 if message is None:
                     return
                 served = True
-                self._answer(message)
+                self._programs.send(self.perform(message))
                 # Only now: what a failed cell held may take seconds to end (a DataLoader waits for its workers).
                 if self._failure is not None:
                     self._guard.release(self._forget_failure)
@@ -205,9 +192,6 @@ class Agent:
 
     def _forget_failure(self) -> None:
         self._failure = None
-
-    def _answer(self, message: Program) -> None:
-        self._programs.send(self.perform(message))
 
     def perform(self, message: Program) -> Reply:
         """Run one program to its end and describe how it ended. Never raises."""

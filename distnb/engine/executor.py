@@ -27,13 +27,7 @@ __all__ = ["Executor"]
 
 
 class Executor:
-    """Runs source text in a shell's user namespace.
-
-    Args:
-        engine: The engine's id, for events.
-        shell: The engine's IPython shell.
-        control: Takes the display of the last expression's value.
-    """
+    """Runs source text in a shell's user namespace; `control` takes the display of the last expression's value."""
 
     def __init__(self, engine: int, shell: InteractiveShell, control: Control) -> None:
         self._engine = engine
@@ -41,16 +35,9 @@ class Executor:
         self._control = control
 
     def run(self, source: str, filename: str, label: str = "") -> None:
-        """Run a cell to its end.
+        """Run a cell to its end, and raise whatever it raises.
 
-        Args:
-            source: The text, IPython syntax included.
-            filename: What its code objects, and so tracebacks, carry.
-            label: How people call the cell in tracebacks ("Cell In[3]"), or "".
-
-        Raises:
-            BaseException: Whatever the cell raises. SystemExit only if its status tells of a failure: `exit()` ends the
-                cell, and no more.
+        SystemExit only if its status tells of a failure: `exit()` ends the cell, and no more.
         """
         # IPython strips empty lines at the top, but they stand for the notebook cell's first lines: numbers must agree.
         padding = "\n" * (len(source) - len(source.lstrip("\n")))

@@ -21,12 +21,7 @@ __all__ = ["Remote", "RemoteScope"]
 
 
 class Remote:
-    """Forwards a strategy's methods to the engines: the meaning stays in one place, the SPMD runtime there.
-
-    Args:
-        strategy: Whose.
-        session: Gives the running session, or raises that there is none.
-    """
+    """Forwards a strategy's methods to the engines: the meaning stays in one place, the SPMD runtime there."""
 
     def __init__(self, strategy: Owner, session: Callable[[], Session]) -> None:
         self._strategy = strategy

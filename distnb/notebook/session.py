@@ -188,17 +188,16 @@ class Session:
             team = self.team(spec)
             self._dispatch.require_ready(team.engines)
             program = self._dispatch.number()
-            devices = tuple(map(str, team.devices))
             with self._dispatch.interrupts as interrupts:
                 with interrupts.brief():
                     snapshot = self.namespace.outgoing(source, team)
                     self.namespace.operations.changes += 1
                 message = RunCell(program, team, spec, source, filename, label, in_scope, snapshot)
-                self._supervisor.publish(Status(program, "started", team, devices))
+                self._supervisor.publish(Status(program, "started", team))
                 outcome = self._dispatch.post(program, team.engines, message, quiet=False)
                 self._wait(outcome, team)
                 self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
-                self._supervisor.publish(Status(program, "ended", team, devices, "" if outcome.ok else "failed"))
+                self._supervisor.publish(Status(program, "ended", team, "" if outcome.ok else "failed"))
                 with interrupts.brief():
                     self.namespace.incoming(source, team, outcome.done(team))
                     if outcome.stuck:

@@ -30,27 +30,18 @@ _POLLIN, _SNDMORE = int(zmq.POLLIN), int(zmq.SNDMORE)
 
 
 class OneClientKey:
-    """Lets exactly one CURVE key in.
-
-    Args:
-        public: The public key that clients must prove to own (Z85).
-    """
+    """Lets exactly one CURVE key in: clients must prove to own it (Z85)."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator with each client's public key (Z85)."""
+        """Called by the authenticator with each client's public key."""
         return bool(key == self._public)
 
 
 class Switchboard:
-    """The notebook's end: it reaches every engine by its id.
-
-    Args:
-        server_secret, server_public: The notebook's CURVE key pair (Z85).
-        client_public: The public key that engines prove to own.
-        host: The address to listen on; loopback unless engines live on other machines.
+    """The notebook's end: it reaches every engine by its id. CURVE keys are in Z85.
 
     Attributes:
         programs: The way of programs; belongs to whoever holds the session's turn.
@@ -117,11 +108,7 @@ class Programs:
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def meet(self, hellos: Iterable[Hello]) -> None:
-        """Engines have come up, and said hello on the other channel.
-
-        Raises:
-            StartError: One of this host is not connected.
-        """
+        """Engines have come up, and said hello on the other channel. StartError: one of this host is not connected."""
         try:
             newcomers = self.listener.let_in()
         except OSError as error:
@@ -151,11 +138,7 @@ class Programs:
     def send(self, engines: Iterable[int], message: Any) -> list[int]:
         """Send a message to engines, copied: what it refers to may change when this returns.
 
-        Returns:
-            The engines that are not connected.
-
-        Raises:
-            zmq.ZMQError: This was closed.
+        Returns the engines that are not connected.
         """
         frames = encode(message)
         packets: Sequence[Packet] = ()
@@ -184,11 +167,7 @@ class Programs:
     def receive(self, readable: Iterable[int]) -> Iterator[tuple[int, Any]]:
         """What has come: of each engine of this host one message, the next, and all of others. Never blocks.
 
-        Args:
-            readable: What `wait` returned.
-
-        Raises:
-            MessageError: One cannot be read.
+        `readable` is what `wait` returned. MessageError: one cannot be read.
         """
         for descriptor in readable:
             engine = self._engine_at.get(descriptor)
@@ -212,11 +191,7 @@ class Programs:
 
 
 def send_frames(socket: zmq.Socket[bytes], engine: int, frames: Sequence[Frame]) -> bool:
-    """Send a message to an engine by a ROUTER, copied. False if the engine is not connected.
-
-    Raises:
-        zmq.ZMQError: The socket is closed.
-    """
+    """Send a message to an engine by a ROUTER, copied. False if the engine is not connected."""
     try:
         _send(socket, [b"%d" % engine, *frames])
     except zmq.ZMQError as error:
@@ -260,14 +235,7 @@ def _receive(socket: zmq.Socket[bytes]) -> list[Frame]:
 
 
 class Link:
-    """An engine's end: one DEALER socket that reaches the notebook.
-
-    Args:
-        context: The engine's ZeroMQ context.
-        engine: The engine's id, its identity on the channel.
-        url: Where the notebook listens.
-        server_public, client_public, client_secret: CURVE keys (Z85).
-    """
+    """An engine's end: one DEALER socket, whose identity is the engine's id, that reaches the notebook."""
 
     ended = False
 
@@ -300,11 +268,7 @@ class Link:
         _send(self.socket, encode(message))
 
     def receive(self, linger_ms: int = 0) -> Any:
-        """The next message, or None when there is none yet: what is waited for is told by the descriptor only.
-
-        Raises:
-            MessageError: It cannot be read.
-        """
+        """The next message, or None when there is none yet: what is waited for is told by the descriptor only."""
         return decode(_receive(self.socket)) if _has_message(self.socket) else None
 
 

@@ -85,11 +85,7 @@ class CallFunction:
 
 @dataclass(frozen=True)
 class Apply:
-    """Apply a named operation of engine.operations to an object: fetch, attribute, call, item, summary, free.
-
-    Attributes:
-        team: The engines that hold the object: what is called may communicate.
-    """
+    """Apply a named operation to an object that the engines of a team hold: what is called may communicate."""
 
     program: int
     operation: str
@@ -123,7 +119,7 @@ class Reply(NamedTuple):
     """The end of a program on one replica.
 
     Attributes:
-        program, status, error, value: Which program, how it ended, and what it gave.
+        value: What it gave.
         changed: The mirrored parameters that it changed by hand, with numbers that are equal for equal values.
         renew: Whether it caught errors in which replicas parted: the next program needs a new process group.
     """
@@ -180,9 +176,6 @@ class Hello:
     engine: int
     pid: int
     host: str
-    device: str
-    python: str = ""
-    torch: str = ""
     near: bool = False
 
 
@@ -284,10 +277,9 @@ class Died:
 
 @dataclass(frozen=True)
 class Status:
-    """A program began, went on, or ended, as the session sees it."""
+    """A program began or ended, as the session sees it."""
 
     program: int
     state: Literal["started", "ended"]
     team: Team
-    devices: tuple[str, ...] = ()
     text: str = ""

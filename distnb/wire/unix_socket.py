@@ -189,11 +189,7 @@ class UnixSocket:
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def receive(self, linger_ms: int = 0) -> Any:
-        """The next message, or None when there is none within so many milliseconds.
-
-        Raises:
-            MessageError: It cannot be read.
-        """
+        """The next message, or None when there is none within so many milliseconds. MessageError: it is unreadable."""
         frames = self.receive_frames()
         if frames is None and linger_ms and not self.ended and self._poll.poll(linger_ms):
             frames = self.receive_frames()
@@ -262,8 +258,7 @@ class Listener:
     def let_in(self) -> dict[int, UnixSocket]:
         """Those who have connected since this was last called, by engine. An engine connects before it says hello.
 
-        Raises:
-            OSError: This process has as many files open as it may.
+        OSError: this process has as many files open as it may.
         """
         found: dict[int, UnixSocket] = {}
         while True:
@@ -295,12 +290,7 @@ class Listener:
 
 
 def connect(name: str, token: str, engine: int) -> UnixSocket | None:
-    """An engine's end; None if the notebook is not on this host (or in another container).
-
-    Args:
-        name, token: Of the notebook's listener; empty if it has none.
-        engine: The engine's id.
-    """
+    """An engine's end; None if the notebook is not on this host (or in another container), or has no listener."""
     if not name:
         return None
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -66,7 +66,7 @@ class ReplaySession:
         team = Team(tuple(range(self.replicas)), tuple(Device("cpu", i) for i in range(self.replicas)), 1, "", 0)
         name = source.partition("# replay:")[2].split("\n", 1)[0].strip() or "nothing"
         arguments = name.split()
-        self.events.publish(Status(self._programs, "started", team, tuple(map(str, team.devices))))
+        self.events.publish(Status(self._programs, "started", team))
         error: list[BaseException] = []
 
         def play() -> None:

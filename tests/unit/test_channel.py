@@ -63,7 +63,7 @@ def links(switchboard: Switchboard, context: zmq.Context[Any], *near: bool) -> I
         connected = connect(listener.name, listener.token, engine) if is_near else None
         found.append(connected or Link(context, engine, switchboard.program_url, **KEYS))
         found[-1].send("hello")
-    switchboard.programs.meet(Hello(engine, 1, "here", "cpu", near=is_near) for engine, is_near in enumerate(near))
+    switchboard.programs.meet(Hello(engine, 1, "here", near=is_near) for engine, is_near in enumerate(near))
     hellos: list[tuple[int, Any]] = []
     while len(hellos) < len(near):
         hellos += read(switchboard)
@@ -123,7 +123,7 @@ def test_an_engine_that_is_not_recognised_is_an_error(switchboard: Switchboard) 
     stranger = connect(switchboard.programs.listener.name, "another token", 0)
     assert stranger is not None
     with pytest.raises(StartError, match="not recognised"):
-        switchboard.programs.meet([Hello(0, 1, "here", "cpu", near=True)])
+        switchboard.programs.meet([Hello(0, 1, "here", near=True)])
     stranger.close()
 
 
@@ -138,7 +138,7 @@ def test_a_descriptor_that_is_watched_ends_the_waiting(switchboard: Switchboard)
 
 
 def become_far(switchboard: Switchboard) -> None:
-    switchboard.programs.meet([Hello(9, 1, "elsewhere", "cpu")])
+    switchboard.programs.meet([Hello(9, 1, "elsewhere")])
 
 
 def test_another_key_gets_nothing_through(switchboard: Switchboard, context: zmq.Context[Any]) -> None:
