@@ -170,7 +170,7 @@ class DoubleWorld:
                 except Exception as error:
                     errors.append(error)
                 results[replica] = self._send(namespace.finish(mark))
-        self.namespace.incoming(cell.text, team, results)
+        self.namespace.incoming(team, results)
         if errors:
             raise errors[0]
 

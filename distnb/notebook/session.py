@@ -199,9 +199,9 @@ class Session:
                 self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
                 self._supervisor.publish(Status(program, "ended", team, "" if outcome.ok else "failed"))
                 with interrupts.brief():
-                    self.namespace.incoming(source, team, outcome.done(team))
+                    self.namespace.incoming(team, outcome.done(team))
                     if outcome.stuck:
-                        self.namespace.doubt(snapshot)
+                        self.namespace.failed(snapshot)
         warn_of_drift(outcome)
         self._raise_failure(outcome, team)
 
@@ -328,7 +328,7 @@ class Session:
                 else:
                     self.namespace.failed(snapshot, outcome.done(team))
                 if outcome.stuck:
-                    self.namespace.doubt(snapshot)
+                    self.namespace.failed(snapshot)
                 if well:
                     keep(result)
         if not well:

@@ -729,7 +729,7 @@ def test_names_of_an_unfinished_scope_are_taken_back(world: DoubleWorld) -> None
             world.engines[replica].run(scope, 2)
         take_back()
         results[replica] = world._send(namespace.finish(mark))
-    world.namespace.incoming(before + scope, world.team, results)
+    world.namespace.incoming(world.team, results)
     ns = world.notebook.user_ns
     assert (ns["x"], ns["y"], ns["log"]) == (1, 5, [1])
     assert "model" not in ns

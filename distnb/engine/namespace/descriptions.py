@@ -27,11 +27,7 @@ _SHORT_CHARACTERS = 400
 
 
 class Describer:
-    """Describes what a program assigned or returned on one engine.
-
-    Args:
-        objects: What this engine has of a team's.
-        serial: Of the program's snapshot: new objects get ids of it.
+    """Describes what a program assigned or returned on one engine; new objects get ids of its snapshot's serial.
 
     Attributes:
         plain: Immutable values that are no scalars, by their paths.
@@ -141,12 +137,7 @@ class Describer:
 
 
 class Surveyor(Looker):
-    """What is in an engine's object, told by pickling it.
-
-    Args:
-        objects: What this engine has of a team's.
-        value: The object.
-        contents: Whether its tensors' contents count.
+    """What is in an engine's object, told by pickling it; `contents` says whether its tensors' count.
 
     Attributes:
         digest: Of the object; None where it cannot be pickled.
@@ -204,9 +195,7 @@ class Surveyor(Looker):
 def summarise(value: Any, *, brief: bool = False) -> Summary:
     """A description short enough to be sent with every effect.
 
-    Args:
-        value: Any object.
-        brief: Nothing that costs time or waits for a device; the notebook asks again when it is shown.
+    A brief one has nothing that costs time or waits for a device; the notebook asks again when it is shown.
     """
     shown = own_part(value)
     name = _type_name(type(shown))

@@ -15,13 +15,7 @@ from distnb.engine.namespace.descriptions import Describer
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects, ObjectsOfTeams
 from distnb.objects.code import is_code
 from distnb.objects.constructors import open_module
-from distnb.objects.modes import (
-    Environment,
-    Moment,
-    apply_environment,
-    capture_environment,
-    outside_inference,
-)
+from distnb.objects.modes import Environment, Moment, apply_environment, capture_environment, outside_inference
 from distnb.objects.packing import Packed
 from distnb.options import StrategySpec
 from distnb.strategies.scope import register_restored
@@ -189,12 +183,7 @@ class EngineNamespace:
         return take_back
 
     def finish(self, mark: Mark, result: Callable[[Describer], Any] | None = None) -> Result:
-        """Describe what a program did, whether it failed or not.
-
-        Args:
-            mark: What `begin` gave.
-            result: For a call, describes its result.
-        """
+        """Describe what a program did since `begin`, whether it failed or not; `result` describes that of a call."""
         snapshot = mark.snapshot
         objects, serial = self.teams.of(snapshot.team), snapshot.serial
         describer = Describer(objects, serial)
@@ -256,9 +245,8 @@ class EngineNamespace:
         objects.references.register = describer.register_fresh
         try:
             every = {**sent, **values}
-            lacking = sorted(
-                [*names, *sent], key=lambda name: not is_code(every[name])
-            )  # it may be called to open others
+            # Code comes first: it may be called to open others.
+            lacking = sorted([*names, *sent], key=lambda name: not is_code(every[name]))
             pack = tracker.pack(serial << 1 | 1, every, look, lacking)
         finally:
             objects.references.register = None

@@ -35,9 +35,6 @@ NOT_THERE: Any = _NotThere()
 class EngineReferences:
     """What of an engine's objects stays, and goes to the notebook as a handle.
 
-    Args:
-        objects: What this engine has of a team's.
-
     Attributes:
         register: Gives an id to an object that is to stay and has none; None while nothing may get one.
     """
@@ -89,12 +86,6 @@ def _stays(obj: Any) -> bool:
 class EngineObjects:
     """The objects of one group of engines, as this engine, one of its replicas, holds them.
 
-    Args:
-        key: The group.
-        user_ns: The engine's namespace.
-        classes: The classes that it has sent or received.
-        place: The engine's accelerator, or "cpu".
-
     Attributes:
         replica: Which of the replicas this engine is.
         tracker: The notebook's objects.
@@ -115,10 +106,6 @@ class EngineObjects:
     def size(self) -> int:
         """How many replicas it has."""
         return len(self.key[0])
-
-    def copies(self) -> Tracker:
-        """What packs objects whole, for the notebook or for another engine."""
-        return _whole(self.tracker.side.user_ns, self.tracker.side.classes)
 
     @property
     def owns_containers(self) -> bool:
@@ -167,17 +154,8 @@ class _Copies:
         raise KeyError(token)
 
 
-def _whole(user_ns: dict[str, Any], classes: Classes) -> Tracker:
-    return Tracker(Side(user_ns, _Copies(), classes, copying=True), "cpu")
-
-
 class ObjectsOfTeams:
-    """The objects of every team that this engine is part of.
-
-    Args:
-        user_ns: The engine's namespace.
-        place: Its accelerator, or "cpu".
-    """
+    """The objects of every team that this engine is part of; `place` is its accelerator, or "cpu"."""
 
     def __init__(self, user_ns: dict[str, Any] | None = None, place: str = "cpu") -> None:
         self.user_ns: dict[str, Any] = {} if user_ns is None else user_ns
@@ -195,8 +173,8 @@ class ObjectsOfTeams:
         return found
 
     def copies(self) -> Tracker:
-        """What packs objects whole, whatever team they are of."""
-        return _whole(self.user_ns, self._classes)
+        """What packs objects whole, for the notebook or for another engine, whatever team they are of."""
+        return Tracker(Side(self.user_ns, _Copies(), self._classes, copying=True), "cpu")
 
     def program_begins(self, serial: int) -> None:
         """Classes that are sent for the first time are called by the program that made them: on each replica alike."""

@@ -18,7 +18,7 @@ from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
 from distnb.strategies.scope import drift_report, is_mirrored, read_together, spec_of
 from distnb.values import DistributedValues
-from distnb.wire.exchange import Described, Leaf, Request, follow
+from distnb.wire.exchange import Described, Leaf, Request, Summary, follow
 from distnb.wire.messages import Apply, ObjectId
 
 __all__ = ["QUIET", "carry_out"]
@@ -54,9 +54,10 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         # A batch is a structure of slices, as where the notebook's own cells read a dataset.
         batch = isinstance(target, DistributedIterator)
         return namespace.finish_with(lambda describer: describer.tree(items) if batch else describer.items(items))
+    if message.operation in _SUMMARIES:
+        summary = _SUMMARIES[message.operation](target)
+        return namespace.finish_with(lambda describer: summary)
     result = _OPERATIONS[message.operation](target, args, kwargs)
-    if isinstance(result, _Answer):
-        return namespace.finish_with(lambda describer: result.value)
     if message.operation == "get" and isinstance(result, _METHODS) and getattr(result, "__self__", None) is not None:
         # The handle calls it by its path: nothing is kept here for it.
         return namespace.finish_with(
@@ -65,13 +66,6 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
     # What is computed is mostly computed with: how it looks is asked when it is shown.
     brief = message.operation == "apply"
     return namespace.finish_with(lambda describer: Leaf(describer.value(result, "r", brief=brief)))
-
-
-class _Answer:
-    """A result that goes back as it is."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 def _object(objects: EngineObjects, identity: ObjectId) -> Any:
@@ -89,10 +83,6 @@ def _object(objects: EngineObjects, identity: ObjectId) -> Any:
 # -- operations on one object --------------------------------------------------------------------------------------
 
 
-def _get(target: Any, args: Any, kwargs: Any) -> Any:
-    return target
-
-
 def _next(target: Any) -> list[Any]:
     """The next item of an iterator; empty at its end."""
     try:
@@ -101,40 +91,23 @@ def _next(target: Any) -> list[Any]:
         return []
 
 
-def _call(target: Any, args: Any, kwargs: Any) -> Any:
-    return target(*args, **kwargs)
-
-
 def _apply(target: Any, args: Any, kwargs: Any) -> Any:
     function, *given = args
     return function(*map(own_part, given), **kwargs)
 
 
-def _check(target: Any, args: Any, kwargs: Any) -> Any:
-    return drift_report(target)
-
-
-def _read(target: Any, args: Any, kwargs: Any) -> Any:
-    return read_together(target)
-
-
-def _read_summary(target: Any, args: Any, kwargs: Any) -> _Answer:
-    return _Answer(replace(summarise(target, brief=True), text=summarise(read_together(target)).text))
-
-
-def _summary(target: Any, args: Any, kwargs: Any) -> _Answer:
-    return _Answer(summarise(target))
+def _read_summary(target: Any) -> Summary:
+    return replace(summarise(target, brief=True), text=summarise(read_together(target)).text)
 
 
 _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "apply": _apply,
-    "call": _call,
-    "check": _check,
-    "get": _get,
-    "read": _read,
-    "read_summary": _read_summary,
-    "summary": _summary,
+    "call": lambda target, args, kwargs: target(*args, **kwargs),
+    "check": lambda target, args, kwargs: drift_report(target),
+    "get": lambda target, args, kwargs: target,
+    "read": lambda target, args, kwargs: read_together(target),
 }
+_SUMMARIES: dict[str, Callable[[Any], Summary]] = {"read_summary": _read_summary, "summary": summarise}
 
 
 # -- whole objects -------------------------------------------------------------------------------------------------
@@ -144,7 +117,7 @@ def _fetch(namespace: EngineNamespace, objects: EngineObjects, request: Request)
     """Copies of several objects, in one pickle: what they share, their copies share."""
     values = [own_part(_object(objects, identity)) for identity in request.targets]
     try:
-        return objects.copies().pack_loose({f"@{place}": value for place, value in enumerate(values)})
+        return namespace.teams.copies().pack_loose({f"@{place}": value for place, value in enumerate(values)})
     except Exception as error:
         shown = type(values[0]).__qualname__
         raise NamespaceError(
@@ -162,16 +135,16 @@ def _export(
     """The mirrored objects, for an engine that takes a lost one's place: those of them that can be copied."""
     wanted = {identity: objects.owned.get(identity, NOT_THERE) for identity in request.targets}
     wanted.update({identity: obj for identity, obj in objects.owned.items() if is_mirrored(obj)})
-    ready = {identity: obj for identity, obj in wanted.items() if obj is not NOT_THERE and _packable(objects, obj)}
+    ready = {identity: obj for identity, obj in wanted.items() if obj is not NOT_THERE and _packable(namespace, obj)}
     owned = {identity: (obj, spec_of(obj)) for identity, obj in ready.items()}
-    return objects.copies().pack_loose({"": owned}), tuple(ready)
+    return namespace.teams.copies().pack_loose({"": owned}), tuple(ready)
 
 
-def _packable(objects: EngineObjects, obj: Any) -> bool:
+def _packable(namespace: EngineNamespace, obj: Any) -> bool:
     """Whether a copy of an object can be made, and opened: one that cannot is not to spoil the others."""
     if isinstance(obj, _STAYS):
         return False
-    copies = objects.copies()
+    copies = namespace.teams.copies()
     try:
         return type(copies.open_loose(copies.pack_loose({"": obj}))[""]) is not Placeholder
     except Exception:  # whatever pickling it, or making it again, raises  # noqa: BLE001

@@ -144,7 +144,7 @@ class _Remote(DistributedValues):
             return self
         if isinstance(self, Mirrored):
             _check_not_scalar(self, "iterated over")
-            return iter(state_of_handle(self).operations.listed(self))
+            return iter(state_of_handle(self).operations.run(self, "list"))
         if _is_dataset(self):
             return cast("Iterator[Any]", _apply(self, iter))
         self._refuse("cannot be iterated")

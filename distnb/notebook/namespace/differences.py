@@ -18,12 +18,7 @@ _MOST = 10_000
 def differing(tracker: Tracker, packs: Mapping[int, Packed]) -> dict[int, dict[int, int]]:
     """The objects whose own content differs; what holds them and is else alike does not.
 
-    Args:
-        tracker: The notebook's end.
-        packs: What each replica sent.
-
-    Returns:
-        By the number under which an object is known here, the number that each replica has given it.
+    Returns, by the number under which an object is known here, the number that each replica has given it.
     """
     found: dict[int, dict[int, int]] = {}
     digests: dict[int, set[bytes]] = {}

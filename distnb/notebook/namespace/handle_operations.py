@@ -44,10 +44,6 @@ class Perform(Protocol):
 class HandleOperations:
     """What handles can ask for.
 
-    Args:
-        namespace: The notebook's, which makes snapshots and merges results.
-        perform: Sends an operation to engines and waits.
-
     Attributes:
         changes: How many programs there were that may have changed what handles stand for: cells, calls, operations.
         before: Called before an operation is packed: sends what is to be sent first.
@@ -69,52 +65,30 @@ class HandleOperations:
         kwargs: Mapping[str, Any] | None = None,
         path: Path = (),
     ) -> Any:
-        """Apply an operation on every replica that has the object, and take in what it did.
+        """Apply an operation on every replica that has the object.
 
-        Returns:
-            What the replicas returned: a plain value where they agree on it, else a handle.
+        Returns a plain value where they agree on it, else a handle.
         """
         results = self._results(handle, operation, args, kwargs or {}, path)
         return _derived(handle, self._namespace.take_in_call(state_of_handle(handle).tracked, results))
 
     def attribute(self, handle: DistributedValues, path: Path) -> Any:
-        """An attribute of the object: a plain value, a handle, or a method that is called by its path.
-
-        Raises:
-            AttributeError: It has none of that name.
-        """
+        """An attribute of the object: a plain value, a handle, or a method that is called by its path."""
         state = state_of_handle(handle)
         if not state.facts and state.local:
             raise AttributeError(_no_object(state))
         results = self._results(handle, "get", (), {}, path)
         first = next(iter(results.values()))
         if isinstance(first.result, Leaf) and first.result.described.value == "method":
-            self._namespace.take_in_call(
-                state.tracked,
-                {replica: replace(one, result=None) for replica, one in results.items()},
-                with_result=False,
-            )
+            self._namespace.take_in_call(state.tracked, results, with_result=False)
             return RemoteMethod(handle, path)
         return _derived(handle, self._namespace.take_in_call(state.tracked, results))
 
-    def listed(self, handle: DistributedValues) -> list[Any]:
-        """The items of a mirrored container, each a plain value or a handle."""
-        items: list[Any] = self.run(handle, "list")
-        return items
-
     def compare(self, handle: DistributedValues, comparison: str, other: Any) -> Any:
-        """Compare the object with another, or with a plain value, on every replica.
+        """Compare the object with another, or with a plain value, on every replica: "eq", "lt", … as in `operator`.
 
-        Args:
-            comparison: A name in `operator`: "eq", "lt", …
-
-        Returns:
-            A plain bool where all replicas agree on one, else a handle or a PerReplica of what each answers: of
-            tensors, for each element.
-
-        Raises:
-            UnassignedError: A replica never assigned it.
-            BaseException: What the comparison itself raises there.
+        A plain bool where all replicas agree on one, else a handle or a PerReplica of what each answers: of tensors,
+        for each element.
         """
         state, other = state_of_handle(handle), resolve(other)
         state.check()
@@ -176,8 +150,7 @@ class HandleOperations:
     def refresh(self, handle: DistributedValues) -> bool:
         """Bring the summaries up to date, if a program may have changed the object or they were never made.
 
-        Returns:
-            Whether they are; not while an engine is stuck.
+        Returns whether they are: not while an engine is stuck.
         """
         state = state_of_handle(handle)
         missing = any(
@@ -195,9 +168,7 @@ class HandleOperations:
         for replica, one in results.items():
             summary: Summary = one.result
             state.facts[replica] = replace(state.facts[replica], summary=replace(summary, text=summary.text or ""))
-        self._namespace.take_in_call(
-            state.tracked, {replica: replace(one, result=None) for replica, one in results.items()}, with_result=False
-        )
+        self._namespace.take_in_call(state.tracked, results, with_result=False)
         state.as_of = self.changes
         return True
 
@@ -250,10 +221,9 @@ class HandleOperations:
     def restore(
         self, tracked: TrackedObjects, survivor: int, lost: Sequence[int], mirrored: tuple[ObjectId, ...]
     ) -> set[ObjectId]:
-        """Give replacements of lost engines what a survivor has: the notebook's objects and the mirrored ones.
+        """Give replacements of lost engines what a survivor has, the notebook's objects and the mirrored ones.
 
-        Returns:
-            The ids of what they now have.
+        Returns the ids of what they now have.
         """
         self.before()
         snapshot = self._namespace.call_snapshot(tracked, None)

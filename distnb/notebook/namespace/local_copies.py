@@ -21,13 +21,7 @@ _VISITED_AT_MOST = 20_000
 
 
 class LocalCopies:
-    """Puts copies in the place of handles, and takes them out again.
-
-    Args:
-        user_ns: The notebook's namespace.
-        operations: Fetches the copies.
-        announce: Told what happened.
-    """
+    """Puts copies in the place of handles, and takes them out again."""
 
     def __init__(self, user_ns: dict[str, Any], operations: HandleOperations, announce: Callable[[str], None]) -> None:
         self._user_ns = user_ns
@@ -37,11 +31,7 @@ class LocalCopies:
         self._digests: dict[str, bytes] = {}  # of the copies that names hold
 
     def bind(self, reads: Reads) -> tuple[str, ...]:
-        """Bind names, and items of lists and dicts, that are handles of mirrored objects to copies of replica 0's.
-
-        Returns:
-            The names.
-        """
+        """Bind names, and items of lists and dicts, that are handles of mirrored objects to copies of replica 0's."""
         found = list(self._handles(reads))
         handles = {id(handle): handle for _, _, handle in found}
         for handle in handles.values():

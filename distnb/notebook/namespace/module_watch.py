@@ -80,11 +80,9 @@ class ModuleWatch:
         self._within: dict[str, dict[str, list[str]]] = {}
 
     def wanted(self, modules: Iterable[types.ModuleType], attributes: Collection[str]) -> dict[str, Reloads]:
-        """What the engines should have imported, and how often each was reloaded.
+        """What the engines should have imported for a program that reads `modules`, and how often each was reloaded.
 
-        Args:
-            modules: Modules that a program reads by name.
-            attributes: Names of attributes in its code: `a.b` needs the submodule `a.b` if there is one.
+        Of its code's `attributes`, `a.b` needs the submodule `a.b` if there is one.
         """
         wanted = {name: Reloads() for module in modules for name in self._submodules(module.__name__, attributes)}
         for module in self.local():

@@ -62,30 +62,18 @@ class NotebookNamespace:
     # -- cells ---------------------------------------------------------------------------------------------------------
 
     def outgoing(self, source: str, team: Team, *, extra_names: Iterable[str] = ()) -> Snapshot:
-        """What a cell needs. Call it right before the cell is sent, and send what it gives.
-
-        Args:
-            source: The cell's text.
-            team: Who runs it.
-            extra_names: Names to send though the cell does not read them.
-        """
-        tracked = self._tracked_for(team)
+        """What a cell needs, and `extra_names`. Call it right before the cell is sent, and send what it gives."""
+        tracked = self._teams.of(team.engines)
         reads = names_read(source)
         needs = self._needs(tracked)
         needs.look.attributes |= reads.attributes
-        needs.take_names([*sorted(reads.names), *extra_names])
+        needs.more += [*sorted(reads.names), *extra_names]
         if reads.dynamic:
-            needs.take_names(sorted(user_names(self.user_ns)))
-        return self._snapshot(tracked, needs.collect(), None, cell=True)
+            needs.more += sorted(user_names(self.user_ns))
+        return self._snapshot(tracked, needs, None, cell=True)
 
-    def incoming(self, source: str, team: Team, replies: Mapping[int, Result]) -> None:
-        """Take in what a cell did, whether it failed or not.
-
-        Args:
-            source: The cell's text.
-            team: Who ran it.
-            replies: What `EngineNamespace.finish` gave, by replica; none for those that gave nothing.
-        """
+    def incoming(self, team: Team, replies: Mapping[int, Result]) -> None:
+        """Take in what a cell did (`EngineNamespace.finish`, by replica), whether it failed or not."""
         tracked = self._teams.of(team.engines)
         if replies:
             self.take_in_call(tracked, replies, with_result=False)
@@ -96,30 +84,24 @@ class NotebookNamespace:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def outgoing_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], team: Team) -> Snapshot:
-        """What a call of a strategy's method needs.
-
-        Args:
-            args, kwargs: The method's arguments, functions among them.
-            team: Who runs it.
-        """
-        return self.call_snapshot(self._tracked_for(team), (tuple(args), dict(kwargs)))
+        """What a call of a strategy's method needs: its arguments, functions among them."""
+        return self.call_snapshot(self._teams.of(team.engines), (tuple(args), dict(kwargs)))
 
     def call_snapshot(
         self, tracked: TrackedObjects, arguments: Any, *, touched: Sequence[DistributedValues] = ()
     ) -> Snapshot:
-        """The snapshot of a call, or of an operation on `touched` handles, with its arguments.
-
-        Args:
-            arguments: `(args, kwargs)`, or None.
-        """
+        """The snapshot of a call, or of an operation on `touched` handles; its `arguments` are `(args, kwargs)`."""
+        if tracked.ended:
+            raise NamespaceError(
+                "The engines of this strategy were restarted or stopped while it was in use. Run the cell again."
+            )
         self._teams.leave_the_dead(tracked)
-        self._check(tracked)
         needs = self._needs(tracked)
         for handle in touched:
-            needs.take_handle(handle)
+            needs.look_behind(handle)
         if arguments is not None:
             arguments = _Arguments(tracked, needs, self.user_ns, self.batch, asked=bool(touched)).replaced(arguments)
-        return self._snapshot(tracked, needs.collect(), arguments, cell=False)
+        return self._snapshot(tracked, needs, arguments, cell=False)
 
     def may_be_changed(self, team: Team) -> bool:
         """Whether a call under way may change an object of the notebook's in place."""
@@ -131,21 +113,13 @@ class NotebookNamespace:
         return not objects.isdisjoint(self._teams.of(team.engines).references.met)
 
     def result(self, team: Team, replies: Mapping[int, Result], changes: int | None = None) -> Any:
-        """The result of a call, from what `EngineNamespace.close_call` gave on each replica.
-
-        Args:
-            team: Who ran it.
-            replies: By replica.
-            changes: What `operations.changes` was when it was sent; None for what it is now.
-        """
+        """The result of a call, from what `EngineNamespace.close_call` gave by replica; see `Results` for `changes`."""
         return self.take_in_call(self._teams.of(team.engines), replies, changes=changes)
 
     def failed(self, snapshot: Snapshot, replies: Mapping[int, Result] | None = None) -> None:
-        """A call failed, or could not be sent. What it did until then is taken in, as that of a cell is.
+        """A call failed, or could not be sent, or engines that were given up on may have ended before they opened it.
 
-        Args:
-            snapshot: What `outgoing_call` gave for it.
-            replies: What `EngineNamespace.give_up_call` gave, by replica.
+        What it did until then (`EngineNamespace.give_up_call`, by replica) is taken in, as that of a cell is.
         """
         for tracked in self._teams:
             if tracked.key == snapshot.team:
@@ -153,12 +127,6 @@ class NotebookNamespace:
                     self.take_in_call(tracked, replies, with_result=False)
                 else:
                     tracked.reject(snapshot)
-
-    def doubt(self, snapshot: Snapshot) -> None:
-        """Engines that were given up on may have been ended before they opened a snapshot, whatever the others did."""
-        for tracked in self._teams:
-            if tracked.key == snapshot.team:
-                tracked.reject(snapshot)
 
     def take_in_call(
         self,
@@ -200,12 +168,7 @@ class NotebookNamespace:
         self._teams.engine_died(engine)
 
     def engines_replaced(self, engines: Iterable[int], survivors: Iterable[int]) -> None:
-        """New processes have taken the place of some engines. Mirrored objects are restored to them from a survivor.
-
-        Args:
-            engines: The replaced ones, up and ready.
-            survivors: Engines of the cluster that kept their process.
-        """
+        """New processes, up and ready, have taken the place of some engines; `survivors` kept theirs."""
         self._teams.engines_replaced(engines, survivors)
 
     def close(self) -> None:
@@ -220,16 +183,7 @@ class NotebookNamespace:
 
         Within the context, names bound to handles (also in the notebook's containers and functions that the cell
         reads) hold copies of replica 0's objects, made together; afterwards the names are the handles again, unless
-        the cell assigned them.
-
-        Args:
-            source: The cell's text.
-
-        Returns:
-            The names that hold copies.
-
-        Raises:
-            StaleHandleError, NamespaceError: An object is gone, or cannot be copied.
+        the cell assigned them. Gives the names that hold copies.
         """
         copies = LocalCopies(self.user_ns, self.operations, self._announce)
         names = copies.bind(names_read(source))
@@ -240,18 +194,8 @@ class NotebookNamespace:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _tracked_for(self, team: Team) -> TrackedObjects:
-        tracked = self._teams.of(team.engines)
-        self._check(tracked)
-        return tracked
-
-    def _check(self, tracked: TrackedObjects) -> None:
-        if tracked.ended:
-            raise NamespaceError(
-                "The engines of this strategy were restarted or stopped while it was in use. Run the cell again."
-            )
-
     def _snapshot(self, tracked: TrackedObjects, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
+        needs.collect()
         try:
             return self._make_snapshot(tracked, needs, arguments, cell=cell)
         except BaseException:  # the user's interrupt, or what the user's own code raises as it is pickled
@@ -261,7 +205,8 @@ class NotebookNamespace:
     def _make_snapshot(self, tracked: TrackedObjects, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
         serial = next(self._serials)
         tracker = tracked.tracker
-        sections = needs.ordered()
+        # In the order in which they are opened: what others need to be opened comes first.
+        sections = dict(sorted(needs.sections.items(), key=lambda section: not is_code(section[1])))
         tracked.forget_arguments(frozenset(sections))
         for name in sections:
             tracked.plain.pop(name, None)
@@ -272,7 +217,9 @@ class NotebookNamespace:
         if lacking:
             pack = tracker.pack(serial << 1, sections, needs.look, lacking)
             if pack.nbytes > _LARGE_NBYTES:
-                self._tell_of_large(tracked, pack)
+                what = ", ".join(f"`{name}`" for name in pack.names if not name.startswith("@"))
+                size = f"{pack.nbytes / 1e6:,.0f} MB to {tracked.size} replica(s)"
+                self._announce(f"distnb: sending {size}: {what or 'arguments of a call'}")
         plain = {name: value for name, value in needs.plain.items() if not _is_sent(tracked.plain, name, value)}
         tracked.plain.update(plain)
         names = tuple(needs.names)
@@ -346,12 +293,6 @@ class NotebookNamespace:
         tracked.modules.update(modules)
         return modules
 
-    def _tell_of_large(self, tracked: TrackedObjects, pack: Any) -> None:
-        what = ", ".join(f"`{name}`" for name in pack.names if not name.startswith("@"))
-        self._announce(
-            f"distnb: sending {pack.nbytes / 1e6:,.0f} MB to {tracked.size} replica(s): {what or 'arguments of a call'}"
-        )
-
 
 def _is_sent(sent: Mapping[str, Any], name: str, value: Any) -> bool:
     """Whether the engines have an immutable value, or a handle, under a name."""
@@ -364,13 +305,9 @@ def _is_sent(sent: Mapping[str, Any], name: str, value: Any) -> bool:
 
 
 class _Arguments:
-    """Puts names in the place of values that are looked at by themselves.
+    """Puts names in the place of values that are looked at by themselves; what the notebook has a name for gets that.
 
     Args:
-        tracked: Of the engines that run it.
-        needs: Takes these values.
-        user_ns: The notebook's namespace: what it has a name for is sent under that.
-        batch: What an iteration gave last.
         asked: They are the arguments of an operation on a handle; else of a strategy's method.
     """
 
@@ -409,7 +346,7 @@ class _Arguments:
         kind = type(value)
         if isinstance(value, DistributedValues):
             if kind in HANDLES:
-                self._needs.take_handle(value)
+                self._needs.look_behind(value)
             token = self._references.token(value, "own" if self._asked else "argument")
             return value if token is None else HeldArgument(token)
         if is_plain(value):
@@ -418,8 +355,8 @@ class _Arguments:
             return tuple(map(self._one, value))
         name = getattr(value, "__name__", "") if kind is types.FunctionType else ""
         if name and self._user_ns.get(name) is value:
-            self._needs.take_names((name,))
+            self._needs.more.append(name)
         else:
             name = f"@{id(value):x}"
-            self._needs.take_value(name, value)
+            self._needs.unseen[name] = value
         return NamedArgument(name)

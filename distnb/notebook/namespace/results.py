@@ -15,7 +15,7 @@ from distnb.objects.code import is_code
 from distnb.objects.modes import Environment, apply_environment
 from distnb.objects.placeholder import Placeholder
 from distnb.objects.plain import same
-from distnb.values import Mirrored
+from distnb.values import Mirrored, structure
 from distnb.wire.exchange import Described, Leaf, Result, former
 from distnb.wire.messages import ObjectId
 
@@ -29,11 +29,7 @@ class Results:
     """What one program did, as the replicas of a team tell it.
 
     Args:
-        tracked: Theirs.
-        user_ns: The notebook's namespace.
-        operations: What handles talk through.
         results: By replica; those that died or were cut off have none.
-        announce: Told when an object of the notebook became a handle.
         changes: What `operations.changes` was when it was sent; None for what it is now.
     """
 
@@ -64,7 +60,7 @@ class Results:
         """Bind and update everything."""
         tracked = self._tracked
         tracked.make_handle = self._fresh_handle
-        every = list(self._results.values())
+        every = self._results.values()
         if all(results.only_returned for results in every):
             return
         self._rename_former()
@@ -73,7 +69,11 @@ class Results:
             apply_environment(environment, early=True)  # paths, before anything is imported
         names = sorted({name for results in every for name in results.names})
         # What is opened may be opened by code that uses these.
-        early = [name for name in names if all(_is_early(results.names.get(name)) for results in every)]
+        early = [
+            name
+            for name in names
+            if all(name in results.names and results.names[name].kind in ("plain", "module") for results in every)
+        ]
         for name in early:
             self._bind(name)
         self._open_packs()
@@ -81,21 +81,15 @@ class Results:
             if name not in early:
                 self._bind(name)
         for name in self._first.deleted:
-            if all(name in results.deleted for results in self._results.values()):
+            if all(name in results.deleted for results in every):
                 self._user_ns.pop(name, None)
         self._describe_handles()
         self._take_environment(environment)
-        if any(results.names or results.deleted for results in self._results.values()):
+        if any(results.names or results.deleted for results in every):
             tracked.bound = None  # the program bound names itself
 
     def result(self) -> Any:
-        """The result of a call, regrouped: a plain value where all replicas agree on it, else a handle.
-
-        Raises:
-            StructureError: The replicas returned different structures.
-        """
-        from distnb.values import structure
-
+        """The result of a call, regrouped: a plain value where all replicas agree on it, else a handle."""
         trees = {replica: results.result for replica, results in self._results.items()}
         first = next(iter(trees.values()))
         if all(isinstance(tree, Leaf) for tree in trees.values()):
@@ -125,11 +119,12 @@ class Results:
         substitutes = self._different
         if not alike:
             packs = {replica: results.pack for replica, results in self._results.items() if results.pack is not None}
-            complete = len(packs) == len(every)
-            if complete:
+            if len(packs) == len(every):
                 substitutes |= self._handles_for(differing(tracker, packs))
             if not substitutes:
-                names -= set(self._handles_by_name(name for name in names if not self._is_alike(name)))
+                unlike = [name for name in names if len({results.changed.get(name) for results in every}) > 1]
+                self._handles_by_name(unlike)
+                names -= set(unlike)
         if pack is not None:
             agreed = [name for name in pack.names if name in sent or name in names]
             opening = tracker.opening(pack, agreed, in_place=alike)
@@ -155,9 +150,6 @@ class Results:
             if results.pack is not None and results is not self._first:
                 self._forget(name for name in results.pack.names if pack is None or name not in pack.names)
 
-    def _is_alike(self, name: str) -> bool:
-        return len({results.changed.get(name) for results in self._results.values()}) == 1
-
     def _handles_for(self, differing: Mapping[int, Mapping[int, int]]) -> dict[int, Any]:
         """Handles for objects that the replicas changed differently, by their numbers; names get them, too."""
         found = {}
@@ -167,16 +159,14 @@ class Results:
             found[number] = self._handle_of_different(identity, self._tracked.tracker.find(number))
         return found
 
-    def _handles_by_name(self, names: Iterable[str]) -> list[str]:
+    def _handles_by_name(self, names: Iterable[str]) -> None:
         """Handles for whole values, where their differences cannot be told."""
-        found = list(names)
-        for name in found:
+        for name in names:
             identity = (self._serial, f"#{name}")
             self._tracked.adopt[identity] = name
             if name in self._tracked.tracker:
                 self._handle_of_different(identity, self._tracked.tracker.root(name))
             self._forget((name,))
-        return found
 
     def _handle_of_different(self, identity: ObjectId, old: Any) -> Any:
         names = [name for name, value in self._user_ns.items() if value is old and not name.startswith("_")]
@@ -195,10 +185,11 @@ class Results:
     def _rename_former(self) -> None:
         """What was sent under names that the program assigned is known by other names from now on."""
         tracker = self._tracked.tracker
-        for name in {name for results in self._results.values() for name in results.names if name in tracker}:
+        every = self._results.values()
+        for name in {name for results in every for name in results.names if name in tracker}:
             new = former(name, self._serial)
             tracker.rename(name, new)
-            if not all(name in results.names for results in self._results.values()):
+            if not all(name in results.names for results in every):
                 self._forget((name, new))
 
     def _agreed_sent(self) -> set[str]:
@@ -228,9 +219,8 @@ class Results:
     # -- names ---------------------------------------------------------------------------------------------------------
 
     def _bind(self, name: str) -> None:
-        described = {
-            replica: results.names[name] for replica, results in self._results.items() if name in results.names
-        }
+        every = self._results.items()
+        described = {replica: results.names[name] for replica, results in every if name in results.names}
         value = self._combine(name, described, name)
         shell = self._user_ns.get("get_ipython") if name == "_" else None
         if callable(shell) and shell() is not None:
@@ -267,7 +257,8 @@ class Results:
                 and first.identity is not None
                 and len({one.identity for one in described.values()}) == 1
             ):
-                return self._same_object(name, first.identity, described)
+                found = self._tracked.handle(first.identity)
+                return found if found is not None else self._handle(first.identity, described, name=name)
         return self._mixed(name, described, path)
 
     def _plain_value(self, replica: int, path: str, described: Described) -> Any:
@@ -278,12 +269,6 @@ class Results:
             self._plain[replica] = self._tracked.tracker.open_loose(pack)
         return self._plain[replica].get(path)
 
-    def _same_object(self, name: str, identity: ObjectId, described: dict[int, Described]) -> Any:
-        found = self._tracked.handle(identity)
-        if found is None:
-            return self._handle(identity, described, name=name)
-        return found
-
     def _mixed(self, name: str, described: dict[int, Described], path: str) -> Any:
         """Replicas differ in what they assigned, or in whether they did."""
         local = {
@@ -293,34 +278,21 @@ class Results:
         before = self._user_ns.get(name, MISSING) if name else MISSING
         identity, others = (self._serial, path), [replica for replica in self._results if replica not in described]
         if isinstance(before, HANDLES):
-            self._keep_components(state_of_handle(before), identity, others, facts, local)
+            old = state_of_handle(before)
+            if old.tracked is self._tracked:  # replicas that did not assign the name have what it was
+                local.update({replica: old.local[replica] for replica in others if replica in old.local})
+                kept = [replica for replica in others if replica in old.facts]
+                facts.update({replica: replace(old.facts[replica], identity=identity) for replica in kept})
+                if kept:
+                    self._tracked.adopt[identity] = dict.fromkeys(kept, old.identity)
         elif before is not MISSING:
             local.update(dict.fromkeys(others, before))
         return self._handle(identity, facts, name=name, local=local, mirrored=False)
 
-    def _keep_components(
-        self,
-        before: RemoteState,
-        identity: ObjectId,
-        replicas: list[int],
-        facts: dict[int, Described],
-        local: dict[int, Any],
-    ) -> None:
-        """Replicas that did not assign a name have what it was."""
-        if before.tracked is not self._tracked:
-            return
-        local.update({replica: before.local[replica] for replica in replicas if replica in before.local})
-        kept = [replica for replica in replicas if replica in before.facts]
-        facts.update({replica: replace(before.facts[replica], identity=identity) for replica in kept})
-        if kept:
-            self._tracked.adopt[identity] = dict.fromkeys(kept, before.identity)
-
     def _stand_in(self, name: str, path: str, described: dict[int, Described], error: Exception | None) -> Any:
         """A handle of what is the same on all replicas, and cannot be here."""
         identities = {one.identity for one in described.values()}
-        identity = identities.pop() if len(identities) == 1 else None
-        if identity is None:
-            identity = (self._serial, path)
+        identity = (identities.pop() if len(identities) == 1 else None) or (self._serial, path)
         found = self._tracked.handle(identity)
         if found is None:
             digest = next(iter(described.values())).digest or b"a module"
@@ -381,11 +353,8 @@ class Results:
             if handle is None:
                 continue
             state = state_of_handle(handle)
-            facts = {
-                replica: results.handles[identity]
-                for replica, results in self._results.items()
-                if identity in results.handles
-            }
+            every = self._results.items()
+            facts = {replica: results.handles[identity] for replica, results in every if identity in results.handles}
             state.facts.update(facts)
             state.as_of = self._changes
             # Of components that differed, what is left when an engine has ended is not what all have.
@@ -409,10 +378,9 @@ class Results:
         if known is None:
             return
         alike = all(results.environment == self._first.environment for results in self._results.values())
-        if alike and len(self._results) == self._tracked.size:
-            self._tracked.environment = known.with_changes(environment)
-        else:
-            self._tracked.environment = None  # they differ: the next snapshot brings all of it
+        complete = len(self._results) == self._tracked.size
+        # Where they differ, the next snapshot brings all of it.
+        self._tracked.environment = known.with_changes(environment) if alike and complete else None
 
 
 def _cannot_be_opened(name: str, error: Exception) -> str:
@@ -420,10 +388,6 @@ def _cannot_be_opened(name: str, error: Exception) -> str:
         f"distnb: `{name}` could not be opened in the notebook ({type(error).__name__}: {error}). It is a handle of "
         "what the replicas have."
     )
-
-
-def _is_early(described: Described | None) -> bool:
-    return described is not None and described.kind in ("plain", "module")
 
 
 def are_equal(facts: Mapping[int, Described]) -> bool:

@@ -35,12 +35,6 @@ class NotebookReferences:
         self._tracked = tracked
         self.met: dict[ObjectId, DistributedValues] = {}
 
-    def meet(self, identity: ObjectId) -> None:
-        """An engine object is within another that is read."""
-        handle = self._tracked.handle(identity)
-        if handle is not None:
-            self.met[identity] = handle
-
     def look(self, obj: Any) -> Any:
         """What stands for a handle in a digest."""
         if type(obj) not in HANDLES:
@@ -87,12 +81,8 @@ class NotebookReferences:
 class TrackedObjects:
     """The notebook's side of one group of engines.
 
-    Args:
-        key: Their ids, and how often the group was made anew.
-        user_ns: The notebook's namespace.
-        classes: The classes that it has sent or received.
-
     Attributes:
+        key: Their ids, and how often the group was made anew.
         tracker: What of its objects the engines have.
         plain: The immutable values and the handles that names are bound to on the engines.
         bound: The names that are in the engines' namespace; None if that is not known.
@@ -161,15 +151,7 @@ class TrackedObjects:
         return [handle for reference in list(self._handles.values()) if (handle := reference()) is not None]
 
     def check(self, handle: DistributedValues, *, in_part: bool = False) -> None:
-        """Raise if a handle's object is gone, or is not these engines'.
-
-        Args:
-            in_part: It is enough if some replica has it.
-
-        Raises:
-            StaleHandleError: Its object is gone.
-            CannotTravelError: It belongs to another group of engines.
-        """
+        """Raise if a handle's object is gone (with `in_part`: on all replicas), or is not these engines'."""
         state = state_of_handle(handle)
         state.check(() if in_part else None)
         if state.tracked is not self:

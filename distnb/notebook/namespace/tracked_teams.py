@@ -15,12 +15,7 @@ __all__ = ["TrackedTeams"]
 
 
 class TrackedTeams:
-    """The tracked objects of each team that a strategy has used. Iterating gives them as they are at its beginning.
-
-    Args:
-        operations: Those of the namespace.
-        make: Makes those of a new team.
-    """
+    """The tracked objects of each team that a strategy has used. Iterating gives them as they are at its beginning."""
 
     def __init__(self, operations: HandleOperations, make: Callable[[TeamKey], TrackedObjects]) -> None:
         self._operations = operations
@@ -65,12 +60,7 @@ class TrackedTeams:
         tracked.move(new)
 
     def engines_replaced(self, engines: Iterable[int], survivors: Iterable[int]) -> None:
-        """New processes have taken the place of some engines. Mirrored objects are restored to them from a survivor.
-
-        Args:
-            engines: The replaced ones, up and ready.
-            survivors: Engines of the cluster that kept their process.
-        """
+        """New processes have taken the place of some engines. Mirrored objects are restored to them from a survivor."""
         replaced, alive = set(engines), set(survivors)
         self._dead -= replaced
         for tracked in self:
