@@ -12,7 +12,7 @@ from distnb.notebook.handles.computing import special_methods
 from distnb.values.structure import map_structure
 from distnb.wire.messages import ObjectId
 
-__all__ = ["BesideCall", "PendingCall", "Unsettled", "resolve"]
+__all__ = ["BesideCall", "PendingCall", "Unsettled", "itself", "resolve"]
 
 # Calls under way; more would only fill queues. Many are waited for at once: that sends what waits to leave together.
 _MOST_UNSETTLED, _FEW_UNSETTLED = 1000, 900
@@ -44,10 +44,11 @@ class PendingCall:
         return resolve(self)(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return _itself, (resolve(self),)
+        return itself, (resolve(self),)
 
 
-def _itself(value: Any) -> Any:
+def itself(value: Any) -> Any:
+    """What is pickled is replaced by what it stands for."""
     return value
 
 
@@ -132,40 +133,35 @@ class Unsettled:
     """The calls that nobody has waited for yet, by their programs, in the order in which they were sent."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, PendingCall] = {}
-        self._quiet: set[int] = set()
+        self._calls: dict[int, tuple[PendingCall, bool]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._calls)
 
     def add(self, program: int, call: PendingCall, *, own_error: bool) -> None:
         """A call was sent. `own_error`: what it raises is told even if nobody uses its result."""
-        self._calls[program] = call
-        if not own_error:
-            self._quiet.add(program)
+        self._calls[program] = call, own_error
 
     def discard(self, program: int) -> None:
         """A call went well, and its result is there: whoever wants that has it."""
         self._calls.pop(program, None)
-        self._quiet.discard(program)
 
     def keep_few(self) -> None:
         """Wait for the oldest of them, where they have become too many; raises what one of them raised."""
         if len(self._calls) > _MOST_UNSETTLED:
             while len(self._calls) > _FEW_UNSETTLED:
-                resolve(self._calls.pop(next(iter(self._calls))))
+                resolve(self._calls.pop(next(iter(self._calls)))[0])
 
     def wait(self) -> None:
         """Wait for all of them; what they raise is told where their results are used, or when they are settled."""
-        for call in list(self._calls.values()):
+        for call, _ in list(self._calls.values()):
             with contextlib.suppress(Exception):
                 resolve(call)
 
     def settle(self) -> None:
         """Wait for all of them; raises what the first that failed did, unless a use of its result has done so."""
         calls, self._calls = self._calls, {}
-        quiet, self._quiet = self._quiet, set()
-        for program, call in calls.items():
+        for call, own_error in calls.values():
             if not _was_told(call):
-                with contextlib.suppress(Exception) if program in quiet else contextlib.nullcontext():
+                with contextlib.nullcontext() if own_error else contextlib.suppress(Exception):
                     resolve(call)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from distnb.errors import StructureError
 from distnb.input.optional import AskedIterator
 from distnb.notebook.handles.state import state_of_handle
-from distnb.notebook.pending import BesideCall
+from distnb.notebook.pending import BesideCall, itself
 
 if TYPE_CHECKING:
     from distnb.input.dataset import DistributedIterator
@@ -73,7 +73,7 @@ class RemoteDataset:
         return getattr(self._handle, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self._handle,)
+        return itself, (self._handle,)
 
 
 class RemoteIterator(AskedIterator):
@@ -125,11 +125,7 @@ class RemoteIterator(AskedIterator):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._asked = None  # the cell that it is for may take that batch
-        return _itself, (self._handle,)
-
-
-def _itself(value: Any) -> Any:
-    return value
+        return itself, (self._handle,)
 
 
 # Bytes that are equal on all replicas come to the notebook; objects would stay there, behind handles.
