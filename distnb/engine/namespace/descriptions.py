@@ -9,6 +9,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from distnb.engine.namespace.engine_objects import EngineObjects
 from distnb.objects.code import is_code
 from distnb.objects.looking import Look, Looker
@@ -199,7 +201,7 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
     """
     shown = own_part(value)
     name = _type_name(type(shown))
-    if is_array(shown) or is_tensor(shown) or _is_variable(shown):
+    if _is_array(shown) or _is_variable(shown):
         shape, dtype = str(tuple(shown.shape)), str(shown.dtype).removeprefix("torch.")
         text = None if brief or shown.nbytes > _SHORT_ELEMENTS * 16 else _short_text(shown)
         at_hand = name == "torch.Tensor" and shape == "()" and shown.is_cpu and not shown.requires_grad
@@ -259,7 +261,7 @@ class _Brief(reprlib.Repr):
     def repr1(self, x: Any, level: int) -> str:
         if isinstance(x, dict) and type(x) is not dict:
             return f"{type(x).__name__}({self.repr_dict(x, level)})"
-        if (is_tensor(x) or is_array(x)) and x.ndim:
+        if _is_array(x) and x.ndim:
             return f"<{type(x).__name__} {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}>"
         return super().repr1(x, level)
 
@@ -278,13 +280,7 @@ def _short_text(value: Any) -> str:
     return text if len(text) <= _SHORT_CHARACTERS else text[: _SHORT_CHARACTERS - 1] + "…"
 
 
-def is_array(value: Any) -> bool:
-    """Whether a value is a numpy array."""
+def _is_array(value: Any) -> bool:
+    """Whether a value is a tensor or a numpy array."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether a value is a torch tensor."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+    return isinstance(value, torch.Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))

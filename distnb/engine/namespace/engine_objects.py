@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 from distnb.objects.code import Classes
 from distnb.objects.looking import Side
@@ -75,10 +76,7 @@ class EngineReferences:
 
 def _stays(obj: Any) -> bool:
     """Whether an object belongs to the replicas: what a scope made, what has a graph, datasets and batches."""
-    torch = sys.modules.get("torch")
-    if isinstance(obj, DistributedValues):
-        return True
-    if torch is not None and isinstance(obj, torch.Tensor) and obj.grad_fn is not None:
+    if isinstance(obj, DistributedValues) or (isinstance(obj, torch.Tensor) and obj.grad_fn is not None):
         return True
     return is_mirrored(obj) or type(obj).__module__.startswith("distnb.input")
 

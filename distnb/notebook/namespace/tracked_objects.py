@@ -75,7 +75,8 @@ class NotebookReferences:
 
     def resolve(self, token: Any) -> Any:
         """The handle of an engine object that something which arrived refers to."""
-        return self._tracked.handle_of(token)
+        found = self._tracked.handle(token)
+        return found if found is not None else self._tracked.make_handle(token)
 
 
 class TrackedObjects:
@@ -140,11 +141,6 @@ class TrackedObjects:
         """The handle of an engine object; None if the notebook holds none."""
         reference = self._handles.get(identity)
         return reference() if reference is not None else None
-
-    def handle_of(self, identity: ObjectId) -> Any:
-        """The handle of an engine object, made now if there is none."""
-        found = self.handle(identity)
-        return found if found is not None else self.make_handle(identity)
 
     def handles(self) -> list[DistributedValues]:
         """Every handle of this tracked that the notebook holds."""
