@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from distnb.errors import EngineDied
+from distnb.notebook.pending import BesideCall, PendingCall
 from distnb.objects.modes import cell_began
 from tests.worlds import DoubleWorld
 
@@ -126,3 +128,18 @@ def test_what_functions_close_over_is_let_go(world: DoubleWorld) -> None:
     gc.collect()
     assert held() is None
     assert kept() is None
+
+
+def test_what_keeps_a_call_beside_others_from_being_sent_is_told_where_it_is_wanted() -> None:
+    tries = []
+
+    def send() -> PendingCall:
+        tries.append(1)
+        raise EngineDied("engine 1 has ended")
+
+    beside = BesideCall(send, set())
+    beside.send()  # with another program
+    for _ in range(2):
+        with pytest.raises(EngineDied, match="engine 1 has ended"):
+            beside.result()
+    assert tries == [1]
