@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -84,21 +84,23 @@ class Portion(NamedTuple):
     size: int | None
 
 
-class Dealer(Iterator[Portion]):
-    """This replica's portion of each global batch.
-
-    Args:
-        batch: Gives the next batch: a structure of examples, a list of indices, a range.
-        count: Tells how many examples a batch holds; None for one that is not to be cut.
-        place: The replica.
+class Dealer(ABC):
+    """This replica's portion of each global batch. Who has the batches inherits from it: a loader's workers end when
+    nobody refers to what reads, and an object of its own, with a way back, would be a cycle.
     """
 
-    def __init__(self, batch: Callable[[], Any], count: Callable[[Any], int | None], place: Place) -> None:
-        self._batch = batch
-        self._count = count
+    def __init__(self, place: Place) -> None:
         self._place = place
         self._ready: deque[Portion] = deque()
         self._group: list[Portion] = []
+
+    @abstractmethod
+    def _batch(self) -> Any:
+        """The next batch: a structure of examples, a list of indices, a range."""
+
+    def _count(self, batch: Any) -> int | None:
+        """How many examples a batch holds; None for one that is not to be cut."""
+        return len(batch)
 
     def skip(self, elements: int) -> None:
         """Leave out batches or, where replicas take turns, elements."""
@@ -107,7 +109,8 @@ class Dealer(Iterator[Portion]):
             for _ in range(elements):
                 take()
 
-    def __next__(self) -> Portion:
+    def deal(self) -> Portion:
+        """The next portion. Raises StopIteration at the end."""
         turns = self._place.turns
         if turns is None:
             batch = self._batch()

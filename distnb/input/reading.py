@@ -52,6 +52,8 @@ class Reader:
         while len(ready) < count and not (ready and isinstance(ready[-1], StopIteration)):
             try:
                 ready.append(self._next())
+            except StopIteration:
+                ready.append(StopIteration())  # its traceback would keep what reads, and with that workers
             except Exception as error:  # noqa: BLE001 - raised when its turn comes
                 ready.append(error)
 

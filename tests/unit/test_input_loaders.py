@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from multiprocessing import active_children
 from typing import Any
 
 import numpy as np
@@ -212,6 +215,22 @@ def test_workers(arguments: dict[str, Any], prefetch: int | None) -> None:
         return DataLoader(Squares(), batch_size=5, shuffle=True, num_workers=2, **arguments)
 
     check_equal(make, 3, options=InputOptions(prefetch=prefetch))
+
+
+@pytest.mark.parametrize("batches", [1, 9])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_iteration_that_nobody_holds_ends_its_workers_at_once(replicas: int, batches: int) -> None:
+    """Were it left to the collector, that would end them in the middle of another loader's work: 5 s for each."""
+    gc.disable()
+    try:
+        dataset = distribute(DataLoader(Squares(), batch_size=5, num_workers=2), **place(replicas, 0))
+        before = set(active_children())
+        reading = iter(dataset)
+        assert sum(1 for _ in itertools.islice(reading, batches)) == min(batches, 5)
+        del reading
+        assert set(active_children()) == before
+    finally:
+        gc.enable()
 
 
 def test_workers_with_a_sampler_that_draws_all_along() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -31,18 +32,30 @@ class ArraySource(Source):
         self._place = place
 
     def start(self, skip: int = 0, kept: bool | None = None) -> Iterator[Load]:
-        examples, size = self._examples, self._batch_size
-        ranges = iter([range(first, min(first + size, examples)) for first in range(0, examples, size)])
-        dealer = Dealer(lambda: next(ranges), len, self._place)
-        dealer.skip(skip)
-        for batch, _, start, stop, of_all in dealer:
-            yield Load(self._columns, examples, batch.start + start, batch.start + stop, of_all, borrowed=True)
+        ranges = _Ranges(self._examples, self._batch_size, self._place)
+        ranges.skip(skip)
+        with suppress(StopIteration):
+            while True:
+                batch, _, start, stop, of_all = ranges.deal()
+                first, end = batch.start + start, batch.start + stop
+                yield Load(self._columns, self._examples, first, end, of_all, borrowed=True)
 
     def length(self) -> int:
         return -(-self._examples // self._batch_size)
 
     def peek(self) -> Any:
         return map_leaves(self._columns, self._examples, lambda leaf: leaf[: self._batch_size])
+
+
+class _Ranges(Dealer):
+    """Batches of so many examples, each as the range of their numbers."""
+
+    def __init__(self, examples: int, size: int, place: Place) -> None:
+        super().__init__(place)
+        self._left = iter([range(first, min(first + size, examples)) for first in range(0, examples, size)])
+
+    def _batch(self) -> range:
+        return next(self._left)
 
 
 class _Column(Sequence[Any]):

@@ -19,7 +19,7 @@ from distnb.input.sources.workers import end_workers, forget_workers
 __all__ = ["Batches"]
 
 
-class Batches(Iterator[Load]):
+class Batches(Dealer, Iterator[Load]):
     """Loads this replica's portions: by cutting whole batches, or as the feed had them loaded.
 
     Args:
@@ -43,8 +43,8 @@ class Batches(Iterator[Load]):
         goes_on: bool = True,
         persistent: DataLoader[Any] | None = None,
     ) -> None:
+        super().__init__(place)
         self._iterator: Iterator[Any] | None = iterator
-        self._place = place
         self._around = around
         self._feeding = feeding
         self._goes_on = goes_on
@@ -52,8 +52,7 @@ class Batches(Iterator[Load]):
         self._failed = False
         self._closed = False
         self._digest = 0
-        self._dealer = Dealer(self._whole_batch, self._count, place)
-        self._dealer.skip(skip)
+        self.skip(skip)
 
     def __next__(self) -> Load:
         if self._feeding is not None and self._feeding.sliced:
@@ -61,20 +60,20 @@ class Batches(Iterator[Load]):
             portion, digest = self._feeding.asked.popleft()
             own = portion.stop - portion.start
             return Load(tree, own or 1, 0, own, portion.size, separate=True, digest=digest)
-        portion = next(self._dealer)
+        portion = self.deal()
         return Load(*portion, separate=self._place.takes_whole_batches, digest=self._digest)
 
-    def _whole_batch(self) -> Any:
+    def _batch(self) -> Any:
         tree = self._load()
         if self._feeding is not None:
             _, self._digest = self._feeding.asked.popleft()
         return tree
 
-    def _count(self, tree: Any) -> int | None:
+    def _count(self, batch: Any) -> int | None:
         if self._place.num_replicas == 1:
             return None  # one replica gets the very batch, whatever is in it
         try:
-            return count_examples(tree)
+            return count_examples(batch)
         except StructureError:
             if self._place.takes_whole_batches:
                 return None

@@ -40,7 +40,7 @@ class Feed:
         return len(self._batches)  # type: ignore[arg-type]
 
 
-class Feeding(Iterator[Any]):
+class Feeding(Dealer, Iterator[Any]):
     """One iteration of a `Feed`.
 
     Attributes:
@@ -49,18 +49,17 @@ class Feeding(Iterator[Any]):
     """
 
     def __init__(self, batches: Iterator[Any], place: Place, drawing: Drawing, sliced: bool, skip: int) -> None:
+        super().__init__(place if sliced else replace(place, num_replicas=1, replica_id=0, turns=None))
         self._batches = batches
         self._drawing = drawing
         self.sliced = sliced
-        self._skip = skip
+        self._left_out = skip
         self._digest = 0
-        whole = replace(place, num_replicas=1, replica_id=0, turns=None)
-        self._dealer = Dealer(self._indices, len, place if sliced else whole)
         self._next: Portion | None = None
         # One replica gets what comes, and need not know.
         self.asked: deque[tuple[Portion, int]] = deque(maxlen=0 if place.num_replicas == 1 else None)
 
-    def _indices(self) -> Any:
+    def _batch(self) -> Any:
         batch = next(self._batches)
         indices = batch if hasattr(batch, "__len__") and hasattr(batch, "__getitem__") else list(batch)
         try:
@@ -71,15 +70,15 @@ class Feeding(Iterator[Any]):
 
     def leave_out(self) -> None:
         """Leave out now what is to be left out: a DataLoader draws a number of its own before it asks for a batch."""
-        skip, self._skip = self._skip, 0
-        self._dealer.skip(skip)
+        skip, self._left_out = self._left_out, 0
+        self.skip(skip)
 
     def ask(self) -> None:
         """Decide now what is loaded next: examples may be loaded with another stream than samplers draw from."""
         if self._next is None:
             with self._drawing():
                 self.leave_out()
-                self._next = next(self._dealer)
+                self._next = self.deal()
             self.asked.append((self._next._replace(batch=None), self._digest))
 
     def __next__(self) -> Any:
