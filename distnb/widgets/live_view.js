@@ -28,10 +28,11 @@ export default () => {
       el.innerHTML = `<div class="distnb-live"><style>${STYLE}</style><div class="drawn"></div>
         <details hidden><summary>The page was reloaded while the cell ran; the end of what it wrote</summary><pre></pre></details></div>`;
       const [drawn, written] = [el.querySelector(".drawn"), el.querySelector("details")];
-      let pending = false;
+      let [pending, left] = [false, false];
       const draw = () => {
         pending = false;
         drawn.innerHTML = model.get("html");
+        if (left) mark();
         written.hidden = !(restored && model.get("written"));
         written.querySelector("pre").textContent = model.get("written");
       };
@@ -39,18 +40,26 @@ export default () => {
         if (!pending) requestAnimationFrame(draw); // a hidden tab draws no frames; it draws once when it is looked at
         pending = true;
       };
-      // The kernel ended, or was restarted: nothing will come any more.
+      const changed = () => {
+        left = false;
+        schedule();
+      };
+      // The kernel ended, or was restarted: nothing will come any more. What came before may still have to be drawn.
       const orphaned = () => {
+        left = true;
+        mark();
+      };
+      const mark = () => {
         const [dot, head] = [drawn.querySelector(".dot"), drawn.querySelector(".head")];
         if (!dot?.matches(".starting,.running")) return;
         head.textContent = head.textContent.replace(/· (starting|running) ·/, "· the kernel ended ·");
         dot.className = "dot died";
       };
-      model.on("change:html", schedule);
+      model.on("change:html", changed);
       model.on("comm_live_update", orphaned);
       schedule();
       return () => {
-        model.off("change:html", schedule);
+        model.off("change:html", changed);
         model.off("comm_live_update", orphaned);
       };
     },
