@@ -75,6 +75,8 @@ def start(
         cwd: Where it runs; where the caller does, if not given.
     """
     told = out.with_name(out.name + ".ended")
+    for file in (out, err):
+        file.touch()  # whoever looks before the process has begun finds that it wrote nothing
     asked = {"script": str(script), "env": dict(env), "out": str(out), "err": str(err), "told": str(told)}
     return Forked(_server(number % 2).fork({**asked, "cwd": str(cwd or Path.cwd())}), told)
 
