@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import gc
-import itertools
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -229,9 +228,14 @@ class Tracker:
                     raise
                 look.refused[name] = _refused(name, values[name], error)
         table = _Table(serial, names, roots, packer)
-        memo = packer.memo.copy() if tables else {}
-        known_here = [(key, each.numbers[key]) for each in tables for key in each.numbers.keys() & memo.keys()]
-        pairs = array("Q", itertools.chain.from_iterable((memo[key][0], number) for key, number in known_here))
+        pairs = array("Q")
+        if tables:
+            with _no_collection():
+                memo = packer.memo.copy()
+                for each in tables:
+                    for key in each.numbers.keys() & memo.keys():
+                        pairs.extend((memo[key][0], each.numbers[key]))
+                del memo
         self._add(table)
         for name in names:
             self._records[name] = _Record(values[name], look.digests[name], parts_of(values[name]))
