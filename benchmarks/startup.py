@@ -42,8 +42,8 @@ total = float(x.sum())'''
 shell.run_cell(cell).raise_error()
 assert shell.user_ns["total"] == 10 * {n}
 print("SECONDS", time.perf_counter() - began)
-from distnb import session
-tell_memory([row.pid for row in session.require().status()])
+from distnb.notebook import compose
+tell_memory([row.pid for row in compose.require().status()])
 shell.run_cell("%distnb stop").raise_error()
 """
 )
