@@ -250,19 +250,19 @@ class Session:
             self._unsettled.keep_few()
             return pending
 
-    def call_beside(self, spec: StrategySpec, args: Sequence[Any], reads: Sequence[Any]) -> BesideCall:
+    def call_beside(self, spec: StrategySpec, args: Sequence[Any], changed: Sequence[Any]) -> BesideCall:
         """Call a function on every replica once they have begun with the next program; what it does is not the user's.
 
         Args:
             args: The function, and its arguments.
-            reads: Handles of what it changes: it is sent before a program that reads these.
+            changed: Handles of what it changes: it is sent before a program that reads these.
         """
 
         def send() -> PendingCall:
             with self._dispatch.turn, self._dispatch.interrupts:
                 return self._pend(self._post(spec, "", args, {}, beside=True), own_error=False)
 
-        beside = BesideCall(send, {state_of_handle(handle).identity for handle in reads})
+        beside = BesideCall(send, {state_of_handle(handle).identity for handle in changed})
         self._besides.append(beside)
         return beside
 
