@@ -320,6 +320,10 @@ class StrategySpec:
     num_replicas: int = 0
     options: tuple[tuple[str, Any], ...] = field(default=())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Every program brings one: without the names of its fields."""
+        return StrategySpec, (self.kind, self.devices, self.num_replicas, self.options)
+
     @property
     def device_type(self) -> str:
         """The type that all its devices must have; "" for any."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from distnb.errors import OptionError
 
@@ -83,6 +86,14 @@ class Team:
     hosts: tuple[str, ...] = ()
     store_directory: str = ""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Every program brings its team, which is hardly ever another one: it is pickled, and opened, once."""
+        return _opened, (self._pickled,)
+
+    @functools.cached_property
+    def _pickled(self) -> bytes:
+        return pickle.dumps((self.engines, self.devices, *astuple(self)[2:]))
+
     @property
     def apart(self) -> bool:
         """Whether each replica has a device of its own."""
@@ -108,3 +119,8 @@ class Team:
     def prefix(self) -> str:
         """Where in the store this team of this generation meets."""
         return f"team/{self.generation}/{'-'.join(map(str, self.engines))}"
+
+
+@functools.lru_cache(maxsize=64)
+def _opened(pickled: bytes) -> Team:
+    return Team(*pickle.loads(pickled))

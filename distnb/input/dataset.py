@@ -24,6 +24,8 @@ __all__ = ["DistributedDataset", "DistributedIterator", "program_began", "progra
 
 UNKNOWN_CARDINALITY = -2
 
+_AHEAD = 4  # a message from the notebook for every batch would cost a third of a short step
+
 
 class DistributedDataset(Iterable[Any]):
     """A dataset of global batches, of which this replica gets its slices; made by `distribute`.
@@ -77,9 +79,10 @@ class DistributedDataset(Iterable[Any]):
             self._end_previous = loads.close
         if self._agree is not None and self._place.several_pipelines:
             own = OwnData(reader, self._place, placement, self._agree)
-            return DistributedIterator(reader, own, progress, False, self._source.data)
+            return DistributedIterator(reader, own, progress, 0, self._source.data)
         # What others do meanwhile must not matter: no random numbers are drawn, and none of the user's code runs here.
-        ahead = self._options.prefetch != 0 and self._source.quiet
+        depth = self._options.prefetch
+        ahead = 0 if not self._source.quiet else _AHEAD if depth is None else min(depth, _AHEAD)
         return DistributedIterator(reader, SameData(reader, self._agree), progress, ahead, self._source.data)
 
     def _next_epoch(self) -> int:
@@ -219,7 +222,7 @@ class DistributedIterator(AskedIterator):
     """One iteration over a distributed dataset. Dropping it ends what reads ahead; `close` does so at once.
 
     Attributes:
-        ahead: Whether a batch may be read before it is asked for: see `peek`.
+        ahead: How many batches may be read before they are asked for: see `peek`.
     """
 
     @classmethod
@@ -231,7 +234,7 @@ class DistributedIterator(AskedIterator):
         reader: Reader,
         batches: SameData | OwnData,
         progress: Progress,
-        ahead: bool,
+        ahead: int,
         data: Any,
     ) -> None:
         self._reader = reader
@@ -268,20 +271,19 @@ class DistributedIterator(AskedIterator):
         self._progress.steps += 1
         return batch
 
-    def peek(self) -> Any:
-        """The batch that `next` gives next, which does not count as given; None where `next` raises.
+    def peek(self, count: int) -> list[Any]:
+        """The batches that `next` gives next, up to where it raises; they do not count as given.
 
-        It is for the notebook, and only where `ahead` says so.
+        It is for the notebook, and only for as many as `ahead` says.
         """
         if not self._open:
-            return None
+            return []
         self._read_in = _program
         try:
-            batch = self._reader.peek()
+            return [batch.tree for batch in self._reader.peek(count)]
         except BaseException:
             self.cut_short()
             raise
-        return None if batch is None else batch.tree
 
     def close(self) -> None:
         """End this iteration: later calls of `next` find nothing."""

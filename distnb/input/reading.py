@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -70,11 +71,11 @@ class Reader:
         finally:
             del item  # an exception's traceback knows this frame: were it kept here, neither would ever go
 
-    def peek(self) -> Batch | None:
-        """The batch that `read` gives next; None where that raises."""
-        self._have(1)
-        first = self._ready[0]
-        return self._handed_over(first) if isinstance(first, Batch) else None
+    def peek(self, count: int) -> list[Batch]:
+        """The batches that `read` gives next, so many at most: up to where it raises."""
+        self._have(count)
+        ready = itertools.takewhile(lambda each: isinstance(each, Batch), itertools.islice(self._ready, count))
+        return [self._handed_over(batch) for batch in ready if isinstance(batch, Batch)]
 
     def _handed_over(self, batch: Batch) -> Batch:
         return batch._replace(tree=self._placement.hand_over(batch.tree))

@@ -101,17 +101,26 @@ class BesideCall:
     Args:
         send: Sends it.
         changes: The ids of engine objects that it changes.
+
+    Attributes:
+        waits: It is not needed soon: it is sent before a program that reads what it changes, and not beside others.
     """
 
     def __init__(self, send: Callable[[], PendingCall], changes: set[ObjectId]) -> None:
         self._send = send
         self.changes = changes
+        self.waits = False
         self._sent: PendingCall | None = None
         self._error: Exception | None = None
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether it was sent, or could not be."""
+        return self._sent is not None or self._error is not None
+
     def send(self) -> None:
         """Send it, unless that was done. What keeps it from being sent is told where its result is wanted."""
-        if self._sent is None and self._error is None:
+        if not self.is_sent:
             try:
                 self._sent = self._send()
             except Exception as error:  # noqa: BLE001

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StructureError
@@ -20,8 +20,8 @@ __all__ = ["RemoteDataset"]
 Call = Callable[..., Any]
 """`call(function, *args)`: calls it on every replica, in cross-replica context, and regroups the results."""
 
-Beside = Callable[[Sequence[Any], Sequence[Any]], BesideCall]
-"""`beside((function, *args), changed)`: calls it, beside the next program, where it changes engine objects."""
+Beside = Callable[[Callable[[], Sequence[Any]], Sequence[Any]], BesideCall]
+"""`beside(ask, changed)`: calls what `ask` gives, (function, *args), beside a program; it changes engine objects."""
 
 
 class RemoteDataset:
@@ -45,7 +45,7 @@ class RemoteDataset:
         # batch; what reading changes in it comes to the notebook at the iteration's end.
         facts = state_of_handle(iterator).facts
         for replica, fact in facts.items():
-            facts[replica] = replace(fact, holds=tuple(held for held in fact.holds if not isinstance(held, str)))
+            facts[replica] = fact._replace(holds=tuple(held for held in fact.holds if not isinstance(held, str)))
         return RemoteIterator(iterator, self._handle, self._call, self._beside, self._note)
 
     def __len__(self) -> int:
@@ -79,9 +79,8 @@ class RemoteDataset:
 class RemoteIterator(AskedIterator):
     """One iteration over the engines' dataset.
 
-    The replicas are asked for the next batch while they work on this one, so that it is there when the cell comes for
-    it. It counts as given only then; and where reading it raises, or could be told by the user's code, it is not asked
-    for.
+    The replicas are asked for some of the next batches while they work on the last that is here. Each counts as given
+    only when the cell comes for it; and where reading raises, or could be told by the user's code, none is asked for.
     """
 
     is_distributed_iterator = True
@@ -92,39 +91,51 @@ class RemoteIterator(AskedIterator):
         self._call = call
         self._beside = beside
         self._note = note
+        self._here: deque[Any] = deque()
+        self._given = 0  # of those that were here; the replicas hear of it when they are asked for more
         self._asked: BesideCall | None = None
+        self._ahead = 0
         self._ended = False
 
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration
-        came, batch = self._take_asked()
-        ahead = came
-        if not came:
-            more, batch, ahead = self._call(_advance, self._handle)
-            if not more:
+        if self._asked is not None and (self._asked.is_sent or not self._here):
+            self._here.extend(self._come(self._asked))
+            self._asked = None
+        if self._here:
+            batch = self._here.popleft()
+            self._given += 1
+        else:
+            self._ahead, found = self._call(_advance, self._handle)
+            if not found:
                 self._ended = True
                 self._note(None)
                 self._call(_nothing, self._dataset)  # what reading changed in the notebook's data comes with it
                 raise StopIteration
-        if ahead:
-            self._asked = self._beside((_ask_ahead, self._handle, came), (self._handle, self._dataset))
+            (batch,) = found
+        if self._ahead:
+            if self._asked is None:
+                self._asked = self._beside(self._ask, (self._handle, self._dataset))
+            self._asked.waits = bool(self._here)
         self._note(batch)
         return batch
 
-    def _take_asked(self) -> tuple[bool, Any]:
-        """Whether there is a batch that was asked for ahead, and the batch."""
-        asked, self._asked = self._asked, None
-        if asked is None:
-            return False, None
+    def _ask(self) -> tuple[Any, ...]:
+        given, self._given = self._given, 0
+        return _look_ahead, self._handle, given, len(self._here), self._ahead - len(self._here)
+
+    def _come(self, asked: BesideCall) -> Sequence[Any]:
+        """The batches that were asked for; none where reading the next one raises."""
         try:
-            more, batch = asked.result()
+            batches: Sequence[Any] = asked.result()
         except StructureError:  # the replicas read different data, and some are at the end
-            return False, None
-        return more is True, batch
+            return ()
+        return batches
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._asked = None  # the cell that it is for may take that batch
+        self._here.clear()  # the program that it is for may take those
+        self._asked = None
         return itself, (self._handle,)
 
 
@@ -147,20 +158,19 @@ def _load(dataset: Any, state: Any) -> None:
     dataset.load_state_dict(_unpacked(state))
 
 
-def _advance(iterator: DistributedIterator) -> tuple[bool, Any, bool]:
-    """The next batch, and whether to ask for those after it ahead. StopIteration would end the program as a failure."""
+def _advance(iterator: DistributedIterator) -> tuple[int, tuple[Any, ...]]:
+    """How many batches to ask for ahead, and the next one; none at the end: StopIteration would be a failure."""
     try:
-        return True, next(iterator), iterator.ahead
+        return iterator.ahead, (next(iterator),)
     except StopIteration:
-        return False, None, False
+        return 0, ()
 
 
-def _ask_ahead(iterator: DistributedIterator, took: bool) -> tuple[bool, Any]:
-    """The batch after the next; before that, the one that was asked for ahead is counted as given."""
-    if took:
+def _look_ahead(iterator: DistributedIterator, given: int, here: int, more: int) -> tuple[Any, ...]:
+    """Some more of the next batches, behind those that are `here`, once so many have been counted as `given`."""
+    for _ in range(given):
         next(iterator)
-    batch = iterator.peek()
-    return batch is not None, batch
+    return tuple(iterator.peek(here + more)[here:])
 
 
 def _nothing(*_: Any) -> None:

@@ -8,11 +8,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
+from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.pending import BesideCall, resolve
 from distnb.notebook.remote_dataset import RemoteDataset
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime.base import Owner
 from distnb.runtime.in_process import local_components
+from distnb.values.structure import flatten, map_structure, unflatten
 
 if TYPE_CHECKING:
     from distnb.notebook.session import Session
@@ -54,8 +56,21 @@ class Remote:
         return self._ask("run", (fn, tuple(args), dict(kwargs)), {}, wait=wait)
 
     def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
-        """Combine the replicas' components into one value, which stays on the engines."""
-        return self._ask("reduce", (op, value), {"axis": axis})
+        """Combine the replicas' components into one value.
+
+        It stays on the engines, unless the notebook knows the components, as it does numbers that `run` returned: then
+        no message is needed.
+        """
+        leaves, shape = flatten(map_structure(resolve, value))
+        known = []
+        if axis is None and self._strategy.spec.option("cross_device_ops") is None:
+            engines = self._session().team(self._strategy.spec).engines
+            known = [state_of_handle(leaf).all_known(engines) for leaf in leaves if type(leaf) in HANDLES]
+        if not known or len(known) < len(leaves) or not all(known):
+            return self._ask("reduce", (op, value), {"axis": axis})
+        from distnb.runtime.reduction.reducing import reduce_numbers
+
+        return unflatten(shape, reduce_numbers(op, known))
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the replicas' components."""
@@ -87,8 +102,8 @@ class Remote:
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return self._ask("", (function, *args), {})
 
-    def _beside(self, args: Sequence[Any], changed: Sequence[Any]) -> BesideCall:
-        return self._session().call_beside(self._strategy.spec, args, changed)
+    def _beside(self, ask: Callable[[], Sequence[Any]], changed: Sequence[Any]) -> BesideCall:
+        return self._session().call_beside(self._strategy.spec, ask, changed)
 
     def _note_batch(self, batch: Any) -> None:
         self._session().namespace.batch = batch

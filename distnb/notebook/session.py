@@ -241,35 +241,37 @@ class Session:
                 if wait:
                     ahead = not self.namespace.may_be_changed(call.team)
                     if ahead:
-                        self._send_besides()
+                        self._send_besides(due=True)
                     result = self._finish_call(call)
                     if not ahead:
-                        self._send_besides()
+                        self._send_besides(due=True)
                     return result
                 pending = self._pend(call)
             self._unsettled.keep_few()
             return pending
 
-    def call_beside(self, spec: StrategySpec, args: Sequence[Any], changed: Sequence[Any]) -> BesideCall:
+    def call_beside(self, spec: StrategySpec, ask: Callable[[], Sequence[Any]], changed: Sequence[Any]) -> BesideCall:
         """Call a function on every replica once they have begun with the next program; what it does is not the user's.
 
         Args:
-            args: The function, and its arguments.
+            ask: Gives the function, and its arguments, when it is sent.
             changed: Handles of what it changes: it is sent before a program that reads these.
         """
 
         def send() -> PendingCall:
             with self._dispatch.turn, self._dispatch.interrupts:
-                return self._pend(self._post(spec, "", args, {}, beside=True), own_error=False)
+                return self._pend(self._post(spec, "", ask(), {}, beside=True), own_error=False)
 
         beside = BesideCall(send, {state_of_handle(handle).identity for handle in changed})
         self._besides.append(beside)
         return beside
 
-    def _send_besides(self) -> None:
-        besides, self._besides = self._besides, []
+    def _send_besides(self, *, due: bool = False) -> None:
+        """Send the calls that go beside others: all, or those that are `due`."""
+        besides, self._besides = self._besides, [each for each in self._besides if due and each.waits]
         for beside in besides:
-            beside.send()
+            if not (due and beside.waits):
+                beside.send()
 
     def _post(
         self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, beside: bool = False

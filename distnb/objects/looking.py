@@ -86,6 +86,16 @@ class Look:
     refused: dict[str, Placeholder] = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)
 
+    def into(self, function: types.FunctionType) -> None:
+        """Note what a function of the namespace reads."""
+        used = code.names_of_code(function.__code__)
+        self.names |= used.names
+        self.attributes |= used.attributes
+        self.dynamic = self.dynamic or used.dynamic
+        found = code.source_of(function.__code__)
+        if found is not None:
+            self.sources[found[0]] = found[1]
+
 
 class Looker(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles to be digested.
@@ -179,19 +189,9 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
     def function(self, function: types.FunctionType) -> Any:
         """A function by value, with its names noted."""
         if function.__globals__ is self.side.user_ns:
-            self.look_into(function)
+            self.seen.into(function)
         reference = self.reference(function)
         return reference if reference is not None else code.reduce_function(function, self.side.user_ns)
-
-    def look_into(self, function: types.FunctionType) -> None:
-        """Note what a function of the namespace reads."""
-        used, seen = code.names_of_code(function.__code__), self.seen
-        seen.names |= used.names
-        seen.attributes |= used.attributes
-        seen.dynamic = seen.dynamic or used.dynamic
-        found = code.source_of(function.__code__)
-        if found is not None:
-            seen.sources[found[0]] = found[1]
 
     def a_class(self, cls: type) -> Any:
         """A class by its name, or as one that is looked at by itself."""

@@ -86,14 +86,18 @@ def capture_environment(before: Environment | None = None, moment: Moment = "beg
         moment: A cell's beginning, its end, or around a call. Modes that are not looked at then are taken from
             `before`, but not at the first call in a cell.
     """
-    known = before.modes if before is not None and before.cell == _cell else {}
     loaded = "", *filter(_is_loaded, ("torch", "numpy"))
-    whole = _looked_at("beginning", loaded)
-    modes = {mode.name: mode.capture() for mode in (_looked_at(moment, loaded) if known else whole)}
-    modes = {**known, **modes}
-    if len(modes) < len(whole):  # a library was loaded since
-        modes |= {mode.name: mode.capture() for mode in whole if mode.name not in modes}
-    return before if before is not None and known == modes else Environment(modes, _cell)
+    if before is None or before.cell != _cell or len(before.modes) < len(_looked_at("beginning", loaded)):
+        moment = "beginning"  # of the cell; or a library was loaded since
+    known = before.modes if before is not None else {}
+    changed = {}
+    for mode in _looked_at(moment, loaded):
+        value = mode.capture()
+        if mode.name not in known or value != known[mode.name]:
+            changed[mode.name] = value
+    if before is not None and before.cell == _cell and not changed:
+        return before
+    return Environment({**known, **changed}, _cell)
 
 
 @functools.cache
@@ -134,9 +138,10 @@ def _is_loaded(library: str) -> bool:
 
 
 def _directory() -> str | None:
-    with contextlib.suppress(FileNotFoundError):  # it was removed under us
+    try:
         return os.getcwd()
-    return None
+    except FileNotFoundError:  # it was removed under us
+        return None
 
 
 def _set_directory(directory: str | None) -> None:

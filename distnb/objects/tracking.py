@@ -158,15 +158,16 @@ class Tracker:
     def look(self, values: Mapping[str, Any], look: Look | None = None) -> Look:
         """How values look; noted beside what is in `look`, if that is given."""
         look = Look() if look is None else look
-        looker = Looker(self.side, look)
+        looker: Looker | None = None  # to make one takes as long as to look at a function that was seen before
         waiting = dict(values)
         while waiting:
             for name, value in waiting.items():
                 record = self._records.get(name)
                 if record is not None and record.parts is not None and record.parts == parts_of(value):
-                    looker.look_into(value)
+                    look.into(value)
                     look.digests[name] = record.digest
                     continue
+                looker = looker or Looker(self.side, look)
                 looker.label, looker.root = label_of(name), value
                 looker.looked_at = value if isinstance(value, type) else None
                 try:

@@ -1,10 +1,13 @@
-"""What notebook and engines tell each other of names and objects: snapshots one way, results the other."""
+"""What notebook and engines tell each other of names and objects: snapshots one way, results the other.
+
+Named tuples: every call brings some of them, and a dataclass is pickled with the names of its fields.
+"""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from distnb.objects.modes import Environment
@@ -104,8 +107,7 @@ class Reloads(NamedTuple):
     in_place: bool = False
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """What a program needs of the notebook's namespace.
 
     Attributes:
@@ -132,24 +134,23 @@ class Snapshot:
     team: TeamKey
     serial: int
     names: tuple[str, ...] | None = None
-    imports: Mapping[str, str] = field(default_factory=dict)
+    imports: Mapping[str, str] = {}
     sections: tuple[str, ...] = ()
     pack: Packed | None = None
     plain: Packed | None = None
     arguments: Packed | tuple[tuple[Any, ...], dict[str, Any]] | None = None
     fresh: bool = False
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = {}
     forget: tuple[str, ...] = ()
-    adopt: Mapping[ObjectId, str | Mapping[int, int | ObjectId]] = field(default_factory=dict)
+    adopt: Mapping[ObjectId, str | Mapping[int, int | ObjectId]] = {}
     release: tuple[ObjectId, ...] = ()
     handles: tuple[ObjectId, ...] = ()
     environment: Environment | None = None
-    sources: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    modules: Mapping[str, Reloads] = field(default_factory=dict)
+    sources: Mapping[str, tuple[str, str]] = {}
+    modules: Mapping[str, Reloads] = {}
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """How an engine object looks, for the notebook to show without asking again.
 
     Attributes:
@@ -159,6 +160,7 @@ class Summary:
         attributes: What `dir` gives, for completion.
         iterates: Whether it is an iterator.
         number: The element of a tensor without dimensions in host memory, which takes no waiting and no room.
+        graph: Whether it is a tensor that autograd computed.
     """
 
     type: str
@@ -169,10 +171,10 @@ class Summary:
     attributes: tuple[str, ...] = ()
     iterates: bool = False
     number: float | int | complex | None = None
+    graph: bool = False
 
 
-@dataclass(frozen=True)
-class Described:
+class Described(NamedTuple):
     """What a name, or a result, is on one replica.
 
     Attributes:
@@ -205,7 +207,7 @@ class Described:
 class Leaf:
     """Stands in the structure of a result for one described leaf.
 
-    No dataclass: those are structures, whose fields would be leaves in its place.
+    No tuple and no dataclass: those are structures, whose fields would be leaves in its place.
     """
 
     __slots__ = ("described",)
@@ -213,9 +215,11 @@ class Leaf:
     def __init__(self, described: Described) -> None:
         self.described = described
 
+    def __reduce__(self) -> Any:
+        return Leaf, (self.described,)
 
-@dataclass(frozen=True)
-class Result:
+
+class Result(NamedTuple):
     """What a program did on one replica.
 
     Attributes:
@@ -232,13 +236,13 @@ class Result:
     """
 
     serial: int
-    names: dict[str, Described] = field(default_factory=dict)
+    names: Mapping[str, Described] = {}
     deleted: tuple[str, ...] = ()
-    changed: dict[str, bytes] = field(default_factory=dict)
+    changed: Mapping[str, bytes] = {}
     pack: Packed | None = None
     plain: Packed | None = None
-    fresh: dict[ObjectId, Described] = field(default_factory=dict)
-    handles: dict[ObjectId, Described] = field(default_factory=dict)
+    fresh: Mapping[ObjectId, Described] = {}
+    handles: Mapping[ObjectId, Described] = {}
     environment: Environment | None = None
     result: Any = None
 
@@ -249,8 +253,7 @@ class Result:
         return not any(told) and self.pack is None and self.environment is None
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """An operation on engine objects, asked by a handle; its arguments come with the snapshot.
 
     Attributes:

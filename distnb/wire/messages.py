@@ -1,4 +1,4 @@
-"""The messages that notebook and engines exchange: frozen dataclasses, and nothing that computes.
+"""The messages that notebook and engines exchange, and nothing that computes: named tuples of what every call brings.
 
 Two channels join the notebook to each engine. The *program* channel carries what is to be run, in order, and its
 replies; the engine reads it on its main thread. The *control* channel is read by a thread of its own on both
@@ -43,8 +43,7 @@ ObjectId = tuple[int, str]
 # -- program channel, notebook to engine -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RunCell:
+class RunCell(NamedTuple):
     """Run a cell (or the body of a top-level scope) on this replica.
 
     Attributes:
@@ -67,8 +66,7 @@ class RunCell:
     snapshot: Any = None
 
 
-@dataclass(frozen=True)
-class CallFunction:
+class CallFunction(NamedTuple):
     """Call `strategy.<method>(...)` on this replica; the arguments refer to the engine's objects by id.
 
     Attributes:
@@ -83,8 +81,7 @@ class CallFunction:
     snapshot: Any
 
 
-@dataclass(frozen=True)
-class Apply:
+class Apply(NamedTuple):
     """Apply a named operation to an object that the engines of a team hold: what is called may communicate."""
 
     program: int

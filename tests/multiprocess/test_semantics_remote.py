@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import distnb
-from distnb.errors import ContextError
+from distnb.errors import ContextError, DistributedValueError
+from distnb.notebook import compose as sessions
 from distnb.values import PerReplica
 from tests.multiprocess.sessions import started
 
@@ -37,6 +38,47 @@ def test_run_reduce_and_gather(strategy: Any) -> None:
     assert [one.tolist() for one in strategy.local_results(found["own"])] == [[1.0, 1.0], [2.0, 2.0]]
     assert strategy.local_results(found["id"]) == (0, 1)
     assert strategy.num_replicas_in_sync == 2
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.int32, torch.complex64])
+def test_numbers_that_the_notebook_knows_are_reduced_as_the_replicas_would(strategy: Any, op: str, dtype: Any) -> None:
+    def number() -> Any:
+        x = torch.tensor((0.1 + distnb.replica_id() * 7.3) * (1 + 2j if dtype.is_complex else 1)).to(dtype)
+        return x.requires_grad_() * 1 if dtype is torch.float32 else x
+
+    def unknown(x: Any) -> Any:
+        return x.detach().reshape(1)
+
+    numbers = strategy.run(number)
+    vectors = strategy.run(unknown, args=(numbers,))
+    numbers = strategy.run(number)  # of the latest call: what an earlier one returned may have changed
+    before = sessions.require().latest_program
+    found = strategy.reduce(op, numbers, axis=None)
+    several = strategy.reduce(op, {"a": [numbers], "b": numbers}, axis=None)
+    assert sessions.require().latest_program == before  # no message
+    expected = strategy.reduce(op, vectors, axis=None).numpy()
+    for one in (found, several["b"], *several["a"]):
+        assert not one.requires_grad
+        assert one.numpy().dtype == expected.dtype
+        assert one.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert found.item() == expected.item()
+
+
+def test_a_number_that_a_later_call_may_have_changed_is_reduced_on_the_replicas(strategy: Any) -> None:
+    def number() -> Any:
+        return torch.zeros(()) + distnb.replica_id()
+
+    def grow(x: Any) -> None:
+        x += 10
+
+    numbers = strategy.run(number)
+    strategy.run(grow, args=(numbers,))
+    assert strategy.reduce("sum", numbers, axis=None).item() == 21.0
+    ones = strategy.run(lambda: distnb.replica_id() > 0)
+    with pytest.raises(DistributedValueError, match="booleans"):
+        strategy.reduce("sum", strategy.run(lambda: torch.tensor(distnb.replica_id() > 0)), axis=None)
+    assert strategy.local_results(ones) == (False, True)
 
 
 def test_gradients_are_on_or_off_as_they_are_here(strategy: Any) -> None:
@@ -105,6 +147,28 @@ def test_a_batch_that_is_asked_for_ahead_is_not_yet_given(strategy: Any) -> None
     assert (dataset.epoch, dataset.state_dict()["position"]) == (2, 0)
     with pytest.raises(StopIteration):
         next(batches)
+
+
+def test_batches_that_were_asked_for_ahead_count_one_by_one(strategy: Any) -> None:
+    data = torch.arange(44.0)
+    dataset = strategy.distribute_dataset(DataLoader(TensorDataset(data), batch_size=4))
+
+    def total(batch: Any) -> Any:
+        return batch[0].sum()
+
+    found, states = [], []
+    for place, batch in enumerate(dataset):
+        found.append(strategy.reduce("sum", strategy.run(total, args=(batch,)), axis=None).item())
+        if place in (0, 2, 3, 7, 8, 10):
+            states.append((place, dataset.state_dict()))
+            assert states[-1][1]["position"] == place + 1
+    assert found == [float(four.sum()) for four in data.reshape(11, 4)]
+    for place, state in states[:-1]:
+        dataset.load_state_dict(state)
+        for batch in dataset:
+            first = strategy.reduce("sum", strategy.run(total, args=(batch,)), axis=None).item()
+            break
+        assert first == found[place + 1]
 
 
 def test_a_function_that_reads_the_dataset_s_position_finds_the_batches_given(strategy: Any) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from distnb.collectives.algorithms.aggregation import Aggregation
     from distnb.collectives.group.interface import Group
 
-__all__ = ["all_reduce", "combine", "is_sparse", "sum_sparse"]
+__all__ = ["all_reduce", "combine", "is_sparse", "sum_sparse", "wire_dtype"]
 
 # Below this many elements a message's latency counts and its bytes do not: everything travels as float64.
 _SMALL = 65536
@@ -70,7 +70,7 @@ def combine(
                     total = sum_sparse(aggregation.group, tensor)
                 results[place] = total / aggregation.group.size if op is ReduceOp.MEAN else total
             else:
-                by_kind.setdefault(_wire_dtype(tensor.dtype, small), []).append(place)
+                by_kind.setdefault(wire_dtype(tensor.dtype, small), []).append(place)
         for dtype, places in by_kind.items():
             for pack in aggregation.packs.cut([tensors[place].numel() * dtype.itemsize for place in places]):
                 chosen = [places[index] for index in pack]
@@ -80,7 +80,8 @@ def combine(
         return [results[place] for place in range(len(tensors))]
 
 
-def _wire_dtype(dtype: torch.dtype, small: bool) -> torch.dtype:
+def wire_dtype(dtype: torch.dtype, small: bool) -> torch.dtype:
+    """What a kind of number is added up as; `small`: the tensors are several, and small."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.int64
     if small or dtype in (torch.float64, torch.complex128):

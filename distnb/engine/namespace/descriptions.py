@@ -110,7 +110,7 @@ class Describer:
         tracker = self._objects.tracker
         number = tracker.number_of_memory(value.data_ptr(), 1)
         holds = () if number is None else (tracker.name_of(number),)
-        digest = f"{summary.dtype} {summary.number!r}".encode()
+        digest = f"{summary.dtype} {summary.number!r} {summary.graph}".encode()
         return Described("object", digest, identity=identity, summary=summary, holds=holds)
 
     def register_fresh(self, value: Any) -> ObjectId:
@@ -204,9 +204,10 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
     if _is_array(shown) or _is_variable(shown):
         shape, dtype = str(tuple(shown.shape)), str(shown.dtype).removeprefix("torch.")
         text = None if brief or shown.nbytes > _SHORT_ELEMENTS * 16 else _short_text(shown)
-        at_hand = name == "torch.Tensor" and shape == "()" and shown.is_cpu and not shown.requires_grad
+        graph = name == "torch.Tensor" and shown.grad_fn is not None
+        at_hand = name == "torch.Tensor" and shape == "()" and shown.is_cpu and (graph or not shown.requires_grad)
         number = shown.item() if at_hand and dense_tensor(shown) else None
-        return Summary(name, text, shape, dtype, str(getattr(shown, "device", "cpu")), number=number)
+        return Summary(name, text, shape, dtype, str(getattr(shown, "device", "cpu")), number=number, graph=graph)
     if brief:
         return Summary(name, None, iterates=isinstance(shown, Iterator))
     if type(shown) is Placeholder:

@@ -209,7 +209,7 @@ class EngineNamespace:
         deleted = tuple(name for name in mark.before if name not in self.user_ns and not self._is_hidden(name))
         plain = objects.tracker.pack_loose(describer.plain) if describer.plain else None
         after = capture_environment(mark.environment, self._moment)
-        environment = after.since(mark.environment)
+        environment = after.since(mark.environment) if after is not mark.environment else None
         self._environment = after
         return Result(
             serial,
@@ -220,7 +220,7 @@ class EngineNamespace:
             plain,
             describer.fresh,
             handles,
-            environment if environment.modes else None,
+            environment if environment is not None and environment.modes else None,
             described,
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -97,7 +96,7 @@ def _apply(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _read_summary(target: Any) -> Summary:
-    return replace(summarise(target, brief=True), text=summarise(read_together(target)).text)
+    return summarise(target, brief=True)._replace(text=summarise(read_together(target)).text)
 
 
 _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {

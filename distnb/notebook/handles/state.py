@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StaleHandleError, UnassignedError
@@ -62,20 +62,30 @@ class RemoteState:
         for replica, fact in self.facts.items():
             more = tuple(name for name in given if name not in fact.holds)
             if more:
-                self.facts[replica] = replace(fact, holds=fact.holds + more)
+                self.facts[replica] = fact._replace(holds=fact.holds + more)
         parent = self.parent() if self.parent is not None else None
         if parent is not None:
             state_of_handle(parent).give(given)
 
-    def known(self, replica: int) -> Any:
-        """A copy of a replica's component, if the notebook has heard what it is; else None."""
+    def known(self, replica: int, *, detached: bool = False) -> Any:
+        """A copy of a replica's component, if the notebook has heard what it is; else None.
+
+        Of what autograd computed a copy is had only `detached`.
+        """
         fact = self.facts.get(replica)
         summary = None if fact is None or self.dated else fact.summary
-        if summary is None or summary.number is None:
+        if summary is None or summary.number is None or (summary.graph and not detached):
             return None
         import torch
 
         return torch.tensor(summary.number, dtype=getattr(torch, summary.dtype), device="cpu")
+
+    def all_known(self, engines: tuple[int, ...]) -> list[Any]:
+        """Detached copies of all components, by replica, if they live on these engines and are known; else nothing."""
+        if self.tracked.ended or self.gone or self.local or self.tracked.key[0] != engines:
+            return []
+        found = [self.known(replica, detached=True) for replica in range(len(engines))]
+        return [] if any(value is None for value in found) else found
 
     @property
     def type_name(self) -> str:

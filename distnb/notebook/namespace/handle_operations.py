@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distnb.errors import DistributedValueError, ReplicaStuck
@@ -167,7 +166,7 @@ class HandleOperations:
             return False
         for replica, one in results.items():
             summary: Summary = one.result
-            state.facts[replica] = replace(state.facts[replica], summary=replace(summary, text=summary.text or ""))
+            state.facts[replica] = state.facts[replica]._replace(summary=summary._replace(text=summary.text or ""))
         self._namespace.take_in_call(state.tracked, results, with_result=False)
         state.as_of = self.changes
         return True

@@ -6,7 +6,6 @@ import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from distnb.errors import NamespaceError
@@ -139,7 +138,7 @@ class NotebookNamespace:
         """Take in what a program did, and give its result."""
         snapshot = tracked.outstanding.get(next(iter(results.values())).serial)
         if snapshot is None:  # since it was sent, both sides have forgotten the numbers of objects
-            results = {replica: replace(one, changed={}, pack=None) for replica, one in results.items()}
+            results = {replica: one._replace(changed={}, pack=None) for replica, one in results.items()}
         incoming = Results(tracked, self.user_ns, self.operations, results, self._announce, changes)
         try:
             incoming.take_in()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distnb.notebook.handles.handle import HANDLES, RemoteState, change_kind, make_handle, state_of_handle
@@ -282,7 +281,7 @@ class Results:
             if old.tracked is self._tracked:  # replicas that did not assign the name have what it was
                 local.update({replica: old.local[replica] for replica in others if replica in old.local})
                 kept = [replica for replica in others if replica in old.facts]
-                facts.update({replica: replace(old.facts[replica], identity=identity) for replica in kept})
+                facts.update({replica: old.facts[replica]._replace(identity=identity) for replica in kept})
                 if kept:
                     self._tracked.adopt[identity] = dict.fromkeys(kept, old.identity)
         elif before is not MISSING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from distnb.errors import CannotTravelError, DistnbError
@@ -188,7 +187,7 @@ class TrackedObjects:
                 for replica, fact in state_of_handle(handle).facts.items():
                     if old in fact.holds:
                         holds = tuple(new if name == old else name for name in fact.holds)
-                        state_of_handle(handle).facts[replica] = replace(fact, holds=holds)
+                        state_of_handle(handle).facts[replica] = fact._replace(holds=holds)
         self.renamed |= renamed
 
     def forget_arguments(self, used: Iterable[str]) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from distnb.accelerators import torch_device
-from distnb.collectives.algorithms.sums import all_reduce, combine, is_sparse
+from distnb.collectives.algorithms.sums import all_reduce, combine, is_sparse, wire_dtype
 from distnb.collectives.gradients.parameter_groups import AGGREGATED
 from distnb.errors import CollectiveMismatchError, DistributedValueError, OptionError
 from distnb.options import ReduceOp
@@ -26,6 +28,7 @@ __all__ = [
     "plain_value_error",
     "reduce_alone",
     "reduce_leaves",
+    "reduce_numbers",
     "tensor_of",
 ]
 
@@ -141,6 +144,18 @@ def reduce_leaves(
     else:
         results = _reduce_along(aggregation, op, tensors, axis)
     return [_python_number(result, value) for result, value in zip(results, values, strict=True)]
+
+
+def reduce_numbers(op: ReduceOp, components: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """What `reduce_leaves` gives for scalars, where all replicas' components of each leaf are at hand."""
+    with torch.no_grad():
+        results = []
+        for tensors in components:
+            dtype = _summand(tensors[0], op, "reduce").dtype
+            wire = dtype if dtype.is_complex else wire_dtype(dtype, len(components) > 1)
+            total = functools.reduce(operator.add, [tensor.to(wire) for tensor in tensors])
+            results.append((total / len(tensors) if op is ReduceOp.MEAN else total).to(dtype))
+        return results
 
 
 def _reduce_elements(aggregation: Aggregation, op: ReduceOp, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
