@@ -2,8 +2,8 @@
 
     python -m benchmarks.ordinary_loop [--rounds 5] [--batches 48]
 
-The loop is the README's. In an ordinary cell each `strategy.run` is a message to every replica and back, and so is every
-fourth batch; in a distributed cell none is. The target of the project: a step takes at most twice as long. Times
+The loop is the README's. In an ordinary cell each `strategy.run` is a message to every replica and back, and so is
+every fourth batch; in a distributed cell none is. The target of the project: a step takes at most twice as long. Times
 are those of one step.
 """
 
