@@ -14,6 +14,7 @@ from distnb.notebook.remote_dataset import RemoteDataset
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime.base import Owner
 from distnb.runtime.in_process import local_components
+from distnb.values import Mirrored
 from distnb.values.structure import flatten, map_structure, unflatten
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ class Remote:
     def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         """Combine the replicas' components into one value.
 
-        It stays on the engines, unless the notebook knows the components, as it does numbers that `run` returned: then
-        no message is needed.
+        It stays on the engines, but for numbers in host memory, which come as tensors. Where the notebook knows the
+        components, as it does numbers that `run` returned, no message is needed.
         """
         leaves, shape = flatten(map_structure(resolve, value))
         known = []
@@ -67,7 +68,7 @@ class Remote:
             engines = self._session().team(self._strategy.spec).engines
             known = [state_of_handle(leaf).all_known(engines) for leaf in leaves if type(leaf) in HANDLES]
         if not known or len(known) < len(leaves) or not all(known):
-            return self._ask("reduce", (op, value), {"axis": axis})
+            return map_structure(_fetched_number, self._ask("reduce", (op, value), {"axis": axis}))
         from distnb.runtime.reduction.reducing import reduce_numbers
 
         return unflatten(shape, reduce_numbers(op, known))
@@ -118,6 +119,12 @@ class Remote:
     def assert_in_sync(self, value: Any) -> None:
         """Raise when replicas hold different bits."""
         self._ask("assert_in_sync", (value,), {})
+
+
+def _fetched_number(value: Any) -> Any:
+    """A number that is equal on all replicas, and known; anything else as it is."""
+    known = state_of_handle(value).all_known() if isinstance(value, Mirrored) and type(value) in HANDLES else []
+    return known[0] if known else value
 
 
 class RemoteScope:

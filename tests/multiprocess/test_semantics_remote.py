@@ -74,7 +74,8 @@ def test_a_number_that_a_later_call_may_have_changed_is_reduced_on_the_replicas(
 
     numbers = strategy.run(number)
     strategy.run(grow, args=(numbers,))
-    assert strategy.reduce("sum", numbers, axis=None).item() == 21.0
+    total = strategy.reduce("sum", numbers, axis=None)
+    assert (type(total), total.item()) == (torch.Tensor, 21.0)
     ones = strategy.run(lambda: distnb.replica_id() > 0)
     with pytest.raises(DistributedValueError, match="booleans"):
         strategy.reduce("sum", strategy.run(lambda: torch.tensor(distnb.replica_id() > 0)), axis=None)

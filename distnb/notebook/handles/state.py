@@ -80,11 +80,15 @@ class RemoteState:
 
         return torch.tensor(summary.number, dtype=getattr(torch, summary.dtype), device="cpu")
 
-    def all_known(self, engines: tuple[int, ...]) -> list[Any]:
-        """Detached copies of all components, by replica, if they live on these engines and are known; else nothing."""
-        if self.tracked.ended or self.gone or self.local or self.tracked.key[0] != engines:
+    def all_known(self, engines: tuple[int, ...] | None = None) -> list[Any]:
+        """Detached copies of all components, by replica, if they are known; else nothing.
+
+        With `engines`: if they live on these.
+        """
+        team = self.tracked.key[0]
+        if self.tracked.ended or self.gone or self.local or (engines or team) != team:
             return []
-        found = [self.known(replica, detached=True) for replica in range(len(engines))]
+        found = [self.known(replica, detached=True) for replica in range(len(team))]
         return [] if any(value is None for value in found) else found
 
     @property
