@@ -134,10 +134,3 @@ def load_ipython_extension(ipython: Any) -> None:
     from distnb.magics import load_ipython_extension as load
 
     load(ipython)
-
-
-def unload_ipython_extension(ipython: Any) -> None:
-    """What `%unload_ext distnb` calls."""
-    from distnb.magics import unload_ipython_extension as unload
-
-    unload(ipython)

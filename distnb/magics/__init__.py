@@ -7,21 +7,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["load_ipython_extension", "unload_ipython_extension"]
+__all__ = ["load_ipython_extension"]
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """What `%load_ext distnb` does. Loading twice changes nothing."""
+    """What `%load_ext distnb` does. Loading twice changes nothing, and nothing takes it away again."""
     from distnb.magics.extension import Extension
 
-    if getattr(shell, "_distnb", None) is None:
+    if not hasattr(shell, "_distnb"):
         shell._distnb = Extension(shell)  # type: ignore[attr-defined]
         shell._distnb.install()  # type: ignore[attr-defined]
-
-
-def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """What `%unload_ext distnb` does. A running cluster goes on."""
-    extension = getattr(shell, "_distnb", None)
-    if extension is not None:
-        extension.remove()
-        shell._distnb = None  # type: ignore[attr-defined]

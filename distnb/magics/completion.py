@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
@@ -16,14 +16,13 @@ from distnb.notebook import compose
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["completing"]
+__all__ = ["complete"]
 
 _LINE = re.compile(r"^(?:(%%distribute)|(%distnb))[ \t]+(?P<before>(?:\S+[ \t]+)*)(?P<word>\S*)$")
 
 
-@contextmanager
-def completing(shell: InteractiveShell) -> Iterator[None]:
-    """Within it, Tab knows the words of the magics, and what it asks handles for prints nothing."""
+def complete(shell: InteractiveShell) -> None:
+    """Let Tab know the words of the magics, and print nothing of what it asks handles for."""
     completer = shell.Completer
     plainly = completer.completions
 
@@ -42,9 +41,6 @@ def completing(shell: InteractiveShell) -> Iterator[None]:
 
     completer.custom_matchers.append(words)
     completer.completions = completions  # type: ignore[method-assign]
-    yield
-    completer.__dict__.pop("completions", None)
-    completer.custom_matchers.remove(words)
 
 
 def _known(magic: str, before: list[str], user_ns: Mapping[str, Any]) -> Iterable[str]:

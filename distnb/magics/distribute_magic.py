@@ -12,8 +12,8 @@ import ast
 import linecache
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import OptionError, StartError
@@ -134,18 +134,14 @@ class DistributeMagic(ast.NodeTransformer):
 
     # -- in the notebook -------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Within it, the transformer stands before the one that makes magic calls."""
+    def install(self) -> None:
+        """Put the transformer before the one that makes magic calls."""
         shell: Any = self._shell
         transforms = shell.input_transformer_manager.cleanup_transforms
         names = [getattr(transform, "__name__", "") for transform in transforms]
         transforms.insert(names.index("cell_magic") if "cell_magic" in names else len(transforms), self)
         shell.ast_transformers.append(self)
         shell._distnb_local, shell._distnb_misplaced = self.enter, self.complain
-        yield
-        transforms.remove(self)
-        shell.ast_transformers.remove(self)
 
     def __call__(self, lines: list[str]) -> list[str]:
         """Transform a cell; called by IPython for every cell, also for completions."""

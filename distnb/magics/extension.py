@@ -1,11 +1,10 @@
-"""Everything that `%load_ext distnb` adds to one IPython shell, and takes away again."""
+"""Everything that `%load_ext distnb` adds to one IPython shell."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from distnb.magics import tracebacks
 from distnb.magics.cluster_magic import ClusterMagic
-from distnb.magics.completion import completing
+from distnb.magics.completion import complete
 from distnb.magics.distribute_magic import DistributeMagic
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.magics.stop_handler import StopHandler
@@ -43,7 +42,6 @@ class Extension:
         # What of ours runs around a cell is done whole: a stop meanwhile is the cell's, or the next thing's.
         self._stops = StopHandler((Extension._begin.__code__, Extension._leave.__code__, Front.end_cell.__code__))
         self._dispatch = ScopeDispatch(self._distribute.run_in_scope)
-        self._within = ExitStack()
         self._open = False
 
     def install(self) -> None:
@@ -52,8 +50,9 @@ class Extension:
         register = shell.magics_manager.register_function
         register(self._cluster.distnb, "line", "distnb")
         register(self._distribute.distribute, "cell", "distribute")
-        for part in (self._distribute.installed(), completing(shell), tracebacks.shown_plainly(shell)):
-            self._within.enter_context(part)
+        self._distribute.install()
+        complete(shell)
+        tracebacks.show_plainly(shell)
         shell.ast_transformers.append(self._scope)
         self._dispatch.install(shell)
         shell.events.register("pre_run_cell", self._before)
@@ -71,21 +70,6 @@ class Extension:
         self._stops.install()
         _choose_debugger()
         self._front.begin_cell()
-
-    def remove(self) -> None:
-        """Take everything away."""
-        shell = self._shell
-        self._within.close()
-        if self._scope in shell.ast_transformers:  # IPython drops one that failed
-            shell.ast_transformers.remove(self._scope)
-        shell.events.unregister("pre_run_cell", self._before)
-        shell.events.unregister("post_run_cell", self._after)
-        for kind, name in (("line", "distnb"), ("cell", "distribute")):
-            shell.magics_manager.magics[kind].pop(name, None)
-        compose.attach(None)
-        self._stops.remove()
-        _choose_debugger(leave=True)
-        self._front.close()
 
     def _settle(self, result: ExecutionResult | None, *, stop: bool) -> None:
         """Wait for calls that were sent with `wait=False`; what one of them raised is this cell's error, too.
@@ -159,16 +143,15 @@ def _cells_under_way() -> int:
 _debugpys_hook: Callable[..., Any] | None = None
 
 
-def _choose_debugger(*, leave: bool = False) -> None:
+def _choose_debugger() -> None:
     """Let `breakpoint()` stop in a notebook.
 
     ipykernel loads debugpy, whose hook stops only while the front end's own debugger is attached, and else passes a
-    user's `breakpoint()` over in silence: then IPython's debugger answers, with a prompt below the cell. `leave` puts
-    back what was there.
+    user's `breakpoint()` over in silence: then IPython's debugger answers, with a prompt below the cell.
     """
     global _debugpys_hook
     debugpy = sys.modules.get("debugpy")
-    theirs = leave or debugpy is None or debugpy.is_client_connected()
+    theirs = debugpy is None or debugpy.is_client_connected()
     if sys.breakpointhook is _prompt and theirs and _debugpys_hook is not None:
         sys.breakpointhook = _debugpys_hook
     elif not theirs and str(getattr(sys.breakpointhook, "__module__", "")).startswith("debugpy"):

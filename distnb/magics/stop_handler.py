@@ -38,11 +38,6 @@ class StopHandler:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._handle)
 
-    def remove(self) -> None:
-        """Give the place back to Python's."""
-        if signal.getsignal(signal.SIGINT) == self._handle:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self._handled += 1
         repeated, self._is_repeated = self._is_repeated, False

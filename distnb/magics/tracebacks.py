@@ -19,9 +19,8 @@ from distnb.notebook.handles.handle import HANDLES
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["callers_lines", "presented", "shown_plainly", "users_part"]
+__all__ = ["callers_lines", "presented", "show_plainly", "users_part"]
 
-_KINDS = (BaseException,)  # the user's own, too: they may have come through our house, or be raised from one of ours
 _IPYTHON = os.path.dirname(IPython.__file__) + os.sep
 _MANAGERS = contextlib.__file__  # it stands between us and us
 _HANDLE = (
@@ -31,14 +30,11 @@ _HANDLE = (
 )
 
 
-@contextmanager
-def shown_plainly(shell: InteractiveShell) -> Iterator[None]:
-    """Within it, this shell shows errors without distnb's frames. Another extension's handler is left alone."""
+def show_plainly(shell: InteractiveShell) -> None:
+    """Have this shell show errors without distnb's frames. Another extension's handler is left alone."""
     if not shell.custom_exceptions:
-        shell.set_custom_exc(_KINDS, _show)
-    yield
-    if shell.custom_exceptions == _KINDS:
-        shell.set_custom_exc((), None)
+        # The user's own, too: they may have come through our house, or be raised from one of ours.
+        shell.set_custom_exc((BaseException,), _show)
 
 
 def _show(

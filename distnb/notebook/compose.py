@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["attach", "current", "machines", "require", "start", "stop"]
 
 
-_PLAIN = FrontEnd()
-_front = _PLAIN
+_front = FrontEnd()
 _session: Session | None = None
 _lock = threading.RLock()
 
@@ -39,28 +38,26 @@ def require() -> Session:
     return session
 
 
-def attach(front: FrontEnd | None) -> None:
-    """Show what happens by a front end from now on; None: by none any more."""
+def attach(front: FrontEnd) -> None:
+    """Show what happens by a front end from now on."""
     global _front
     from distnb.notebook.namespace import module_watch
     from distnb.runtime.this_process import this_process
 
     with _lock:
-        _front = front or _PLAIN
+        _front = front
         module_watch.versions[:] = [_front.module_version]
         this_process.live_sink = _front.live
-        _register_remote(front is not None or current() is not None)
+        _register_remote()
         _follow(current())
 
 
-def _register_remote(is_notebook: bool) -> None:
+def _register_remote() -> None:
     """Let strategies of several replicas run on the session, or on the one that the front end starts for them."""
     from distnb.notebook.remote_runtime import Remote
     from distnb.runtime.this_process import this_process
 
-    this_process.remote = (
-        (lambda strategy: Remote(strategy, lambda: _front.session_for(strategy) or require())) if is_notebook else None
-    )
+    this_process.remote = lambda strategy: Remote(strategy, lambda: _front.session_for(strategy) or require())
     this_process.machines = machines
 
 
@@ -162,7 +159,7 @@ def start(
             on_progress=on_progress,
         )
         atexit.register(stop)
-        _register_remote(True)
+        _register_remote()
         _follow(_session)
         return _session
 

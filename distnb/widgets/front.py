@@ -57,7 +57,6 @@ class Front:
         self._replicas = 1
         self._devices: dict[int, str] = {}
         self._counted: dict[int, tuple[int, int]] = {}  # steps and examples of each engine so far
-        self._closed = False
         self._complained = False
 
     # -- the session -----------------------------------------------------------------------------------------------
@@ -146,12 +145,6 @@ class Front:
         """What each replica wrote in the latest cell in which one did."""
         return dict(sorted(self._of_output.written.items())) if self._of_output is not None else {}
 
-    def close(self) -> None:
-        """Listen and draw no more."""
-        self.attach(None)
-        self._closed = True
-        self._wake.set()
-
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _wake_up(self) -> None:
@@ -162,10 +155,10 @@ class Front:
             self._wake.set()
 
     def _serve(self) -> None:
-        while not self._closed:
+        while True:
             self._wake.wait()
             self._wake.clear()
-            while not self._closed:
+            while True:
                 with self._lock:
                     self._drain()
                     for _, view in self._cells:

@@ -91,4 +91,4 @@ def test_a_cluster_that_is_stopped_by_its_own_method(session: Session) -> None:
             distnb.start(-1)
         assert heard == [session, None]
     finally:
-        sessions.attach(None)
+        sessions.attach(FrontEnd())

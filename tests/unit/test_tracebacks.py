@@ -38,9 +38,8 @@ def test_the_traceback_ends_at_the_users_line() -> None:
 @pytest.fixture
 def shell() -> Iterator[InteractiveShell]:
     shell = InteractiveShell()
-    with tracebacks.shown_plainly(shell):
-        yield shell
-    assert shell.custom_exceptions == ()
+    tracebacks.show_plainly(shell)
+    yield shell
     shell.history_manager.end_session()
     shell.history_manager.close()
     atexit.unregister(shell.atexit_operations)  # it would clear itself again, slowly
