@@ -4,19 +4,18 @@ from __future__ import annotations
 import __future__
 
 import ast
+import re
 import warnings
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
-
-from IPython.core.inputtransformer2 import make_tokens_by_line
 
 from distnb.errors import OptionError
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["cell_magics", "check_no_nested_magic", "check_syntax", "padded"]
+__all__ = ["check_no_nested_magic", "check_syntax", "padded"]
 
+_NESTED = re.compile(r"get_ipython\(\)\.run_line_magic\('%(\w+)'")
 _FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
@@ -32,28 +31,25 @@ def padded(raw_cell: str, line: str, body: str) -> str:
     return "\n" * (before - 1) + f"# %%distribute {line}\n" + body
 
 
-def check_no_nested_magic(body: str, first_line: int) -> None:
-    """Refuse a cell magic in the body of a distributed cell; OptionError names it and its line in the cell."""
-    for name, line in cell_magics(body.splitlines(keepends=True)):
+def check_no_nested_magic(text: str) -> None:
+    """Refuse a cell magic in the body of a distributed cell; OptionError names it and its line in the cell.
+
+    IPython, which has made Python of the text, takes it for a line magic.
+    """
+    for number, line in enumerate(text.splitlines(), 1):
+        found = _NESTED.search(line)
+        if found is None:
+            continue
+        name = found[1]
         cure = (
             f"Write %%{name} in the line above %%distribute."
             if name in ("time", "timeit", "capture", "prun")
             else f"Put what %%{name} does into a cell of its own."
         )
         raise OptionError(
-            f"%%{name} in line {line + first_line - 1} is a cell magic within a distributed cell, and only one can "
+            f"%%{name} in line {number} is a cell magic within a distributed cell, and only one can "
             f"have the cell. {cure}"
         )
-
-
-def cell_magics(lines: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """The cell magics in a text, each with its line number; what only looks like one, within a string, is none."""
-    if not any(line.startswith("%%") for line in lines):
-        return
-    for tokens in make_tokens_by_line(list(lines)):
-        visible = [token for token in tokens if token.string.strip()]
-        if len(visible) > 2 and [token.string for token in visible[:2]] == ["%", "%"] and visible[0].start[1] == 0:
-            yield visible[2].string, visible[0].start[0]
 
 
 def check_syntax(text: str, filename: str, shell: InteractiveShell) -> None:

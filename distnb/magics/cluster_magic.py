@@ -50,15 +50,15 @@ class ClusterMagic:
     def distnb(self, line: str) -> None:
         """Run a line of `%distnb COMMAND …`."""
         command, _, rest = line.strip().partition(" ")
-        if command in ("", "-h", "--help"):
-            command = "help"
         with presented():
-            if command not in COMMANDS:
+            if command in ("", "help", "-h", "--help"):
+                print(distnb_help())
+            elif command not in COMMANDS:
                 raise OptionError(
                     f"%distnb {command}: there is no such command{closest(command, COMMANDS)}. The commands are "
-                    f"{', '.join(COMMANDS)}; %distnb help explains them."
+                    f"{', '.join(COMMANDS)}; %distnb -h explains them."
                 )
-            if asks_for_help(rest):
+            elif asks_for_help(rest):
                 print(COMMANDS[command].format_help())
             else:
                 getattr(self, command)(COMMANDS[command].read(rest))
@@ -195,13 +195,6 @@ class ClusterMagic:
     def live(self, found: Namespace) -> None:
         """`%distnb live auto|widget|picture|text|off`."""
         self._front.mode = found.mode
-
-    def help(self, found: Namespace) -> None:
-        """`%distnb help`."""
-        name = found.command
-        if name is not None and name not in COMMANDS:
-            raise OptionError(f"%distnb help {name}: there is no such command{closest(name, COMMANDS)}.")
-        print(COMMANDS[name].format_help() if name else distnb_help())
 
     # -- pieces ----------------------------------------------------------------------------------------------------
 

@@ -23,10 +23,8 @@ class LineParser(argparse.ArgumentParser):
             description=about[0].upper() + about[1:] + ("" if about.endswith(".") else "."),
             add_help=False,
             allow_abbrev=False,
-            exit_on_error=False,
             formatter_class=partial(argparse.HelpFormatter, max_help_position=26, width=84),
         )
-        self._magic = magic
         self.about = about
 
     @property
@@ -38,8 +36,8 @@ class LineParser(argparse.ArgumentParser):
         """What argparse calls on bad input."""
         usage = self.usage_line
         raise OptionError(
-            f"{self._magic}: {message}. "
-            + (f"Usage: {usage}" if len(usage) < 110 else f"{self._magic} -h shows its options.")
+            f"{self.prog}: {message.removeprefix('argument ')}. "
+            + (f"Usage: {usage}" if len(usage) < 110 else f"{self.prog} -h shows its options.")
         )
 
     def read(self, line: str) -> argparse.Namespace:
@@ -48,12 +46,7 @@ class LineParser(argparse.ArgumentParser):
             words = shlex.split(line)
         except ValueError as error:
             self.error(f"{line.strip()!r} cannot be read ({str(error).lower()})")
-        try:
-            found, rest = self.parse_known_args(words)
-        except argparse.ArgumentError as error:
-            self.error(str(error).removeprefix("argument "))
-        if rest and not self.words():
-            raise OptionError(f"{self._magic} takes nothing more and got {' '.join(rest)!r}.")
+        found, rest = self.parse_known_args(words)
         if rest:
             self.error(f"{rest[0]!r} is not understood{closest(rest[0], self.words())}")
         return found
@@ -90,7 +83,6 @@ def _commands() -> dict[str, LineParser]:
         "check": "whether replicas hold the same bits",
         "output": "all that the replicas wrote",
         "live": "how curves and replicas are drawn",
-        "help": "this",
     }
     commands = {name: LineParser(f"%distnb {name}", text) for name, text in about.items()}
     _start(commands["start"])
@@ -109,7 +101,6 @@ def _commands() -> dict[str, LineParser]:
     add("--save", metavar="FILE", help="write it to a file")
     add = commands["live"].add_argument
     add("mode", metavar="MODE", choices=LIVE_MODES, help=f"{', '.join(LIVE_MODES)}; auto chooses")
-    commands["help"].add_argument("command", metavar="COMMAND", nargs="?", help="of this command")
     return commands
 
 

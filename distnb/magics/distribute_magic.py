@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import OptionError, StartError
 from distnb.magics.cell_request import CellRequest, read_request
-from distnb.magics.cell_text import cell_magics, check_no_nested_magic, check_syntax, padded
+from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded
 from distnb.magics.commands import DISTRIBUTE, asks_for_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
@@ -86,7 +86,6 @@ class DistributeMagic(ast.NodeTransformer):
         with presented():
             request = read_request(line, self._shell.user_ns)
             source = padded(self._raw_cell, line, cell)
-            check_no_nested_magic(cell, source.count("\n") - cell.count("\n") + 1)
             if not cell.strip():
                 raise OptionError(f"%%distribute {request.word}: the cell is empty below its first line.")
         if request.local:
@@ -95,6 +94,8 @@ class DistributeMagic(ast.NodeTransformer):
             result.raise_error()
         else:
             filename, text = self._filename(), self._transformed(source)
+            with presented():
+                check_no_nested_magic(text)
             check_syntax(text, filename, self._shell)
             # IPython holds a single magic call as the cell's text. Functions that come back from the replicas have
             # their lines in this one: for tracebacks, inspect, and replicas that they are sent to later.
@@ -141,22 +142,18 @@ class DistributeMagic(ast.NodeTransformer):
         names = [getattr(transform, "__name__", "") for transform in transforms]
         transforms.insert(names.index("cell_magic") if "cell_magic" in names else len(transforms), self)
         shell.ast_transformers.append(self)
-        shell._distnb_local, shell._distnb_misplaced = self.enter, self.complain
+        shell._distnb_local = self.enter
 
     def __call__(self, lines: list[str]) -> list[str]:
         """Transform a cell; called by IPython for every cell, also for completions."""
-        if not any(line.startswith("%%distribute") for line in lines):
-            return lines
-        match = _MAGIC.match(lines[0].rstrip())
+        match = _MAGIC.match(lines[0].rstrip()) if lines else None
         if match is None:
-            misplaced = _misplaced(lines)
-            return [f"get_ipython()._distnb_misplaced({misplaced})\n"] if misplaced else lines
+            return lines
         line = match["line"] or ""
         if asks_for_help(line) or not "".join(lines[1:]):
             return [lines[0], "\n"]  # of a cell without a body IPython would complain before the magic hears of it
         try:
             request = read_request(line, self._shell.user_ns)
-            check_no_nested_magic("".join(lines[1:]), 2)
         except (OptionError, StartError):
             return lines  # the magic itself tells what is wrong
         if not request.local or not "".join(lines[1:]).strip():
@@ -176,33 +173,28 @@ class DistributeMagic(ast.NodeTransformer):
 
     def enter(self, line: str) -> None:
         """The first thing that a local cell does."""
-        _restore_first_line(sys._getframe(1).f_code.co_filename, line)
+        filename = sys._getframe(1).f_code.co_filename
+        text = "".join(linecache.getlines(filename))
+        _restore_first_line(filename, line)
         with presented():
+            check_no_nested_magic(text)
             request = read_request(line, self._shell.user_ns)
             self._names(request)
             session = sessions.current()
             if session is not None:
                 # What lives on the engines is worked on as copies; the names are the handles again when the cell ends.
-                text = "".join(linecache.getlines(sys._getframe(1).f_code.co_filename))
                 self._copies.enter_context(session.namespace.localise(text))
 
-    def complain(self, line: int) -> None:
-        """What a cell does that has something above its magic line."""
+    def complain(self, line: str) -> None:
+        """What IPython calls where the magic line is not the cell's first, and a line magic to it."""
         with presented():
             raise OptionError(
-                f"%%distribute must be the first line of its cell, and here it is line {line}: IPython reads a cell "
-                "magic nowhere else. Move what stands above it below it, or into a cell of its own. Nothing was run."
+                "%%distribute must be the first line of its cell: IPython reads a cell magic nowhere else. What stands "
+                "above it has run. Move that below it, or into a cell of its own."
             )
 
 
 DistributeMagic.distribute.__doc__ = DISTRIBUTE.format_help()  # what `%%distribute?` shows
-
-
-def _misplaced(lines: list[str]) -> int:
-    """The line of a `%%distribute` that is not the cell's first; 0 if there is none, or another cell magic has it."""
-    if lines[0].startswith("%%"):
-        return 0
-    return next((line for name, line in cell_magics(lines) if name == "distribute"), 0)
 
 
 def _restore_first_line(filename: str, line: str) -> None:

@@ -50,6 +50,7 @@ class Extension:
         register = shell.magics_manager.register_function
         register(self._cluster.distnb, "line", "distnb")
         register(self._distribute.distribute, "cell", "distribute")
+        register(self._distribute.complain, "line", "%distribute")
         self._distribute.install()
         complete(shell)
         tracebacks.show_plainly(shell)
