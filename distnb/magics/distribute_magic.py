@@ -174,8 +174,8 @@ class DistributeMagic(ast.NodeTransformer):
     def enter(self, line: str) -> None:
         """The first thing that a local cell does."""
         filename = sys._getframe(1).f_code.co_filename
-        text = "".join(linecache.getlines(filename))
         _restore_first_line(filename, line)
+        text = "".join(linecache.getlines(filename))
         with presented():
             check_no_nested_magic(text)
             request = read_request(line, self._shell.user_ns)

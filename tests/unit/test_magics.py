@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -340,6 +341,15 @@ def test_default_runs_here_with_plain_objects(shell: InteractiveShell) -> None:
     assert result.result == [1]
     assert text.startswith("DefaultStrategy()")
     assert shell.user_ns["x"] == [1]
+
+
+def test_default_asks_for_what_its_own_lines_name(
+    shell: InteractiveShell, session: ReplaySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(session.namespace, "localise", lambda text: asked.append(text) or nullcontext())
+    assert run(shell, "%%distribute default\ny = x if False else 1\n")[0].success
+    assert asked == ["# %%distribute default\ny = x if False else 1\n"]
 
 
 def test_default_errors_are_the_cells_own(shell: InteractiveShell) -> None:
