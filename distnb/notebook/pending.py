@@ -26,6 +26,7 @@ class PendingCall:
     def __init__(self, finish: Callable[[Callable[[Any], None]], Any]) -> None:
         """`finish` waits for the result, gives it to its argument to be kept, and returns it."""
         object.__setattr__(self, "_finish", finish)
+        object.__setattr__(self, "_error", None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(resolve(self), name)
@@ -77,8 +78,9 @@ def resolve(value: Any) -> Any:
     try:
         return get(value, "_value")
     except AttributeError:
-        if _was_told(value):
-            raise get(value, "_error") from None
+        error = get(value, "_error")
+    if error is not None:
+        raise error
     try:
         return get(value, "_finish")(partial(object.__setattr__, value, "_value"))
     except Exception as error:
@@ -88,11 +90,7 @@ def resolve(value: Any) -> Any:
 
 def _was_told(value: PendingCall) -> bool:
     """Whether a use of the result has raised already what went wrong: once is enough."""
-    try:
-        object.__getattribute__(value, "_error")
-    except AttributeError:
-        return False
-    return True
+    return object.__getattribute__(value, "_error") is not None
 
 
 class BesideCall:

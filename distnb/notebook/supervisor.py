@@ -30,8 +30,7 @@ class EventHub:
     """Hands each event of `wire.messages` to every listener, in order, on the supervisor's thread."""
 
     def __init__(self) -> None:
-        self._listeners: tuple[Callable[[Any], None], ...] = ()
-        self._lock = threading.Lock()
+        self._listeners: list[Callable[[Any], None]] = []
 
     def subscribe(self, listener: Callable[[Any], None]) -> Callable[[], None]:
         """Call `listener(event)` from now on. Returns the function that ends it.
@@ -39,17 +38,12 @@ class EventHub:
         A listener must not block: the supervisor's thread, which ends hanging cells, calls it.
         """
 
-        def drop() -> None:
-            with self._lock:
-                self._listeners = tuple(each for each in self._listeners if each is not listener)
-
-        with self._lock:
-            self._listeners = (*self._listeners, listener)
-        return drop
+        self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
 
     def publish(self, event: Any) -> None:
         """Hand one event on. A listener that raises is reported on stderr, and the others still hear."""
-        for listener in self._listeners:
+        for listener in tuple(self._listeners):
             try:
                 listener(event)
             except Exception:  # noqa: BLE001

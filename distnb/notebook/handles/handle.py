@@ -52,6 +52,15 @@ def _reads(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda handle: convert(handle._read())
 
 
+def _draws(draw: Callable[..., str]) -> Callable[[Any], str]:
+    def drawn(handle: DistributedValues) -> str:
+        state = state_of_handle(handle)
+        fresh = state.operations.refresh(handle)
+        return draw(state, handle.num_replicas, mirrored=isinstance(handle, Mirrored), fresh=fresh)
+
+    return drawn
+
+
 class _Remote(DistributedValues):
     """What both kinds of handles do. It adds no slots, so that a handle can change its kind in place."""
 
@@ -78,15 +87,8 @@ class _Remote(DistributedValues):
             )
         return state.operations.fetch_components(self, (replica_id,))[replica_id]
 
-    def __repr__(self) -> str:
-        state = state_of_handle(self)
-        fresh = state.operations.refresh(self)
-        return as_text(state, self._num_replicas, mirrored=isinstance(self, Mirrored), fresh=fresh)
-
-    def _repr_html_(self) -> str:
-        state = state_of_handle(self)
-        fresh = state.operations.refresh(self)
-        return as_html(state, self._num_replicas, mirrored=isinstance(self, Mirrored), fresh=fresh)
+    __repr__ = _draws(as_text)
+    _repr_html_ = _draws(as_html)
 
     def __dir__(self) -> list[str]:
         state = state_of_handle(self)
@@ -111,23 +113,17 @@ class _Remote(DistributedValues):
             return
         _apply(self, setattr, name, value)
 
-    def __delattr__(self, name: str) -> None:
-        _apply(self, delattr, name)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return state_of_handle(self).operations.run(self, "call", args, kwargs)
 
+    __delattr__ = _applies(delattr)
     __getitem__ = _applies(operator.getitem)
     __setitem__ = _applies(operator.setitem)
     __delitem__ = _applies(operator.delitem)
     __copy__ = _applies(copy.copy)
 
-    def __eq__(self, other: object) -> Any:
-        return state_of_handle(self).operations.compare(self, "eq", other)
-
-    def __ne__(self, other: object) -> Any:
-        return state_of_handle(self).operations.compare(self, "ne", other)
-
+    __eq__ = _compares("eq")
+    __ne__ = _compares("ne")
     __hash__ = object.__hash__  # of the handle: a key that stays what it is while the object changes
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
