@@ -57,11 +57,9 @@ class CellView:
         self._view: LiveView | None = None
         self._mergers: dict[int, OutputMerger] = {}  # by program; 0 for all that were not announced
         self._running: dict[int, Team] = {}  # programs that were announced
-        self._has_live = False
         self._changed = False
         self._next_draw = 0.0
         self._now = 0.0
-        self._finished = False
 
     # -- events in -------------------------------------------------------------------------------------------------
 
@@ -79,9 +77,7 @@ class CellView:
             return
         self.model.feed(event, now)
         self._changed = True
-        if isinstance(event, Live):
-            self._has_live = True
-        elif isinstance(event, Status):
+        if isinstance(event, Status):
             self._status(event, now)
         elif isinstance(event, ProgramEnded):
             self._replica_ended(event.program, event.engine, now)
@@ -93,7 +89,7 @@ class CellView:
         """Take a call of `distnb.live` in the notebook's process."""
         self._now = now
         self.model.feed_here(point, place, now)
-        self._has_live = self._changed = True
+        self._changed = True
 
     def _status(self, event: Status, now: float) -> None:
         if event.state == "started":
@@ -122,11 +118,11 @@ class CellView:
         self._now = now
         for merger in self._mergers.values():
             self.publisher.apply(merger.collect(now))
-        if self._finished:
+        if self.model.ended_at is not None:
             return
         if self._view is None:
             long = self.model.began is not None and now - self.model.began >= _APPEAR_S
-            if self._has_live or (long and (self._running or self.model.steps)):
+            if self.model.curves or (long and (self._running or self.model.steps)):
                 self._appear(now)
         elif now >= self._next_draw and (self._changed or self._running):
             self._changed = False
@@ -139,7 +135,7 @@ class CellView:
         self._next_draw = now + self._view.period_s
 
     def _reappear(self) -> None:
-        if self._view is not None and not self._finished:
+        if self._view is not None and self.model.ended_at is None:
             self._view.show(self._now)
 
     def flush(self, now: float) -> None:
@@ -153,11 +149,10 @@ class CellView:
     def finish(self, now: float, *, failed: bool) -> None:
         """The cell ended: what stays is drawn."""
         self.flush(now)
-        if self._finished:
+        if self.model.ended_at is not None:
             return
-        self._finished = True
         self._changed = False
-        if self._view is None and self._has_live:
+        if self._view is None and self.model.curves:
             self._appear(now)
         self.model.end(now, failed=failed)
         if self._view is not None:

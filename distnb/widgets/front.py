@@ -213,11 +213,8 @@ class Front:
         if mode == "auto":
             mode = "widget" if isinstance(publisher, NotebookPublisher) else "text"
         if mode == "widget":
-            try:
-                from distnb.widgets.widget_view import WidgetView
-            except ImportError:
-                mode = "picture"  # no anywidget in this environment: displays do as well, at some cost
-            else:
-                return WidgetView(model, publisher, name)
+            from distnb.widgets.widget_view import WidgetView
+
+            return WidgetView(model, publisher, name)
         kinds: dict[str, type[LiveView]] = {"picture": PictureView, "text": TextView, "off": LiveView}
         return kinds[mode](model, publisher, name)
