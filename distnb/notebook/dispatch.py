@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from distnb.errors import EngineDied, ReplicaStuck
-from distnb.notebook.interrupts import Interrupts
+from distnb.notebook.interrupts import Interrupts, drain
 from distnb.notebook.supervision import GiveUpOn
 from distnb.notebook.supervisor import Supervisor
 from distnb.topology import Team
@@ -175,7 +175,7 @@ class Dispatch:
         if self._supervisor.lost_fd in ready:
             self._lose()
         if self.interrupts.fd in ready:
-            self.interrupts.drain()
+            drain(self.interrupts.fd)
         for engine, message in self._programs.receive(ready):
             self._take(engine, message)
 

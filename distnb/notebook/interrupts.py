@@ -15,7 +15,7 @@ from typing import Any
 
 from distnb.frames import within
 
-__all__ = ["Interrupts"]
+__all__ = ["Interrupts", "drain"]
 
 _SIGINT = int(signal.SIGINT)
 _BRIEFLY_S = 0.2
@@ -85,16 +85,17 @@ class Interrupts:
         self.count += 1
         os.eventfd_write(self.fd, 1)
 
-    def drain(self) -> None:
-        """Make `fd` unreadable again."""
-        try:
-            os.eventfd_read(self.fd)
-        except BlockingIOError:
-            pass
-
     def close(self) -> None:
         """Free the descriptor."""
         os.close(self.fd)
+
+
+def drain(eventfd: int) -> None:
+    """Make it unreadable again."""
+    try:
+        os.eventfd_read(eventfd)
+    except BlockingIOError:
+        pass
 
 
 _WHOLE = frozenset({Interrupts.__exit__.__code__})  # half of it would leave SIGINT held back for ever

@@ -18,6 +18,7 @@ from typing import Any
 
 import zmq
 
+from distnb.notebook.interrupts import drain
 from distnb.notebook.supervision import EndProgram, GiveUpOn, Order, Supervision
 from distnb.wire.channel import receive_from, send_frames
 from distnb.wire.codec import encode
@@ -74,7 +75,7 @@ class Supervisor:
 
     def lost(self) -> list[GiveUpOn | Died]:
         """Replies that will not come: engines that died, or that are given up on."""
-        _drain(self.lost_fd)
+        drain(self.lost_fd)
         found = []
         while not self._lost.empty():
             found.append(self._lost.get())
@@ -197,7 +198,7 @@ class Supervisor:
             with self._changed:  # another thread may begin a program
                 deadline = self._state.next_deadline()
             poller.poll(None if deadline is None else int(max(0.0, deadline - time.monotonic()) * 1000) + 1)
-            _drain(self._wake_fd)
+            drain(self._wake_fd)
             while not self._tasks.empty():
                 task = self._tasks.get()
                 if task is None:
@@ -247,11 +248,3 @@ class Supervisor:
         except zmq.ZMQError as error:
             if error.errno != zmq.ENOTSOCK:
                 raise
-
-
-def _drain(eventfd: int) -> None:
-    """Make it unreadable again."""
-    try:
-        os.eventfd_read(eventfd)
-    except BlockingIOError:
-        pass

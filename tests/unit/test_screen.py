@@ -102,3 +102,10 @@ def test_lines_written_above_a_bar_settle_while_it_goes_on() -> None:
         at = len(written.getvalue())
     assert [line.strip() for line in lines] == ["step 0", "step 10", "step 20"]
     assert len(screen.rows) == 1
+
+
+def test_an_empty_line_below_an_empty_bar_is_a_line() -> None:
+    screen = Screen()
+    assert screen.feed("\n\r", 0.0) == []
+    lines = screen.feed("\n", 0.2) + screen.feed("b", 0.4) + screen.feed("\rc\n", 0.6) + screen.finish()
+    assert lines == ["", "", "c"]

@@ -16,7 +16,6 @@ SETTLE_S = 0.15
 _CONTROLS = re.compile("(\n|\r|\x08|\x1b\\[\\d*[AJK])")
 _TERMINALS = re.compile("\x1b\\[\\??[\\d;]*[B-HSTfhl]")  # to show or hide the cursor, and the like: there is none here
 _CUT = re.compile("\x1b(\\[\\??[\\d;]*)?$")  # an escape sequence of which the end has not come yet
-_REWRITES = re.compile("[\r\x08]|\x1b\\[\\d*[AJK]")
 
 
 class Screen:
@@ -54,13 +53,6 @@ class Screen:
         cut = _CUT.search(text)
         self._held = cut[0] if cut else ""
         text = _TERMINALS.sub("", text[: len(text) - len(self._held)])
-        if not self.drawn and not _REWRITES.search(text):
-            # Only the last row is open, and the cursor stands at its end.
-            *done, rest = (self.rows[0] + text).split("\n")
-            self.rows, self._column, self._fresh = [rest], len(rest), not rest
-            if done:
-                self.since = now
-            return done
         for piece in filter(None, _CONTROLS.split(text)):
             self._put(piece, now)
         return self.settle(now)
