@@ -70,6 +70,7 @@ class Agent:
         self._device = device
         self._process: spmd.SpmdProcess  # from the first program on
         self._guard = Guard()
+        workers.raise_of_workers_only_while(lambda: self._guard.running)
         self._failure: BaseException | None = None  # keeps the frames of a failed program until its reply is out
         place = str(torch_device(device))
         self._objects = ObjectsOfTeams(shell.user_ns, "cpu" if place.startswith("cpu") else place)

@@ -156,6 +156,11 @@ class Guard:
                 sys.settrace(None)
 
     @property
+    def running(self) -> bool:
+        """Whether a program runs that was not told to end."""
+        return self._run is not None and self._run.frame is not None and self._run.reason is None
+
+    @property
     def aborted(self) -> bool:
         """Whether the latest program was told to end: whatever it then raised is a consequence, not a cause."""
         return self._run is not None and self._run.reason is not None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests import processes
-from tests.kernel import Notebook
+from tests.kernel import Notebook, lines_of_each
 
 LIMIT_S = 60.0
 pytestmark = pytest.mark.timeout(150)
@@ -89,3 +91,26 @@ class Told(torch.utils.data.Dataset):
     notebook.interrupt()
     assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
     processes.wait_until(lambda: len(list(tmp_path.glob("* is told"))) == 2, LIMIT_S, "the workers were not told")
+
+
+def test_a_worker_killed_between_cells_ends_no_engine(notebook: Notebook) -> None:
+    """Torch's handler of SIGCHLD raises in whatever the main thread does; between programs that is the engine's own."""
+    notebook.run(
+        """%%distribute mirrored
+import os
+loader = torch.utils.data.DataLoader(range(64), num_workers=1, persistent_workers=True)
+next(iter(loader))
+worker = loader._iterator._workers[0].pid
+engine = os.getpid()
+"""
+    )
+    for pid in notebook.value("dict(enumerate(worker.values))").values():
+        os.kill(pid, signal.SIGKILL)
+        stat = Path(f"/proc/{pid}/stat")
+        processes.wait_until(lambda stat=stat: ") Z " in stat.read_text(), LIMIT_S, "the worker is still there")
+    for _ in range(2):
+        ran = notebook.run("%%distribute mirrored\nprint(os.getpid() == engine, strategy.num_replicas_in_sync)")
+        assert lines_of_each(ran.stdout) == [["True 2"], ["True 2"]]
+    ran = notebook.try_run("%%distribute mirrored\nfor batch in loader:\n    pass", timeout_s=LIMIT_S)
+    assert ran.error_name == "RuntimeError"
+    assert "exited unexpectedly" in ran.traceback

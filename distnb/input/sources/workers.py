@@ -9,14 +9,23 @@ import secrets
 import signal
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing import connection, util
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
-__all__ = ["end_processes", "end_workers", "forget_workers", "has_lost_workers", "has_workers"]
+__all__ = [
+    "end_processes",
+    "end_workers",
+    "forget_workers",
+    "has_lost_workers",
+    "has_workers",
+    "raise_of_workers_only_while",
+]
 
 _PATIENCE_S = 1.0
 _TIDY_UP_S = 5.0  # nobody waits for it
@@ -82,6 +91,26 @@ def _terminate_late(children: list[BaseProcess]) -> None:
     for child in children:
         if child.is_alive():
             child.terminate()
+
+
+def raise_of_workers_only_while(running: Callable[[], bool]) -> None:
+    """Keep torch's news of a worker that failed away from an engine which runs no program: it would end the engine.
+
+    Torch tells by a handler of SIGCHLD that raises in whatever the main thread does. Who reads on is told anyhow. Call
+    it in the main thread, before any loader has begun.
+    """
+    signal_handling._set_SIGCHLD_handler()
+    tell = signal.getsignal(signal.SIGCHLD)
+    assert callable(tell)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        try:
+            tell(number, frame)
+        except RuntimeError:
+            if running():
+                raise
+
+    signal.signal(signal.SIGCHLD, handle)
 
 
 # A worker hands tensors over by a socket that multiprocessing puts into a temporary folder: made late, on a thread that
