@@ -278,6 +278,26 @@ def test_a_failed_program_leaves_no_persistent_workers_and_the_dataset_is_good(r
     assert eventually(lambda: not multiprocessing.active_children())
 
 
+def test_a_worker_that_another_thread_is_reaping_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(Slow(), batch_size=4, num_workers=1, persistent_workers=True)
+    list(loader)
+    assert workers.has_workers(loader)
+    [worker] = multiprocessing.active_children()
+    workers.end_processes([worker])
+    worker.join()
+
+    def too_late(*_: object) -> None:
+        raise ChildProcessError
+
+    worker._popen.returncode = None  # the other thread has yet to say so
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "waitpid", too_late)
+        assert workers.has_lost_workers(loader)
+    worker._popen.returncode = 0
+    workers.forget_workers(loader)
+    assert eventually(lambda: not multiprocessing.active_children())
+
+
 def test_an_interrupt_while_waiting_ends_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     iterator = iter(loaded_by_a_worker(Slow()))
     next(iterator)

@@ -39,7 +39,8 @@ def has_workers(loader: DataLoader[Any]) -> bool:
 def has_lost_workers(loader: DataLoader[Any]) -> bool:
     """Whether persistent workers of a loader have ended, as those of an interrupted program do."""
     kept = loader.__dict__.get("_iterator")
-    return kept is not None and not all(worker.is_alive() for worker in kept._workers)
+    # Not `is_alive()`, which says yes of one that another thread waits for, when it has only just ended.
+    return kept is not None and bool(connection.wait([worker.sentinel for worker in kept._workers], 0))
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
