@@ -31,6 +31,9 @@ _WHERE = {
     "NcclAllReduce": "distnb.collectives.algorithms.nccl",
     "HierarchicalCopyAllReduce": "distnb.collectives.algorithms.hierarchical_copy",
     "ReductionToOneDevice": "distnb.collectives.algorithms.reduction_to_one_device",
+    "Checkpoint": "distnb.checkpoint.checkpoint",
+    "CheckpointManager": "distnb.checkpoint.manager",
+    "latest_checkpoint": "distnb.checkpoint.manager",
     "evaluate_checkpoints": "distnb.strategies.evaluating",
     "ReplicaContext": "distnb.strategies.context",
     "get_strategy": "distnb.strategies.context",
@@ -65,6 +68,9 @@ _WHERE = {
 __all__ = [*_WHERE, "__version__"]
 
 if TYPE_CHECKING:
+    from distnb.checkpoint.checkpoint import Checkpoint as Checkpoint
+    from distnb.checkpoint.manager import CheckpointManager as CheckpointManager
+    from distnb.checkpoint.manager import latest_checkpoint as latest_checkpoint
     from distnb.cluster.remote.engine_server import Server as Server
     from distnb.collectives.algorithms.base import CrossDeviceOps as CrossDeviceOps
     from distnb.collectives.algorithms.hierarchical_copy import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce

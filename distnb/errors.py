@@ -22,6 +22,7 @@
     │   ├── CannotTravelError (TypeError)      its value cannot be sent
     │   ├── StaleHandleError  (RuntimeError)   the object it stands for is gone
     │   └── UnassignedError   (NameError)      this replica never assigned it
+    ├── CheckpointError                  a checkpoint is torn or foreign, or does not fit
     ├── RemoteError                      stands for a replica's exception whose type cannot travel
     └── MessageError          (ValueError)     bytes on a channel that are no message of ours
 
@@ -36,6 +37,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "CannotTravelError",
+    "CheckpointError",
     "ClusterError",
     "CollectiveError",
     "CollectiveMismatchError",
@@ -174,6 +176,10 @@ class StaleHandleError(NamespaceError, RuntimeError):
 
 class UnassignedError(NamespaceError, NameError):
     """A name was assigned on some replicas only, and is read on one that never did."""
+
+
+class CheckpointError(DistnbError):
+    """A checkpoint is torn, damaged or foreign, or does not hold what it is asked for."""
 
 
 class RemoteError(DistnbError):

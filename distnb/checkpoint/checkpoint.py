@@ -1,0 +1,214 @@
+"""`distnb.Checkpoint`: objects whose state is saved and restored together."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from distnb.checkpoint import files
+from distnb.checkpoint.chief import on_chief
+from distnb.checkpoint.states import check_object, restore, state_of
+from distnb.errors import CheckpointError, ContextError, OptionError
+from distnb.runtime import contexts
+from distnb.strategies.context import get_replica_context
+from distnb.values.structure import map_structure
+
+__all__ = ["Checkpoint"]
+
+
+class Checkpoint:
+    """Objects whose state is saved and restored together, under any strategy and number of replicas.
+
+    What it holds is found again by the names that are given here. A checkpoint is a folder of safetensors files and
+    one of JSON: reading it executes nothing. It appears under its name when all of it is on the disk, so that a process
+    which is killed while it saves leaves the earlier ones as they are; and it has digests of all that it holds.
+
+    In a distributed cell and in scripts all replicas call its methods, in cross-replica context; replica 0 writes and
+    reads the files. In the notebook its objects may be handles: the files are the notebook's then.
+
+    Args:
+        objects: By name: modules, optimizers, learning rate schedules, distributed datasets and whatever else has
+            `state_dict()` and `load_state_dict()`; `distnb.Variable`; tensors; dicts and lists of these.
+
+    Raises:
+        OptionError: Something that cannot be restored in place, such as a number: make it a `distnb.Variable`.
+
+    Example:
+        >>> import distnb, tempfile, torch
+        >>> model, step = torch.nn.Linear(2, 1), distnb.Variable(7)
+        >>> checkpoint = distnb.Checkpoint(model=model, step=step)
+        >>> path = checkpoint.write(tempfile.mkdtemp() + "/first")
+        >>> step = step.assign(0)
+        >>> checkpoint.restore(path)
+        >>> int(step)
+        7
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        if not objects:
+            raise OptionError("Checkpoint() holds nothing. Name what it is to hold: Checkpoint(model=model, …).")
+        for name, value in objects.items():
+            check_object(value, name)
+        self._objects = objects
+        self._writing: Future[None] | None = None
+
+    def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[dict[str, Any]]]:
+        return _made, (self._objects,)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({', '.join(f'{name}=<{type(each).__name__}>' for name, each in self._objects.items())})"
+
+    # Saving ---------------------------------------------------------------------------------------------------------
+
+    def write(self, path: str | os.PathLike[str], *, wait: bool = True) -> str:
+        """Save the objects' states as the folder `path`.
+
+        Args:
+            path: There must be nothing of that name yet.
+            wait: False returns when the states have been copied to host memory, while a thread writes them; how that
+                ends is known at the next call of `write`, `save`, `restore` or `wait`.
+
+        Returns:
+            The path.
+
+        Raises:
+            OptionError: The name is taken, or a state holds what a checkpoint cannot (the error names it).
+            ContextError: In a replica context.
+            OSError: As the file system has it, on every replica.
+        """
+        return self._write(lambda: Path(os.path.abspath(path)), lambda _: None, wait)
+
+    def save(self, prefix: str | os.PathLike[str], *, wait: bool = True) -> str:
+        """Save the objects' states as the folder `prefix-1`, or with the number that follows the newest one's.
+
+        Args:
+            prefix: Path and beginning of the name.
+            wait: See `write`.
+
+        Returns:
+            The path, with its number.
+        """
+        start = Path(os.path.abspath(prefix))
+
+        def target() -> Path:
+            return start.with_name(f"{start.name}-{max(files.numbered(start.parent, start.name), default=0) + 1}")
+
+        return self._write(target, lambda _: None, wait)
+
+    def _write(self, target: Callable[[], Path], then: Callable[[Path], object], wait: bool) -> str:
+        """Save to the path that `target` gives, and call `then` with it when the checkpoint is there; on the chief."""
+        if contexts.in_replica():
+            raise ContextError(
+                "A Checkpoint was to be saved in a replica context, inside a function that strategy.run called. Save "
+                "it after strategy.run."
+            )
+        states = {name: state_of(value, name) for name, value in self._objects.items()}
+
+        def begin() -> str:
+            self._finish()
+            path = target()
+            files.check_free(path)
+            kept = states if wait else map_structure(_copied, states)
+
+            def write() -> None:
+                files.write(path, kept)
+                then(path)
+
+            if wait:
+                write()
+            else:
+                self._writing = _writers().submit(write)
+            return str(path)
+
+        return on_chief(begin)
+
+    def wait(self) -> None:
+        """Wait until what `wait=False` began to write is there.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        on_chief(self._finish)
+
+    def _finish(self) -> None:
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    # Restoring ------------------------------------------------------------------------------------------------------
+
+    def restore(self, path: str | os.PathLike[str] | None) -> None:
+        """Give the objects the states that a checkpoint holds of them. It may hold more than these.
+
+        It may be called in a replica context, too, by all replicas.
+
+        Args:
+            path: What `write` or `save` returned; None, as `latest_checkpoint` is when there is none, does nothing.
+
+        Raises:
+            CheckpointError: It is no whole checkpoint, or does not hold one of the objects.
+        """
+        if path is not None:
+            self._restore([Path(os.path.abspath(path))])
+
+    def _restore(self, paths: Sequence[Path]) -> str:
+        """Restore the first of some checkpoints that is whole. Returns its path."""
+        replica = get_replica_context() if contexts.in_replica() else None
+        if replica is not None:
+            path: str = replica.merge_call(lambda _: self._restore(paths))
+            return path
+
+        def found() -> tuple[str, dict[str, Any]]:
+            self._finish()
+            path, states = _first_whole(paths)
+            missing = [name for name in self._objects if name not in states]
+            if missing:
+                raise CheckpointError(
+                    f"{path} does not hold {', '.join(missing)}: it holds {', '.join(states)}. Restore a Checkpoint of "
+                    "those only, under the names that were given when it was saved."
+                )
+            return str(path), {name: states[name] for name in self._objects}
+
+        used, states = on_chief(found)
+        for name, value in self._objects.items():
+            restore(value, states[name], name)
+        return used
+
+
+def _made(objects: dict[str, Any]) -> Checkpoint:
+    return Checkpoint(**objects)
+
+
+def _first_whole(paths: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
+    damaged: list[CheckpointError] = []
+    for path in paths:
+        try:
+            states = files.read(path)
+        except CheckpointError as error:
+            damaged.append(error)
+            continue
+        for one in damaged:
+            warnings.warn(f"{one} An older one is used: {path}", stacklevel=2)
+        return path, states
+    raise damaged[0]
+
+
+def _copied(leaf: Any) -> Any:
+    """A copy of a tensor in host memory; anything else as it is."""
+    return leaf.detach().to("cpu", copy=True) if hasattr(leaf, "untyped_storage") else leaf
+
+
+_threads: list[ThreadPoolExecutor] = []
+
+
+def _writers() -> ThreadPoolExecutor:
+    """The thread that writes. A process that ends waits for it."""
+    if not _threads:
+        _threads.append(ThreadPoolExecutor(1, "distnb-checkpoint"))
+        atexit.register(_threads[0].shutdown)
+    return _threads[0]

@@ -1,0 +1,255 @@
+"""A checkpoint on disk: a folder of safetensors files and one of JSON, which says what they hold.
+
+It is made under another name, and gets its own when all of it is on the disk: a process that is killed while it writes
+leaves the checkpoints before. torch.distributed.checkpoint reads its tensors, too, of which each file holds slices.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from distnb.checkpoint.trees import decode, encode
+from distnb.errors import CheckpointError, OptionError
+
+__all__ = ["Shards", "check", "check_free", "numbered", "read", "remove", "remove_unfinished", "write"]
+
+_MANIFEST = "checkpoint.json"
+_FORMAT, _VERSION = "distnb checkpoint", 1
+_UNFINISHED, _REMOVED = ".unfinished-", ".removed-"
+# The word for it in files that torch.distributed.checkpoint reads.
+_SLICES, _BEGINNING = "DCP_SHARDING_INFO", "saved_offsets"
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A tensor in slices along its first axis, in order; it is one tensor again when it is read.
+
+    Each slice goes into a file of its own number: several processes can hold them, and any number can read them.
+    """
+
+    slices: Sequence[torch.Tensor]
+
+
+def check_free(path: Path) -> None:
+    """Raise OptionError if there is something of that name."""
+    if os.path.lexists(path):
+        raise OptionError(
+            f"{path} is there already, and a checkpoint never replaces another. Give another name, or use a "
+            "CheckpointManager, which numbers them and deletes the old ones."
+        )
+
+
+def write(path: Path, tree: Any) -> None:
+    """Write a tree as a checkpoint.
+
+    Args:
+        path: The folder that it becomes. There must be nothing of that name.
+        tree: See `encode`; and `Shards`, where a tensor may stand in a dict.
+
+    Raises:
+        OptionError: The name is taken, or the tree holds something that a checkpoint cannot.
+        OSError: As the file system has it. There is no checkpoint of that name then.
+    """
+    check_free(path)
+    slices: dict[str, Shards] = {}
+    described, tensors = encode(_without_shards(tree, "", slices))
+    files: list[dict[str, tuple[torch.Tensor, list[int]]]] = [
+        {name: (tensor, [0] * tensor.dim()) for name, tensor in tensors.items() if name not in slices}
+    ]
+    for name, shards in slices.items():
+        first = 0
+        for number, each in enumerate(shards.slices):
+            if len(files) <= number:
+                files.append({})
+            files[number][name] = each.detach(), [first, *[0] * (each.dim() - 1)]
+            first += each.shape[0]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}{_UNFINISHED}{secrets.token_hex(4)}")
+    unfinished.mkdir()
+    try:
+        written = {}
+        for number, held in enumerate(files, 1):
+            file = unfinished / f"{number:05}-of-{len(files):05}.safetensors"
+            digests = _write_tensors(file, held)
+            written[file.name] = {"nbytes": file.stat().st_size, "xxh3_128": digests}
+        held_here = {"files": written, "tree": described}
+        manifest = {"format": _FORMAT, "version": _VERSION, "xxh3_128": _digest_of_text(held_here), "holds": held_here}
+        with (unfinished / _MANIFEST).open("w", encoding="utf-8") as text:
+            json.dump(manifest, text, allow_nan=False)
+            text.flush()
+            os.fsync(text.fileno())
+        _sync(unfinished)
+        unfinished.rename(path)
+        _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _without_shards(tree: Any, path: str, slices: dict[str, Shards]) -> Any:
+    """The tree with an empty tensor for each `Shards`, which are put under its name."""
+    if isinstance(tree, Shards):
+        slices[path] = tree
+        return torch.empty(0, dtype=tree.slices[0].dtype)
+    if isinstance(tree, Mapping):
+        return {key: _without_shards(each, f"{path}/{key}" if path else str(key), slices) for key, each in tree.items()}
+    return tree
+
+
+def _write_tensors(file: Path, held: Mapping[str, tuple[torch.Tensor, list[int]]]) -> dict[str, str]:
+    """Write one file to the disk. Returns a digest of each tensor's bytes."""
+    from safetensors.torch import save_file
+
+    seen: set[int] = set()
+    plain = {}
+    for name, (tensor, _) in held.items():
+        storage = tensor.untyped_storage()
+        # safetensors writes no two that share memory.
+        whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and storage.data_ptr() not in seen
+        plain[name] = tensor.cpu() if whole else tensor.cpu().clone(memory_format=torch.contiguous_format)
+        seen.add(storage.data_ptr())
+    beginnings = {name: {_BEGINNING: beginning} for name, (_, beginning) in held.items()}
+    save_file(plain, file, metadata={_SLICES: json.dumps(beginnings)})
+    _sync(file)
+    return {name: _digest(tensor) for name, tensor in plain.items()}
+
+
+def _digest_of_text(held: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(held, allow_nan=False).encode())
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().contiguous().reshape(-1)
+    data: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def check(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, if its files are there and as long as they were written: "files" and "tree".
+
+    Raises:
+        CheckpointError: It is no checkpoint, or not a whole one.
+    """
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        what = "there is no such file or folder" if not path.exists() else f"it has no {_MANIFEST}"
+        raise CheckpointError(f"{path} is no checkpoint of distnb: {what}.") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not whole: {_MANIFEST} is no JSON ({error}).") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} is no checkpoint of distnb: {_MANIFEST} says otherwise.")
+    if manifest.get("version") != _VERSION:
+        raise CheckpointError(
+            f"{path} is a checkpoint of version {manifest.get('version')!r}, and this distnb reads {_VERSION}. A newer "
+            "distnb reads it."
+        )
+    holds: dict[str, Any] = manifest.get("holds", {})
+    if _digest_of_text(holds) != manifest.get("xxh3_128"):
+        raise CheckpointError(f"{path} is damaged: {_MANIFEST} is not as it was written.")
+    for name, facts in holds["files"].items():
+        found = (path / name).stat().st_size if (path / name).is_file() else 0
+        if found != facts["nbytes"]:
+            raise CheckpointError(f"{path} is not whole: {name} has {found} bytes, and had {facts['nbytes']}.")
+    return holds
+
+
+def read(path: Path) -> Any:
+    """The tree of a checkpoint, with tensors in host memory.
+
+    Raises:
+        CheckpointError: It is no checkpoint, or not a whole one, or its bytes are not those that were written.
+    """
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    holds = check(path)
+    try:
+        reader = HuggingFaceStorageReader(str(path))
+        found: Any = reader.read_metadata().state_dict_metadata
+        tensors = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in found.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is not to be asked
+            state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=True)
+        slices = {name: _slices_in(path / name) for name in holds["files"]}
+    except Exception as error:  # libraries that read what is no file of theirs raise whatever they meet
+        raise CheckpointError(f"{path} is not whole: its tensors cannot be read ({error}).") from error
+    for name, facts in holds["files"].items():
+        for key, digest in facts["xxh3_128"].items():
+            tensor = tensors[key]
+            beginning, length = slices[name][key]
+            own = tensor.narrow(0, beginning, length) if tensor.dim() else tensor
+            if _digest(own) != digest:
+                raise CheckpointError(
+                    f"{path} is damaged: the bytes of {key!r} in {name} are not those that were written."
+                )
+    return decode(holds["tree"], tensors)
+
+
+def _slices_in(file: Path) -> dict[str, tuple[int, int]]:
+    """Where along the first axis each tensor's slice in a file begins, and how long it is."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        beginnings = json.loads(opened.metadata()[_SLICES])
+        return {
+            name: ((*beginnings[name][_BEGINNING], 0)[0], (*opened.get_slice(name).get_shape(), 1)[0])
+            for name in opened.keys()  # noqa: SIM118  # it is no dict
+        }
+
+
+# -- many of them in one folder ----------------------------------------------------------------------------------------
+
+
+def numbered(folder: Path, name: str) -> dict[int, Path]:
+    """The checkpoints `name-1`, `name-2`… of a folder that are there whole, by number, the oldest first."""
+    found = {}
+    pattern = re.compile(re.escape(name) + r"-(\d+)")
+    for each in folder.iterdir() if folder.is_dir() else ():
+        matched = pattern.fullmatch(each.name)
+        if matched:
+            try:
+                check(each)
+            except (CheckpointError, OSError):
+                continue
+            found[int(matched[1])] = each
+    return dict(sorted(found.items()))
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint. It loses its name first: half of one is never seen."""
+    doomed = path.with_name(f".{path.name}{_REMOVED}{secrets.token_hex(4)}")
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path, name: str) -> None:
+    """Delete what killed processes left when they wrote, or deleted, checkpoints `name-1`, `name-2`…"""
+    pattern = re.compile(rf"\.{re.escape(name)}-\d+({re.escape(_UNFINISHED)}|{re.escape(_REMOVED)})[0-9a-f]{{8}}")
+    for each in folder.iterdir() if folder.is_dir() else ():
+        if pattern.fullmatch(each.name):
+            shutil.rmtree(each, ignore_errors=True)

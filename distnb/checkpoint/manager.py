@@ -1,0 +1,137 @@
+"""Checkpoints of a training, numbered, of which the newest are kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from distnb.checkpoint import files
+from distnb.checkpoint.checkpoint import Checkpoint
+from distnb.checkpoint.chief import on_chief
+from distnb.errors import OptionError
+
+__all__ = ["CheckpointManager", "latest_checkpoint"]
+
+
+def latest_checkpoint(directory: str | os.PathLike[str], checkpoint_name: str = "ckpt") -> str | None:
+    """The path of the newest checkpoint of a directory, of those that a `CheckpointManager` numbered; None: of none.
+
+    It looks at this process's own file system, and at the files' sizes, not at what they hold.
+    """
+    found = files.numbered(Path(directory), checkpoint_name)
+    return str(found[max(found)]) if found else None
+
+
+class CheckpointManager:
+    """Saves a `Checkpoint` again and again, as `ckpt-1`, `ckpt-2`… of a directory, and deletes the old ones.
+
+    All replicas make it, and call its methods, as those of the `Checkpoint`.
+
+    Args:
+        checkpoint: What is saved.
+        directory: Where. It is made when it is needed. What a killed process left half written there is deleted.
+        max_to_keep: The newest so many stay; None: all.
+        keep_every: Those whose number is a multiple of this stay for good.
+        checkpoint_name: How names begin.
+
+    Raises:
+        OptionError: An argument that is none of these.
+
+    Example:
+        >>> import distnb, tempfile, torch
+        >>> checkpoint = distnb.Checkpoint(model=torch.nn.Linear(2, 1))
+        >>> manager = distnb.CheckpointManager(checkpoint, tempfile.mkdtemp(), max_to_keep=2)
+        >>> for epoch in range(3):
+        ...     path = manager.save()
+        >>> [os.path.basename(each) for each in manager.checkpoints]
+        ['ckpt-2', 'ckpt-3']
+        >>> manager.restore_or_initialize() == manager.latest_checkpoint
+        True
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = 5,
+        *,
+        keep_every: int | None = None,
+        checkpoint_name: str = "ckpt",
+    ) -> None:
+        if not isinstance(checkpoint, Checkpoint):
+            raise OptionError(f"CheckpointManager takes a distnb.Checkpoint and got a {type(checkpoint).__name__}.")
+        for name, value in (("max_to_keep", max_to_keep), ("keep_every", keep_every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise OptionError(f"{name}={value!r}: give a whole number, 1 or more, or None.")
+        if not isinstance(checkpoint_name, str) or not checkpoint_name or os.sep in checkpoint_name:
+            raise OptionError(f"checkpoint_name={checkpoint_name!r}: give the beginning of a file's name.")
+        self.checkpoint = checkpoint
+        self.directory = os.path.abspath(directory)
+        self._max_to_keep = max_to_keep
+        self._keep_every = keep_every
+        self._name = checkpoint_name
+        self._numbers = on_chief(self._tidied)
+
+    def _tidied(self) -> list[int]:
+        files.remove_unfinished(Path(self.directory), self._name)
+        return list(files.numbered(Path(self.directory), self._name))
+
+    def _path(self, number: int) -> Path:
+        return Path(self.directory, f"{self._name}-{number}")
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The paths of those that there are, the oldest first."""
+        return [str(self._path(number)) for number in self._numbers]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest; None if there is none. `checkpoint.restore` takes it."""
+        return str(self._path(self._numbers[-1])) if self._numbers else None
+
+    def save(self, checkpoint_number: int | None = None, *, wait: bool = True) -> str:
+        """Save the checkpoint under the next number, and delete what is not kept.
+
+        Args:
+            checkpoint_number: Another number than the next, such as the epoch's.
+            wait: False returns when the states have been copied; see `Checkpoint.write`.
+
+        Returns:
+            Its path.
+
+        Raises:
+            OptionError: The number is taken.
+            OSError: As the file system has it.
+        """
+        last = self._numbers[-1] if self._numbers else 0
+        number = last + 1 if checkpoint_number is None else int(checkpoint_number)
+        if number < 0:
+            raise OptionError(f"checkpoint_number={checkpoint_number!r}: give a whole number, 0 or more.")
+        numbers = sorted({*self._numbers, number})
+        old = numbers[: -self._max_to_keep] if self._max_to_keep is not None else []
+        doomed = [each for each in old if not self._keep_every or each % self._keep_every]
+
+        def delete(_: Path) -> None:
+            for each in doomed:
+                if self._path(each).exists():
+                    files.remove(self._path(each))
+
+        path = self.checkpoint._write(lambda: self._path(number), delete, wait)
+        self._numbers = [each for each in numbers if each not in doomed]
+        return path
+
+    def wait(self) -> None:
+        """Wait until what `save(wait=False)` began to write is there."""
+        self.checkpoint.wait()
+
+    def restore_or_initialize(self) -> str | None:
+        """Restore the newest checkpoint that is whole; a damaged one is passed over with a warning.
+
+        Returns:
+            Its path; None if there is none: the objects stay as they were made.
+
+        Raises:
+            CheckpointError: There are some and none is whole; or the one does not hold all the objects.
+        """
+        paths = [self._path(number) for number in reversed(self._numbers)]
+        return self.checkpoint._restore(paths) if paths else None

@@ -1,0 +1,125 @@
+"""A tree of plain values and tensors, as JSON text and tensors by name. Reading it executes nothing."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from distnb.errors import CheckpointError, OptionError
+
+__all__ = ["decode", "encode"]
+
+_KIND = "$"
+"""Marks a JSON object that stands for something which JSON has not."""
+
+
+def encode(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Part a tree into what JSON can say and tensors, each under the path by which the tree leads to it.
+
+    Args:
+        tree: Dicts, lists and tuples of None, bool, int, float, str, bytes, dtypes, NumPy arrays and tensors. A tensor
+            that stands in several places is named once.
+
+    Raises:
+        OptionError: Something else, with the path to it.
+    """
+    encoder = _Encoder()
+    return encoder.encode(tree, ""), encoder.tensors
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._keys: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, path: str) -> Any:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {_KIND: "float", "text": repr(value)}
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value.detach(), path)
+        if isinstance(value, Mapping):
+            items = [(key, self.encode(each, f"{path}/{key}" if path else str(key))) for key, each in value.items()]
+            if all(type(key) is str and key != _KIND for key, _ in items):
+                return dict(items)
+            return {_KIND: "dict", "items": [[self.encode(key, path), each] for key, each in items]}
+        if isinstance(value, (list, tuple)):
+            several = [self.encode(each, f"{path}/{i}") for i, each in enumerate(value)]
+            return several if isinstance(value, list) else {_KIND: "tuple", "items": several}
+        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+            tensor = torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
+            return {_KIND: "array", "scalar": isinstance(value, np.generic), "tensor": self._tensor(tensor, path)}
+        if isinstance(value, (bytes, bytearray)):
+            return {_KIND: "bytes", "base64": base64.b64encode(value).decode()}
+        if isinstance(value, torch.dtype):
+            return {_KIND: "dtype", "name": str(value).removeprefix("torch.")}
+        raise OptionError(
+            f"A checkpoint cannot hold {path!r}: it is a {type(value).__qualname__}. It holds tensors, arrays, numbers "
+            "and text, and dicts, lists and tuples of these, so that nothing has to be executed to read it."
+        )
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+            raise OptionError(f"A checkpoint cannot hold {path!r}: it is a {tensor.layout} tensor on {tensor.device}.")
+        complex_dtype = str(tensor.dtype).removeprefix("torch.") if tensor.is_complex() else None
+        if complex_dtype:
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device))
+        key = self._keys.get(place) if tensor.numel() else None
+        if key is None:
+            key = path or "value"
+            while key in self.tensors:  # names may hold what parts them
+                key += "~"
+            self.tensors[key] = tensor
+            self._keys[place] = key
+        return {_KIND: "tensor", "name": key, **({"complex": complex_dtype} if complex_dtype else {})}
+
+
+def decode(described: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The tree that was encoded.
+
+    Raises:
+        CheckpointError: It is no such description, or a tensor is missing.
+    """
+    if isinstance(described, list):
+        return [decode(each, tensors) for each in described]
+    if not isinstance(described, dict):
+        return described
+    kind = described.get(_KIND)
+    if kind is None:
+        return {key: decode(each, tensors) for key, each in described.items()}
+    try:
+        return _KINDS[kind](described, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"This is no checkpoint that this version of distnb can read: {described!r:.200}"
+        ) from error
+
+
+def _decode_tensor(described: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    tensor = tensors[described["name"]]
+    return torch.view_as_complex(tensor) if "complex" in described else tensor
+
+
+def _decode_array(described: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    array = decode(described["tensor"], tensors).numpy()
+    return array[()] if described["scalar"] else array
+
+
+_KINDS: dict[str, Callable[[dict[str, Any], Mapping[str, torch.Tensor]], Any]] = {
+    "tensor": _decode_tensor,
+    "array": _decode_array,
+    "float": lambda described, _: float(described["text"]),
+    "dict": lambda described, tensors: {
+        decode(key, tensors): decode(each, tensors) for key, each in described["items"]
+    },
+    "tuple": lambda described, tensors: tuple(decode(each, tensors) for each in described["items"]),
+    "bytes": lambda described, _: base64.b64decode(described["base64"]),
+    "dtype": lambda described, _: getattr(torch, described["name"]),
+}

@@ -1,0 +1,238 @@
+"""Checkpoints: saved under any strategy and number of replicas, restored under any other; killed while they save."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distnb
+from distnb.checkpoint import files
+from tests import processes
+from tests.kernel import Notebook
+from tests.ranks import run_ranks
+from tests.seeds.matrix import WAYS
+from tests.tasks import Tasks
+
+pytestmark = pytest.mark.timeout(170)
+LIMIT_S = 120.0
+
+# Half of an epoch, a checkpoint, and the rest of it and another. Whatever was saved before is restored, and goes on alike.
+TRAINING = """
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+X = torch.linspace(-1, 1, 22, dtype=torch.float64)[:, None] * torch.tensor([1.0, -0.5, 0.25], dtype=torch.float64)
+Y = (X * X).sum(1)
+
+class Training:
+    def __init__(self, seed):
+        torch.manual_seed(seed)
+        with strategy.scope():
+            self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+            self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
+            self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+            self.step = distnb.Variable(0, dtype=torch.int64)
+            on_read = {{"synchronization": "on_read", "dtype": torch.float64}}
+            self.seen = distnb.Variable(0.0, aggregation="sum", **on_read)
+            self.level = distnb.Variable(0.0, aggregation="mean", **on_read)
+            self.first = distnb.Variable(-1.0, aggregation="only_first_replica", **on_read)
+        loader = DataLoader(TensorDataset(X, Y), batch_size=6, shuffle=True)
+        # The default strategy leaves a DataLoader as it is, which does not tell how far it has been read.
+        reader = distnb.OneDeviceStrategy("cpu:0") if strategy is distnb.get_strategy() else strategy
+        self.dataset = reader.distribute_dataset(loader)
+        self.checkpoint = distnb.Checkpoint(
+            model=self.model, optimizer=self.optimizer, schedule=self.schedule, data=self.dataset,
+            variables={{"step": self.step, "counts": [self.seen, self.level, self.first]}},
+        )
+
+    def train(self, batch):
+        loss = distnb.nn.compute_average_loss((self.model(batch[0])[:, 0] - batch[1]) ** 2)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.seen.assign_add(float(len(batch[0])))
+        self.level.assign(2.0)
+        self.first.assign(float(distnb.replica_id()))
+
+    def go_on(self, steps):
+        while steps:
+            for batch in self.dataset:
+                strategy.run(self.train, args=(batch,))
+                self.step.assign_add(1)
+                self.schedule.step()
+                steps -= 1
+                if not steps:
+                    break
+
+    def state(self):
+        flat = [each.detach().clone() for each in self.model.parameters()]
+        numbers = [self.step.item(), self.seen.item(), self.level.item(), self.first.item()]
+        return [each.tolist() for each in flat], numbers, self.optimizer.param_groups[0]["lr"]
+
+result = {{"restored": {{}}}}
+for other in {others}:
+    again = Training(seed=5)
+    again.go_on(1)
+    again.checkpoint.restore(os.path.join({folder!r}, other))
+    again.go_on(6)
+    result["restored"][other] = again.state()
+training = Training(seed=3)
+training.go_on(2)
+path = training.checkpoint.write(os.path.join({folder!r}, {way!r}))
+if {way!r} != "default":
+    try:
+        strategy.run(lambda: training.checkpoint.write(path + "-in-a-replica"))
+        result["refused"] = False
+    except RuntimeError as error:
+        result["refused"] = "replica context" in str(error)
+    strategy.run(lambda: training.checkpoint.restore(path))  # allowed
+else:
+    training.checkpoint.restore(path)
+training.go_on(6)
+result["path"], result["state"] = path, training.state()
+"""
+ORDER = ("default", "mirrored_2", "central_2", "mirrored_3", "multi_worker_2", "one_device", "default", "mirrored_2")
+
+
+def trained(way: str, folder: Path, others: list[str]) -> list[dict[str, Any]]:
+    made = WAYS[way]
+    text = f"import distnb\nstrategy = {made.made}\n" + TRAINING.format(folder=str(folder), way=way, others=others)
+    if not made.workers:
+        return [each.check().result for each in run_ranks(text, made.replicas, timeout_s=LIMIT_S)]
+    with Tasks(text + "\ntell(**result)\n", [f"worker {index}" for index in range(made.replicas)]) as tasks:
+        return [task.check().told for task in tasks.wait(LIMIT_S)]
+
+
+def close(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(close, one, other))
+    return bool(one == pytest.approx(other, abs=1e-9))
+
+
+def test_every_strategy_restores_what_any_other_saved(tmp_path: Path) -> None:
+    """Each has what those before saved; the first two come again, and have what all saved."""
+    expected: Any = None
+    saved: list[str] = []
+    for way in ORDER:
+        results = trained(
+            way,
+            tmp_path / ("again" if way in saved else ""),
+            [f"../{each}" if way in saved else each for each in saved],
+        )
+        for result in results:
+            weights, numbers, rate = result["state"]
+            expected = expected or (weights, [8, numbers[1], 2.0, 0.0], rate)
+            assert close(result["state"], expected), way
+            assert result.get("refused", True), way
+            for other, state in result["restored"].items():
+                assert close(state, expected), f"saved under {other}, restored under {way}"
+            assert result["path"] == results[0]["path"]
+        saved.append(way)
+    names = [
+        name
+        for each in WAYS
+        for name in json.loads((tmp_path / "default/checkpoint.json").read_text())["holds"]["tree"]
+    ]
+    assert {"model", "optimizer", "schedule", "data", "variables"} == set(names)
+    assert not list(tmp_path.glob("*in-a-replica")), "what is refused leaves nothing"
+
+
+# -- in a notebook -------------------------------------------------------------------------------------------------------
+
+MADE = """
+with strategy.scope():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    count = distnb.Variable(0.0, synchronization="on_read", aggregation="sum")
+def step():
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    count.assign_add(1.0)
+"""
+STATE = "[model.weight.detach().numpy().tolist(), count.item(), optimizer.state_dict()['state'][0]['step'].item()]"
+
+
+@pytest.fixture(scope="module")
+def cells(notebook: Notebook, tmp_path_factory: pytest.TempPathFactory) -> Notebook:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    notebook.run(f"import os, torch, distnb\nFOLDER = {str(folder)!r}\nstrategy = distnb.MirroredStrategy()")
+    return notebook
+
+
+def test_ordinary_cells_save_and_restore_what_lives_on_the_replicas(cells: Notebook) -> None:
+    cells.run(MADE)
+    cells.run("strategy.run(step)\ncheckpoint = distnb.Checkpoint(model=model, optimizer=optimizer, more=[count])")
+    cells.run("path = checkpoint.save(os.path.join(FOLDER, 'ordinary'))\nsaved = " + STATE)
+    assert cells.value("os.path.basename(path)") == "ordinary-1"
+    assert cells.value("saved[1:]") == [2.0, 1.0], "the sum of both replicas' counts"
+    cells.run("strategy.run(step)\nchanged = " + STATE + "\ncheckpoint.restore(path)\nrestored = " + STATE)
+    assert cells.value("changed != saved and restored == saved") is True
+    # In a distributed cell the very object does the same, where the replicas are.
+    said = cells.run(
+        f"%%distribute mirrored\nstrategy.run(step)\nafter = {STATE}\ncheckpoint.restore(path)\nagain = {STATE}\n"
+        "print(again == saved, after == changed)"
+    )
+    assert "[0-1] True True" in said.stdout
+    # And alone, without any strategy.
+    cells.run(
+        "%%distribute default\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.Adam(model.parameters(), lr=0.1)\n"
+        "count = distnb.Variable(0.0, synchronization='on_read', aggregation='sum')\n"
+        f"distnb.Checkpoint(model=model, optimizer=optimizer, more=[count]).restore(path)\nalone = {STATE}"
+    )
+    assert cells.value("alone == saved") is True
+
+
+def test_replicas_save_together_and_fail_together(cells: Notebook) -> None:
+    cells.run("%%distribute mirrored\n" + MADE + "checkpoint = distnb.Checkpoint(model=model)")
+    cells.run("%%distribute mirrored\nwhere = checkpoint.write(os.path.join(FOLDER, f'of-{distnb.replica_id()}'))")
+    assert cells.value("where").endswith("of-0"), "each may give another path: the chief's counts"
+    ran = cells.try_run("%%distribute mirrored\ncheckpoint.write(where)")
+    assert ran.error_name == "OptionError"
+    assert "is there already" in ran.error_text
+    ran = cells.try_run("%%distribute mirrored\ncheckpoint.restore(FOLDER)")
+    assert ran.error_name == "CheckpointError"
+    assert "no checkpoint of distnb" in ran.error_text
+    ran = cells.try_run("%%distribute mirrored\nif distnb.is_chief():\n    checkpoint.write(where + 'x')", timeout_s=60)
+    assert ran.status == "error", "the others did not call it"
+    ran = cells.try_run("%%distribute mirrored\nstrategy.run(lambda: checkpoint.write(where + 'y'))")
+    assert ran.error_name == "ContextError"
+    ran = cells.try_run("%%distribute mirrored\ndistnb.Checkpoint(lr=0.1)")
+    assert ran.error_name == "OptionError"
+    assert "distnb.Variable" in ran.error_text
+    assert cells.run("%%distribute mirrored\ncheckpoint.restore(where)\nprint('works')").stdout == "[0-1] works\n"
+
+
+def test_a_thread_writes_while_cells_run(cells: Notebook) -> None:
+    cells.run(
+        "%%distribute mirrored\n" + MADE + "manager = distnb.CheckpointManager(distnb.Checkpoint(model=model), "
+        "os.path.join(FOLDER, 'managed'), max_to_keep=2)\n"
+        "for _ in range(4):\n    strategy.run(step)\n    manager.save(wait=False)\nbefore = model.weight.detach().numpy().tolist()"
+    )
+    cells.run("%%distribute mirrored\nstrategy.run(step)\nmanager.wait()\nused = manager.restore_or_initialize()")
+    assert cells.value("model.weight.detach().numpy().tolist() == before") is True
+    assert cells.value("[os.path.basename(each) for each in manager.checkpoints]") == ["ckpt-3", "ckpt-4"]
+    assert cells.value("sorted(os.listdir(os.path.join(FOLDER, 'managed')))") == ["ckpt-3", "ckpt-4"]
+    assert cells.value("used == distnb.latest_checkpoint(os.path.join(FOLDER, 'managed'))") is True
+
+
+def test_an_engine_that_dies_is_replaced_and_training_goes_on(cells: Notebook) -> None:
+    cells.run("%%distribute mirrored\n" + MADE + "checkpoint = distnb.Checkpoint(model=model, optimizer=optimizer)")
+    cells.run("%%distribute mirrored\nstrategy.run(step)\nkept = checkpoint.write(os.path.join(FOLDER, 'kept'))")
+    cells.run(f"saved = {STATE}")
+    ran = cells.try_run(
+        "%%distribute mirrored\nimport signal\nstrategy.run(step)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert ran.error_name == "EngineDied"
+    cells.run("%distnb restart --missing", timeout_s=60)
+    cells.run("%%distribute mirrored\n" + MADE)
+    cells.run("distnb.Checkpoint(model=model, optimizer=optimizer).restore(kept)")
+    assert cells.value(f"{STATE}[::2] == saved[::2]") is True
