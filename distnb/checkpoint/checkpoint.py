@@ -42,9 +42,10 @@ class Checkpoint:
         >>> import distnb, tempfile, torch
         >>> model, step = torch.nn.Linear(2, 1), distnb.Variable(7)
         >>> checkpoint = distnb.Checkpoint(model=model, step=step)
-        >>> path = checkpoint.write(tempfile.mkdtemp() + "/first")
-        >>> step = step.assign(0)
-        >>> checkpoint.restore(path)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = checkpoint.write(folder + "/first")
+        ...     step = step.assign(0)
+        ...     checkpoint.restore(path)
         >>> int(step)
         7
     """

@@ -40,13 +40,13 @@ class CheckpointManager:
     Example:
         >>> import distnb, tempfile, torch
         >>> checkpoint = distnb.Checkpoint(model=torch.nn.Linear(2, 1))
-        >>> manager = distnb.CheckpointManager(checkpoint, tempfile.mkdtemp(), max_to_keep=2)
-        >>> for epoch in range(3):
-        ...     path = manager.save()
-        >>> [os.path.basename(each) for each in manager.checkpoints]
-        ['ckpt-2', 'ckpt-3']
-        >>> manager.restore_or_initialize() == manager.latest_checkpoint
-        True
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     manager = distnb.CheckpointManager(checkpoint, folder, max_to_keep=2)
+        ...     for epoch in range(3):
+        ...         path = manager.save()
+        ...     restored = manager.restore_or_initialize()
+        >>> [os.path.basename(each) for each in manager.checkpoints], os.path.basename(restored)
+        (['ckpt-2', 'ckpt-3'], 'ckpt-3')
     """
 
     def __init__(

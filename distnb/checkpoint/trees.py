@@ -32,6 +32,10 @@ def encode(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return encoder.encode(tree, ""), encoder.tensors
 
 
+def _below(path: str, key: object) -> str:
+    return f"{path}/{key}" if path else str(key)
+
+
 class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -45,12 +49,12 @@ class _Encoder:
         if isinstance(value, torch.Tensor):
             return self._tensor(value.detach(), path)
         if isinstance(value, Mapping):
-            items = [(key, self.encode(each, f"{path}/{key}" if path else str(key))) for key, each in value.items()]
+            items = [(key, self.encode(each, _below(path, key))) for key, each in value.items()]
             if all(type(key) is str and key != _KIND for key, _ in items):
                 return dict(items)
             return {_KIND: "dict", "items": [[self.encode(key, path), each] for key, each in items]}
         if isinstance(value, (list, tuple)):
-            several = [self.encode(each, f"{path}/{i}") for i, each in enumerate(value)]
+            several = [self.encode(each, _below(path, i)) for i, each in enumerate(value)]
             return several if isinstance(value, list) else {_KIND: "tuple", "items": several}
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
             tensor = torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import textwrap
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import distnb
-from distnb.checkpoint import files
-from tests import processes
 from tests.kernel import Notebook
 from tests.ranks import run_ranks
 from tests.seeds.matrix import WAYS

@@ -1,0 +1,306 @@
+"""Checkpoints on disk: what they hold, what is torn or damaged, what is kept; and a SIGKILL at each moment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+import distnb
+from distnb.checkpoint import files
+from distnb.checkpoint.files import Shards
+from distnb.errors import CheckpointError, OptionError
+
+
+def same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, (np.ndarray, np.generic)):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    return bool(one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(other)))
+
+
+base = torch.arange(12.0)
+TREES: dict[str, Any] = {
+    "plain": {"none": None, "yes": True, "n": 2**70, "x": 0.1, "text": "ö", "list": [1, [2]], "pair": (1, ("a",))},
+    "no JSON": {"nan": math.nan, "inf": -math.inf, "bytes": b"\x00\xff", "dtype": torch.bfloat16},
+    "keys": {0: {"step": 1}, "$": 2, (1, "a"): 3, "a/b": torch.ones(1), "a": {"b": torch.zeros(1)}},
+    "dtypes": [torch.ones(2, 3, dtype=each) for each in (torch.bfloat16, torch.float16, torch.int8, torch.bool)],
+    "unsigned": [torch.ones(2, dtype=each) for each in (torch.uint16, torch.uint32, torch.uint64)],
+    "shapes": [torch.tensor(3.0), torch.empty(0, 3), torch.empty(2, 0)],
+    "views": [base, base[2:5], base.reshape(3, 4).T, base.expand(2, 12), base],
+    "complex": [
+        torch.tensor([1 + 2j]),
+        torch.tensor([1 + 2j]).conj().resolve_conj(),
+        torch.ones(1, dtype=torch.complex128),
+    ],
+    "arrays": [np.arange(3), np.float32(2.5), np.ones((2, 2), dtype=">i4").astype("i4"), np.zeros(0)],
+    "random states": [torch.get_rng_state(), list(np.random.get_state()[:2])],
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_what_is_written_is_read(tmp_path: Path, tree: Any) -> None:
+    files.write(tmp_path / "one", tree)
+    assert same(files.read(tmp_path / "one"), tree)
+    assert {each.suffix for each in (tmp_path / "one").iterdir()} <= {".json", ".safetensors"}
+    assert os.listdir(tmp_path) == ["one"]
+
+
+REFUSED = {
+    "a function": ({"model": {"f": print}}, "model/f"),
+    "a set": ([{1}], "'0'"),
+    "a sparse tensor": ({"s": torch.ones(2, 2).to_sparse()}, "'s'"),
+    "objects": ({"o": np.array([None])}, "'o'"),
+}
+
+
+@pytest.mark.parametrize(("tree", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_held_is_named_and_leaves_nothing(tmp_path: Path, tree: Any, told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        files.write(tmp_path / "one", tree)
+    assert not os.listdir(tmp_path)
+
+
+def test_slices_are_one_tensor_again_whoever_reads(tmp_path: Path) -> None:
+    table, rows = torch.arange(39.0).reshape(13, 3), [3, 3, 3, 2, 2]
+    shards = Shards(list(table.split(rows)))
+    files.write(
+        tmp_path / "one", {"table": shards, "bias": torch.ones(2), "more": {"vector": Shards([torch.ones(2)] * 2)}}
+    )
+    assert len(list((tmp_path / "one").glob("*.safetensors"))) == 5
+    read = files.read(tmp_path / "one")
+    assert torch.equal(read["table"], table)
+    assert read["more"]["vector"].tolist() == [1, 1, 1, 1]
+    alone = {"table": torch.empty(13, 3)}
+    with pytest.warns(UserWarning, match="single process"):
+        state_dict_loader.load(alone, storage_reader=HuggingFaceStorageReader(str(tmp_path / "one")))
+    assert torch.equal(alone["table"], table), "torch's own reader reads them, too"
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def first_file(path: Path) -> Path:
+    return min(path.glob("*.safetensors"))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing there": (shutil.rmtree, "no such file"),
+    "a file": (lambda path: (shutil.rmtree(path), path.write_text("hello")), "no checkpoint of distnb"),
+    "an empty folder": (lambda path: (shutil.rmtree(path), path.mkdir()), "no checkpoint.json"),
+    "foreign": (lambda path: (path / "checkpoint.json").write_text('{"epoch": 1}'), "no checkpoint of distnb"),
+    "no JSON": (lambda path: (path / "checkpoint.json").write_text('{"epoch": '), "not whole"),
+    "a newer version": (
+        lambda path: (path / "checkpoint.json").write_text('{"format": "distnb checkpoint", "version": 9}'),
+        "version 9",
+    ),
+    "another number in the text": (
+        lambda path: (path / "checkpoint.json").write_text(
+            (path / "checkpoint.json").read_text().replace("0.125", "0.126")
+        ),
+        "damaged",
+    ),
+    "cut off": (lambda path: os.truncate(first_file(path), 100), "not whole"),
+    "a file gone": (lambda path: first_file(path).unlink(), "not whole"),
+    "a bit of a tensor": (lambda path: flip(first_file(path), -1), "'model/weight'"),
+    "a bit of the header": (lambda path: flip(first_file(path), 12), "CheckpointError|not whole|damaged"),
+}
+
+
+@pytest.mark.parametrize(("damage", "told"), DAMAGES.values(), ids=DAMAGES)
+def test_what_is_torn_or_foreign_is_told_and_the_newest_whole_one_is_used(
+    tmp_path: Path, damage: Callable[[Path], object], told: str
+) -> None:
+    model = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    manager = distnb.CheckpointManager(distnb.Checkpoint(model=model, optimizer=optimizer), tmp_path)
+    for number in (1.0, 2.0):
+        torch.nn.init.constant_(model.weight, number)
+        manager.save()
+    newest = Path(manager.latest_checkpoint or "")
+    damage(newest)
+    torch.nn.init.zeros_(model.weight)
+    with pytest.raises(CheckpointError, match=told):
+        manager.checkpoint.restore(newest)
+    assert model.weight.item() == 0, "nothing of it was taken"
+    with pytest.warns(UserWarning, match="An older one is used"):
+        assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1")
+    assert model.weight.item() == 1
+
+
+def test_a_manager_keeps_the_newest_and_every_so_manieth(tmp_path: Path) -> None:
+    checkpoint = distnb.Checkpoint(value=torch.zeros(1))
+    manager = distnb.CheckpointManager(checkpoint, tmp_path, max_to_keep=2, keep_every=3)
+    assert manager.latest_checkpoint is None
+    assert manager.restore_or_initialize() is None
+    checkpoint.restore(manager.latest_checkpoint)  # does nothing, as in tf.train
+    for _ in range(8):
+        manager.save()
+    assert [Path(each).name for each in manager.checkpoints] == ["ckpt-3", "ckpt-6", "ckpt-7", "ckpt-8"]
+    assert sorted(os.listdir(tmp_path)) == ["ckpt-3", "ckpt-6", "ckpt-7", "ckpt-8"]
+    again = distnb.CheckpointManager(checkpoint, tmp_path, max_to_keep=None)
+    assert again.checkpoints == manager.checkpoints
+    assert Path(again.save()).name == "ckpt-9"
+    assert Path(again.save(40)).name == "ckpt-40"
+    assert Path(again.save()).name == "ckpt-41"
+    with pytest.raises(OptionError, match="is there already"):
+        again.save(40)
+    assert distnb.latest_checkpoint(tmp_path) == again.latest_checkpoint == str(tmp_path / "ckpt-41")
+    assert distnb.latest_checkpoint(tmp_path / "nowhere") is None
+    assert Path(checkpoint.save(tmp_path / "mine")).name == "mine-1"
+    assert Path(checkpoint.save(tmp_path / "mine")).name == "mine-2"
+
+
+BAD: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda _: distnb.Checkpoint(),
+    "a number": lambda _: distnb.Checkpoint(epoch=3),
+    "a number in a list": lambda _: distnb.Checkpoint(all=[torch.ones(1), 3]),
+    "a DataLoader": lambda _: distnb.Checkpoint(data=torch.utils.data.DataLoader(range(3))),
+    "no checkpoint": lambda path: distnb.CheckpointManager(torch.nn.Linear(1, 1), path),  # type: ignore[arg-type]
+    "keeps none": lambda path: distnb.CheckpointManager(distnb.Checkpoint(x=torch.ones(1)), path, max_to_keep=0),
+    "a path as its name": lambda path: distnb.CheckpointManager(
+        distnb.Checkpoint(x=torch.ones(1)), path, checkpoint_name="a/b"
+    ),
+}
+
+
+@pytest.mark.parametrize("make", BAD.values(), ids=BAD)
+def test_bad_arguments_are_told(tmp_path: Path, make: Callable[[Path], object]) -> None:
+    with pytest.raises(OptionError):
+        make(tmp_path)
+
+
+def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+    path = distnb.Checkpoint(model=torch.nn.Linear(2, 2), some=[torch.ones(2)]).write(tmp_path / "one")
+    with pytest.raises(CheckpointError, match="does not hold optimizer: it holds model, some"):
+        distnb.Checkpoint(optimizer=torch.optim.SGD([torch.ones(1)], lr=1.0)).restore(path)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        distnb.Checkpoint(model=torch.nn.Linear(2, 3)).restore(path)
+    with pytest.raises(CheckpointError, match=r"shape \[2\] for some"):
+        distnb.Checkpoint(some=[torch.ones(3)]).restore(path)
+    with pytest.raises(CheckpointError, match="a list of 1 for some"):
+        distnb.Checkpoint(some=[torch.ones(2)] * 2).restore(path)
+    with pytest.raises(CheckpointError, match="what has a state_dict"):
+        distnb.Checkpoint(some=[torch.nn.Linear(1, 1)]).restore(path)
+
+
+def test_a_thread_writes_what_was_there_when_it_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, value = threading.Event(), torch.ones(4)
+    write = files.write
+
+    def slowly(*arguments: Any) -> None:
+        assert go.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(files, "write", slowly)
+    checkpoint = distnb.Checkpoint(value=value)
+    path = checkpoint.write(tmp_path / "one", wait=False)
+    assert not os.path.exists(path)
+    value.zero_()
+    go.set()
+    checkpoint.wait()
+    checkpoint.restore(path)
+    assert value.tolist() == [1, 1, 1, 1]
+
+
+def test_how_a_thread_fails_is_known_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    checkpoint = distnb.Checkpoint(value=torch.ones(1))
+    with monkeypatch.context() as patched:
+        patched.setattr("safetensors.torch.save_file", full)
+        checkpoint.write(tmp_path / "one", wait=False)
+        with pytest.raises(OSError, match="No space left"):
+            checkpoint.wait()
+    assert os.listdir(tmp_path) == []
+    checkpoint.write(tmp_path / "one")
+
+
+# -- killed while it saves -----------------------------------------------------------------------------------------------
+
+SAVES = 4
+
+
+def saves(folder: Path, kill_at: int) -> int:
+    """Save again and again; be killed at that line of what writes. Returns the number of lines."""
+    value = torch.zeros(1000)
+    lines = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != files.__file__:
+            return None
+        lines += event == "line"
+        if lines == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    manager = distnb.CheckpointManager(distnb.Checkpoint(value=value), folder, max_to_keep=1)
+    manager.save()
+    sys.settrace(trace)
+    try:
+        for number in range(2, SAVES + 1):
+            value.fill_(number)
+            manager.save()
+    finally:
+        sys.settrace(None)
+    return lines
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_whole_checkpoint_is_found_wherever_a_kill_strikes(tmp_path: Path) -> None:
+    lines = saves(tmp_path / "whole", kill_at=-1)
+    found = set()
+    for kill_at in range(1, lines, max(1, lines // 60)):
+        folder = tmp_path / str(kill_at)
+        child = os.fork()
+        if child == 0:
+            os.environ.pop("PYTEST_CURRENT_TEST", None)
+            saves(folder, kill_at)
+            os._exit(3)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), status
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        value = torch.full((1000,), -1.0)
+        manager = distnb.CheckpointManager(distnb.Checkpoint(value=value), folder, max_to_keep=1)
+        path = manager.restore_or_initialize()
+        assert path is not None
+        number = int(path.rpartition("-")[2])
+        assert value.tolist() == [0.0 if number == 1 else float(number)] * 1000
+        assert all(each.startswith("ckpt-") for each in os.listdir(folder)), "what it left is tidied up"
+        manager.save()
+        assert os.listdir(folder) == [f"ckpt-{number + 1}"]
+        found.add(number)
+    assert found == set(range(1, SAVES + 1))
+
+
+def test_the_manifest_is_plain_text(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    path = Path(distnb.Checkpoint(model=model).write(tmp_path / "one"))
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    assert manifest["holds"]["tree"]["model"]["weight"] == {"$": "tensor", "name": "model/weight"}
