@@ -10,13 +10,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from distnb.checkpoint import files
 from distnb.checkpoint.chief import on_chief
 from distnb.checkpoint.states import check_object, restore, state_of
 from distnb.errors import CheckpointError, ContextError, OptionError
 from distnb.runtime import contexts
 from distnb.strategies.context import get_replica_context
-from distnb.values.structure import map_structure
+from distnb.values.structure import flatten, unflatten
 
 __all__ = ["Checkpoint"]
 
@@ -57,6 +59,7 @@ class Checkpoint:
             check_object(value, name)
         self._objects = objects
         self._writing: Future[None] | None = None
+        self._copies: list[Any] = []  # of the last save without waiting: the next one needs the memory again
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[dict[str, Any]]]:
         return _made, (self._objects,)
@@ -114,7 +117,7 @@ class Checkpoint:
             self._finish()
             path = target()
             files.check_free(path)
-            kept = states if wait else map_structure(_copied, states)
+            kept = states if wait else self._copied(states)
 
             def write() -> None:
                 files.write(path, kept)
@@ -135,6 +138,13 @@ class Checkpoint:
             OSError: It could not be written.
         """
         on_chief(self._finish)
+
+    def _copied(self, states: Any) -> Any:
+        """The states, with copies of all tensors in host memory."""
+        leaves, shape = flatten(states)
+        before = self._copies if len(self._copies) == len(leaves) else [None] * len(leaves)
+        self._copies = [_copy(leaf, old) for leaf, old in zip(leaves, before, strict=True)]
+        return unflatten(shape, self._copies)
 
     def _finish(self) -> None:
         writing, self._writing = self._writing, None
@@ -199,9 +209,13 @@ def _first_whole(paths: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
     raise damaged[0]
 
 
-def _copied(leaf: Any) -> Any:
-    """A copy of a tensor in host memory; anything else as it is."""
-    return leaf.detach().to("cpu", copy=True) if hasattr(leaf, "untyped_storage") else leaf
+def _copy(leaf: Any, old: Any) -> Any:
+    """A copy of a tensor in host memory, if possible in that of an old one; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if not isinstance(old, torch.Tensor) or old.shape != leaf.shape or old.dtype != leaf.dtype:
+        old = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+    return old.copy_(leaf.detach())
 
 
 _threads: list[ThreadPoolExecutor] = []

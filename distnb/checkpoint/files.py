@@ -1,7 +1,7 @@
 """A checkpoint on disk: a folder of safetensors files and one of JSON, which says what they hold.
 
 It is made under another name, and gets its own when all of it is on the disk: a process that is killed while it writes
-leaves the checkpoints before. torch.distributed.checkpoint reads its tensors, too, of which each file holds slices.
+leaves the checkpoints before. torch.distributed.checkpoint can read its tensors, too, of which each file holds slices.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import shutil
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 import xxhash
+from safetensors import SafetensorError
 
 from distnb.checkpoint.trees import decode, encode
 from distnb.errors import CheckpointError, OptionError
@@ -82,8 +82,8 @@ def write(path: Path, tree: Any) -> None:
         written = {}
         for number, held in enumerate(files, 1):
             file = unfinished / f"{number:05}-of-{len(files):05}.safetensors"
-            digests = _write_tensors(file, held)
-            written[file.name] = {"nbytes": file.stat().st_size, "xxh3_128": digests}
+            tensors_here = _write_tensors(file, held)
+            written[file.name] = {"nbytes": file.stat().st_size, "tensors": tensors_here}
         held_here = {"files": written, "tree": described}
         manifest = {"format": _FORMAT, "version": _VERSION, "xxh3_128": _digest_of_text(held_here), "holds": held_here}
         with (unfinished / _MANIFEST).open("w", encoding="utf-8") as text:
@@ -108,8 +108,8 @@ def _without_shards(tree: Any, path: str, slices: dict[str, Shards]) -> Any:
     return tree
 
 
-def _write_tensors(file: Path, held: Mapping[str, tuple[torch.Tensor, list[int]]]) -> dict[str, str]:
-    """Write one file to the disk. Returns a digest of each tensor's bytes."""
+def _write_tensors(file: Path, held: Mapping[str, tuple[torch.Tensor, list[int]]]) -> dict[str, tuple[int, str]]:
+    """Write one file to the disk. Returns where each slice begins along the first axis, and a digest of its bytes."""
     from safetensors.torch import save_file
 
     seen: set[int] = set()
@@ -123,7 +123,7 @@ def _write_tensors(file: Path, held: Mapping[str, tuple[torch.Tensor, list[int]]
     beginnings = {name: {_BEGINNING: beginning} for name, (_, beginning) in held.items()}
     save_file(plain, file, metadata={_SLICES: json.dumps(beginnings)})
     _sync(file)
-    return {name: _digest(tensor) for name, tensor in plain.items()}
+    return {name: (held[name][1][0] if tensor.dim() else 0, _digest(tensor)) for name, tensor in plain.items()}
 
 
 def _digest_of_text(held: Any) -> str:
@@ -179,47 +179,33 @@ def check(path: Path) -> dict[str, Any]:
 
 
 def read(path: Path) -> Any:
-    """The tree of a checkpoint, with tensors in host memory.
+    """The tree of a checkpoint. Its tensors lie in the mapped files: who keeps one copies it.
 
     Raises:
         CheckpointError: It is no checkpoint, or not a whole one, or its bytes are not those that were written.
     """
-    from torch.distributed.checkpoint import state_dict_loader
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from safetensors.torch import load_file
 
     holds = check(path)
-    try:
-        reader = HuggingFaceStorageReader(str(path))
-        found: Any = reader.read_metadata().state_dict_metadata
-        tensors = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in found.items()}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is not to be asked
-            state_dict_loader.load(dict(tensors), storage_reader=reader, no_dist=True)
-        slices = {name: _slices_in(path / name) for name in holds["files"]}
-    except Exception as error:  # libraries that read what is no file of theirs raise whatever they meet
-        raise CheckpointError(f"{path} is not whole: its tensors cannot be read ({error}).") from error
+    slices: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for name, facts in holds["files"].items():
-        for key, digest in facts["xxh3_128"].items():
-            tensor = tensors[key]
-            beginning, length = slices[name][key]
-            own = tensor.narrow(0, beginning, length) if tensor.dim() else tensor
-            if _digest(own) != digest:
-                raise CheckpointError(
-                    f"{path} is damaged: the bytes of {key!r} in {name} are not those that were written."
-                )
+        try:
+            found = load_file(path / name)
+            for key, (first, digest) in facts["tensors"].items():
+                if _digest(found[key]) != digest:
+                    raise CheckpointError(
+                        f"{path} is damaged: the bytes of {key!r} in {name} are not those that were written."
+                    )
+                slices.setdefault(key, []).append((first, found[key]))
+        except (SafetensorError, KeyError) as error:
+            raise CheckpointError(f"{path} is damaged: {name} cannot be read ({error}).") from error
+    tensors = {
+        key: parts[0][1]
+        if len(parts) == 1
+        else torch.cat([each for _, each in sorted(parts, key=lambda part: part[0])])
+        for key, parts in slices.items()
+    }
     return decode(holds["tree"], tensors)
-
-
-def _slices_in(file: Path) -> dict[str, tuple[int, int]]:
-    """Where along the first axis each tensor's slice in a file begins, and how long it is."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        beginnings = json.loads(opened.metadata()[_SLICES])
-        return {
-            name: ((*beginnings[name][_BEGINNING], 0)[0], (*opened.get_slice(name).get_shape(), 1)[0])
-            for name in opened.keys()  # noqa: SIM118  # it is no dict
-        }
 
 
 # -- many of them in one folder ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from distnb.errors import CheckpointError, OptionError
 from distnb.runtime.this_process import this_process
 from distnb.values import DistributedValues, Mirrored
+from distnb.values.structure import map_structure
 from distnb.variables.variable import Variable
 
 __all__ = ["check_object", "restore", "state_of"]
@@ -102,7 +103,9 @@ def restore(value: Any, state: Any, name: str) -> None:
             process = this_process.replica
             states, rank = state["of_replicas"], process.rank if process is not None else 0
             state = states[min(rank, len(states) - 1)]  # it says itself whether it fits
-        value.load_state_dict(state)
+        # A module copies what it is given. An optimizer keeps it, and it lies in the file.
+        own = state if isinstance(value, torch.nn.Module) else map_structure(_of_its_own, state)
+        value.load_state_dict(own)
     elif not isinstance(state, torch.Tensor):
         raise CheckpointError(f"The checkpoint has {_told(state)} for {name}, and here is a tensor.")
     elif isinstance(value, torch.Tensor) and value.shape != state.shape:
@@ -114,6 +117,10 @@ def restore(value: Any, state: Any, name: str) -> None:
         value.assign(state)
     else:
         value.detach().copy_(state)
+
+
+def _of_its_own(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _told(state: Any) -> str:
