@@ -28,7 +28,7 @@ def make_or_restore(strategy, path=None):
     with strategy.scope():
         model = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Tanh(), torch.nn.Linear(16, 10)).double()
     if path is not None:
-        model.load_state_dict(torch.load(path))
+        distnb.Checkpoint(model=model).restore(path)
     return model
 
 def evaluate(strategy, model):
@@ -47,24 +47,23 @@ def train(strategy):
         loss.backward()
         optimizer.step()
     own = shared if distnb.is_chief() else Path(f"local-{strategy.cluster_resolver.task_id}")
-    own.mkdir(exist_ok=True)
+    checkpoint = distnb.Checkpoint(model=model)
     accuracies = {}
     dataset = strategy.distribute_dataset(DataLoader(TensorDataset(images[:300], labels[:300]), batch_size=64))
     for epoch in range(EPOCHS):
         for batch in dataset:
             strategy.run(step, args=(batch,))
-        torch.save(model.state_dict(), own / "saving.tmp")
-        os.replace(own / "saving.tmp", own / f"epoch-{epoch}.pt")
-        accuracies[f"epoch-{epoch}.pt"] = evaluate(strategy, model)["accuracy"]
-    tell(chief=distnb.is_chief(), accuracies=accuracies, saved=sorted(each.name for each in own.glob("*.pt")))
+        path = checkpoint.write(own / f"epoch-{epoch}")
+        accuracies[f"epoch-{epoch}"] = evaluate(strategy, model)["accuracy"]
+    tell(chief=distnb.is_chief(), accuracies=accuracies, path=path, own=own.exists())
 
 if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "worker":
     train(distnb.MultiWorkerMirroredStrategy())
 else:
     strategy = distnb.MirroredStrategy()  # on one machine, with nobody to communicate with
     lines = distnb.evaluate_checkpoints(
-        shared, lambda path: evaluate(strategy, make_or_restore(strategy, path)), last=f"epoch-{EPOCHS - 1}.pt",
-        pattern="*.pt", timeout_s=120, poll_s=0.05,
+        shared, lambda path: evaluate(strategy, make_or_restore(strategy, path)), last=f"epoch-{EPOCHS - 1}",
+        pattern="epoch-*", timeout_s=120, poll_s=0.05,
     )
     tell(lines=lines, log=(shared / "evaluations.jsonl").read_text())
 """
@@ -75,11 +74,12 @@ def test_workers_a_chief_that_saves_and_an_evaluator() -> None:
     with Tasks(PROGRAM, ["worker 0", "worker 1", "evaluator 0"], command=words) as tasks:
         chief, worker, evaluator = (task.check().told for task in tasks.wait(120))
     assert (chief["chief"], worker["chief"]) == (True, False)
-    assert chief["saved"] == worker["saved"] == ["epoch-0.pt", "epoch-1.pt", "epoch-2.pt"]
+    assert chief["path"] == worker["path"], "each gives a path of its own: the chief's counts"
+    assert (chief["own"], worker["own"]) == (True, False)
     assert chief["accuracies"] == worker["accuracies"]
-    assert chief["accuracies"]["epoch-2.pt"] > 0.7
+    assert chief["accuracies"]["epoch-2"] > 0.7
     # Which ones it had the time for is its own affair; the last one is among them.
-    assert evaluator["lines"][-1]["checkpoint"] == "epoch-2.pt"
+    assert evaluator["lines"][-1]["checkpoint"] == "epoch-2"
     for line in evaluator["lines"]:
         assert line["results"]["accuracy"] == chief["accuracies"][line["checkpoint"]]
     assert [json.loads(line) for line in evaluator["log"].splitlines()] == evaluator["lines"]
