@@ -37,8 +37,8 @@ def evaluate_checkpoints(
 
     An evaluator calls it (a process of its own: task type "evaluator" in TF_CONFIG, or any script), while the workers
     train. Checkpoints that were overtaken while it evaluated are left out. What the log has already, after a restart,
-    is not evaluated again. A checkpoint must appear as a whole, as a `distnb.Checkpoint` does; or the chief saves under a
-    name that ends in ".tmp", which is left alone here, and then gives it its own name by `os.replace`.
+    is not evaluated again. A checkpoint must appear as a whole, as a `distnb.Checkpoint` does; or the chief saves under
+    a name that ends in ".tmp", which is left alone here, and then gives it its own name by `os.replace`.
 
     Args:
         directory: Where the chief saves; it may not exist yet.
