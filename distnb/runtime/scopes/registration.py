@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Registration", "is_scope_buffer"]
 
 _LARGE_NBYTES = 4096
+# What sees to the models of other libraries that a scope made; it is not loaded before they are.
+_ADOPTERS = {"keras": "distnb.keras.models"}
 _buffers = WeakIdKeyDictionary()
 
 
@@ -109,10 +112,18 @@ class Registration:
             # What was made and dropped must be gone on every replica, or none: garbage collectors run when they like.
             gc.collect()
             alive = [reference() for reference in made.values()]
-            roots = _roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
+            modules = [each for each in alive if isinstance(each, torch.nn.Module) and not _is_traced(each)]
+            roots = _roots_of(modules)
+            # Keras's models hold the parameters of layers that are no modules of theirs to torch.
+            roots.sort(key=lambda root: sum(1 for _ in root.parameters()), reverse=True)
             within = {id(parameter) for root in roots for parameter in root.parameters()}
-            loose = [each for each in alive if isinstance(each, torch.nn.Parameter) and id(each) not in within]
+            traced = {id(parameter) for each in alive if _is_traced(each) for parameter in each.parameters()}
+            known = within | traced
+            loose = [each for each in alive if isinstance(each, torch.nn.Parameter) and id(each) not in known]
             self._take(roots, loose)
+            for library, adopter in _ADOPTERS.items():
+                if library in sys.modules:
+                    importlib.import_module(adopter).adopt(self.strategy, alive)
 
     def _is_open_here(self) -> bool:
         innermost = contexts.innermost()
@@ -196,6 +207,11 @@ class Registration:
         return True
 
 
+def _is_traced(made: Any) -> bool:
+    """Whether this is what is left in a layer of Keras that was built by tracing: parameters without data."""
+    return isinstance(made, torch.nn.ParameterDict) and any(each.is_meta for each in made.values())
+
+
 def _roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Those of the modules that are in none of the others."""
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
@@ -233,6 +249,7 @@ def _watching(is_open_here: Callable[[], bool]) -> Iterator[dict[int, weakref.re
                 known[id(made)] = weakref.ref(made)
 
     new: Any = torch.nn.Parameter.__dict__["__new__"]
+    init: Any = torch.nn.Module.__init__
     set_state: Any = torch.nn.Module.__setstate__
 
     def new_parameter(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -240,12 +257,17 @@ def _watching(is_open_here: Callable[[], bool]) -> Iterator[dict[int, weakref.re
         note(parameter)
         return parameter
 
+    def init_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(module, *args, **kwargs)
+        note(module)
+
     def set_module_state(module: torch.nn.Module, state: Any) -> None:
         set_state(module, state)
         note(module)
 
     def unwrap() -> None:
         torch.nn.Parameter.__new__ = new  # type: ignore[method-assign]
+        torch.nn.Module.__init__ = init  # type: ignore[method-assign]
         torch.nn.Module.__setstate__ = set_state  # type: ignore[method-assign]
 
     with ExitStack() as stack:
@@ -256,6 +278,7 @@ def _watching(is_open_here: Callable[[], bool]) -> Iterator[dict[int, weakref.re
         ):
             stack.callback(register(note).remove)
         torch.nn.Parameter.__new__ = staticmethod(new_parameter)  # type: ignore[method-assign]
+        torch.nn.Module.__init__ = init_module  # type: ignore[method-assign]
         torch.nn.Module.__setstate__ = set_module_state  # type: ignore[method-assign]
         stack.callback(unwrap)
         yield known

@@ -1,0 +1,72 @@
+"""What is needed of Keras and not public there, and the versions in which it is known to be so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import torch
+
+__all__ = ["keep_ddp_away", "mask_of", "own_layers", "set_initial_epoch", "set_mask", "with_mask_of"]
+
+_FROM, _BEFORE = (3, 15), (3, 17)
+
+
+def _version() -> tuple[int, int]:
+    major, minor = keras.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_version() -> None:
+    """Raise ImportError for a Keras that may be otherwise inside."""
+    if not _FROM <= _version() < _BEFORE:
+        raise ImportError(
+            f"Keras {keras.__version__} is installed, and distnb's strategies know 3.15 and 3.16. Install one of these: "
+            'pip install "keras>=3.15,<3.17".'
+        )
+
+
+def mask_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Which steps of which rows count, as layers told that made it."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The tensor, with this mask."""
+    if mask is not None:
+        tensor._keras_mask = mask  # type: ignore[attr-defined]
+    return tensor
+
+
+def with_mask_of(part: torch.Tensor, whole: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Some rows of a tensor, with those of its mask."""
+    mask = mask_of(whole)
+    return set_mask(part, None if mask is None else mask[first:last])
+
+
+def own_layers(model: Any) -> list[Any]:
+    """All layers in a model, however deep."""
+    return list(model._flatten_layers(include_self=False, recursive=True))
+
+
+def additional_losses(model: Any, weigh: Any) -> None:
+    """Have each loss that is added to the compiled one go through `weigh(total)`."""
+    plain = model._aggregate_additional_loss
+    model._aggregate_additional_loss = lambda loss: weigh(plain(loss))
+
+
+def initial_epoch(model: Any) -> int | None:
+    """The epoch that BackupAndRestore goes on with."""
+    found: int | None = model._initial_epoch
+    return found
+
+
+def set_initial_epoch(model: Any, epoch: int | None) -> None:
+    """Have `fit` begin with that epoch."""
+    model._initial_epoch = epoch
+
+
+def keep_ddp_away(model: Any) -> None:
+    """Keras 3.16 wraps a model in DistributedDataParallel wherever there is a process group."""
+    if hasattr(model, "_initialize_ddp"):
+        model._initialize_ddp = lambda: None

@@ -1,0 +1,133 @@
+"""One forward pass on all replicas: each computes its rows of the batch, and all get the outputs of all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from distnb.collectives.group.interface import Group
+from distnb.errors import StructureError
+from distnb.keras import compat
+from distnb.runtime.this_process import this_process
+from distnb.values.structure import flatten, map_structure
+
+__all__ = ["SharedForward"]
+
+
+class SharedForward:
+    """Shares the calls of some Keras layers out while a step is under way: those that no other call contains.
+
+    Attributes:
+        rows: Where this replica's part of the last batch begins and ends, and the size of that batch.
+        under_way: Whether calls are shared out now.
+    """
+
+    def __init__(self) -> None:
+        self.rows = (0, 0, 0)
+        self.under_way = False
+        self._depth = 0
+        self._hooked: dict[int, list[RemovableHandle]] = {}
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Share calls out, within."""
+        before, self.under_way, self._depth = self.under_way, True, 0
+        try:
+            yield
+        finally:
+            self.under_way = before
+
+    def watch(self, layers: Sequence[Any]) -> None:
+        """Share out the calls of these layers, too."""
+        for layer in layers:
+            if id(layer) not in self._hooked:
+                self._hooked[id(layer)] = [
+                    layer.register_forward_pre_hook(self._before, with_kwargs=True),
+                    layer.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+                ]
+
+    def _before(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.under_way:
+            return None
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        process = this_process.replica
+        assert process is not None
+        tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        if not tensors:
+            raise StructureError(f"{layer.name} was called without a tensor that has rows to share out.")
+        whole = tensors[0].shape[0]
+        begin, end = _part(whole, process.rank, process.size)
+        self.rows = begin, end, whole
+        # Layers need not know what to do with no rows: one is computed, and counts for nothing.
+        first, last = (begin, end) if end > begin else (0, 1)
+
+        def own(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != whole:
+                return leaf
+            return compat.with_mask_of(leaf[first:last], leaf, first, last)
+
+        return map_structure(own, args), map_structure(own, kwargs)
+
+    def _after(self, layer: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
+        if not self.under_way:
+            return None
+        self._depth -= 1
+        if self._depth or output is None:  # of one that raised
+            return None
+        process = this_process.replica
+        assert process is not None
+        begin, end, whole = self.rows
+        parts = [_part(whole, rank, process.size) for rank in range(process.size)]
+        computed = max(end - begin, 1)
+
+        def together(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if not leaf.dim() or leaf.shape[0] != computed:
+                raise StructureError(
+                    f"{layer.name} was given {computed} rows of a batch and returned a tensor of shape "
+                    f"{list(leaf.shape)}. Each replica computes some rows: every output needs one row for each."
+                )
+            gathered = _Gather.apply(process.group, parts, leaf[: end - begin])  # type: ignore[no-untyped-call]
+            mask = compat.mask_of(leaf)
+            if mask is not None:
+                mask = _gathered(process.group, parts, mask[: end - begin])
+            return compat.set_mask(gathered, mask)
+
+        return map_structure(together, output)
+
+
+def _part(whole: int, rank: int, replicas: int) -> tuple[int, int]:
+    """Where a replica's rows begin and end: as even as can be, the first ones have one more."""
+    each, more = divmod(whole, replicas)
+    begin = rank * each + min(rank, more)
+    return begin, begin + each + (rank < more)
+
+
+def _gathered(group: Group, parts: Sequence[tuple[int, int]], own: torch.Tensor) -> torch.Tensor:
+    """All replicas' rows, of which each knows how many the others have."""
+    most = max(end - begin for begin, end in parts)
+    padded = own.detach()
+    if len(own) < most:
+        padded = torch.cat([padded, padded.new_zeros((most - len(own), *own.shape[1:]))])
+    pieces = group.all_gather(padded.contiguous())
+    return torch.cat([piece[: end - begin] for piece, (begin, end) in zip(pieces, parts, strict=True)])
+
+
+class _Gather(torch.autograd.Function):
+    """All rows. Every replica goes on with all of them alike, so the gradient of its own is in what it gets back."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, parts: Sequence[tuple[int, int]], own: torch.Tensor) -> torch.Tensor:
+        ctx.begin, ctx.end = parts[group.rank]
+        return _gathered(group, parts, own)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        return None, None, upstream[ctx.begin : ctx.end]

@@ -1,0 +1,211 @@
+"""Keras models that a scope made: what their methods do on several replicas."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import keras
+import torch
+
+from distnb.keras import compat
+from distnb.keras.callbacks import Together
+from distnb.keras.forward import SharedForward
+from distnb.runtime.this_process import this_process
+from distnb.values import PerReplica
+
+__all__ = ["adopt"]
+
+_METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_FUNCTIONS = ("train", "test", "predict")
+_adopted: weakref.WeakKeyDictionary[Any, ModelOnReplicas] = weakref.WeakKeyDictionary()
+
+
+def adopt(strategy: Any, modules: Iterable[Any]) -> None:
+    """Have the Keras models among some modules train on all replicas of the strategy in whose scope they were made."""
+    if keras.backend.backend() != "torch":
+        return
+    for module in modules:
+        if isinstance(module, keras.Model) and module not in _adopted:
+            compat.check_version()
+            _adopted[module] = ModelOnReplicas(strategy, module)
+
+
+class ModelOnReplicas:
+    """What stands behind a model's methods. The model keeps it, by them."""
+
+    def __init__(self, strategy: Any, model: Any) -> None:
+        self._strategy = strategy
+        self._model = model
+        self._forward = SharedForward()
+        self._building: ExitStack | None = None
+        self._entered = 0
+        self._callbacks: Together | None = None
+        compat.keep_ddp_away(model)
+        for name in _METHODS:
+            setattr(model, name, self._in_scope(getattr(model, name)))
+        for kind in _FUNCTIONS:
+            name = f"make_{kind}_function"
+            setattr(model, name, self._made_with(getattr(model, name), f"{kind}_function"))
+        self._added: list[torch.Tensor] = []
+        compat.additional_losses(model, self._weigh)
+        model.compute_loss = self._complete(model.compute_loss)
+
+    # What fit and its kin do ------------------------------------------------------------------------------------------
+
+    def _in_scope(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that builds in the strategy's scope what has not been built, and trains outside of it."""
+
+        @functools.wraps(plain)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            process = this_process.replica
+            if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
+                return plain(*args, **kwargs)  # alone; or the chief's callbacks ask for it
+            bound = inspect.signature(plain).bind(*args, **kwargs)
+            with self._outermost():
+                self._share_callbacks(bound)
+                with self._built_in_scope():
+                    return plain(*bound.args, **bound.kwargs)
+
+        return method
+
+    @contextmanager
+    def _outermost(self) -> Iterator[None]:
+        before = self._callbacks
+        try:
+            yield
+        finally:
+            self._callbacks = before
+
+    def _share_callbacks(self, bound: inspect.BoundArguments) -> None:
+        """Let the chief's callbacks act for all, and the chief alone show progress."""
+        parameters = bound.signature.parameters
+        if "callbacks" not in parameters:
+            return
+        process = this_process.replica
+        assert process is not None
+        given = bound.arguments.get("callbacks")
+        if not isinstance(given, keras.callbacks.CallbackList):
+            self._callbacks = Together(self._model, given)
+            bound.arguments["callbacks"] = [self._callbacks]
+        if process.rank:
+            bound.arguments["verbose"] = 0
+
+    @contextmanager
+    def _built_in_scope(self) -> Iterator[None]:
+        if self._building is not None or self._model.built:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.enter_context(self._strategy.scope())
+            self._building = stack
+            try:
+                yield
+            finally:
+                self._building = None
+
+    def _end_building(self) -> None:
+        """What was built is made equal, and kept in sync, when the scope ends."""
+        if self._building is not None:
+            self._building.pop_all().close()
+            self._building = None
+
+    # A step -------------------------------------------------------------------------------------------------------------
+
+    def _made_with(self, make: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """`make_train_function` and its kin: the function that they make runs on all replicas."""
+
+        @functools.wraps(make)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            result = make(*args, **kwargs)
+            self._end_building()
+            plain = getattr(self._model, name)
+            if not isinstance(plain, _Step):
+                setattr(self._model, name, _Step(self, plain))
+            return result
+
+        return made
+
+    def run(self, plain: Callable[[Any], Any], data: Any) -> Any:
+        """One step on a global batch, which every replica has."""
+        process = this_process.replica
+        if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
+            return plain(data)
+        model = self._model
+        self._forward.watch([model])
+        if type(model).train_step is not keras.Model.train_step or type(model).test_step is not keras.Model.test_step:
+            self._forward.watch(compat.own_layers(model))  # it may call them one by one
+        before = [(each, each.value._version) for each in model.non_trainable_variables]
+        result: Any = None
+
+        def step() -> None:
+            nonlocal result
+            with self._forward.step():
+                result = plain(data)
+
+        self._strategy.run(step)
+        self._average([each.value for each, version in before if each.value._version != version])
+        return result
+
+    def _average(self, changed: list[torch.Tensor]) -> None:
+        """What each replica computed of its own rows, such as moving averages, becomes the mean over the replicas."""
+        process = this_process.replica
+        assert process is not None
+        found = [each for each in changed if each.is_floating_point()]
+        if not found:
+            return
+        begin, end, whole = self._forward.rows
+        with_rows = min(whole, process.size)
+        flat = torch.cat([each.detach().reshape(-1).to(torch.float64) for each in found])
+        flat = flat / with_rows if end > begin else torch.zeros_like(flat)
+        process.group.all_reduce(flat)
+        with torch.no_grad():
+            for each, mean in zip(found, flat.split([each.numel() for each in found]), strict=True):
+                each.copy_(mean.reshape(each.shape))
+
+    # Losses that are not the compiled one: every replica has its own, of its rows -----------------------------------------
+
+    def _share(self) -> float:
+        begin, end, whole = self._forward.rows
+        return (end - begin) / whole if whole else 1.0
+
+    def _weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        process = this_process.replica
+        if not self._forward.under_way or process is None or process.size == 1:
+            return loss
+        own = loss * self._share()
+        self._added.append(own.detach())
+        return own - own.detach()  # its value comes with the others'
+
+    def _complete(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """`compute_loss` whose value is the whole loss; what flows back is this replica's part of it."""
+
+        @functools.wraps(plain)
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            self._added.clear()
+            loss = plain(*args, **kwargs)
+            if not self._added:
+                return loss
+            process = this_process.replica
+            assert process is not None
+            added = torch.stack([each.to(torch.float64) for each in self._added]).sum()
+            self._added.clear()
+            process.group.all_reduce(added)
+            return loss + added.to(loss.dtype)
+
+        return compute_loss
+
+
+class _Step:
+    """A model's `train_function`, or its kin, on all replicas."""
+
+    def __init__(self, owner: ModelOnReplicas, plain: Callable[[Any], Any]) -> None:
+        self._owner = owner
+        self._plain = plain
+
+    def __call__(self, data: Any) -> Any:
+        return self._owner.run(self._plain, data)
