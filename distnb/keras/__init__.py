@@ -1,6 +1,6 @@
-"""Keras 3, on its torch backend, in strategies: a model that is made in a scope trains on every replica's part of a batch.
+"""Keras 3, on its torch backend, in strategies: a model that a scope made trains on all replicas.
 
-`fit`, `evaluate` and `predict` run whole on every replica, on global batches, as Keras has them. Only the forward pass is
-shared out: each replica computes its rows, and the outputs are brought together. So losses and metrics, whatever they
-are, are those of the whole batch, and equal on all replicas. Nothing here is imported before Keras is.
+`fit`, `evaluate` and `predict` run whole on every replica, on global batches, as Keras has them. Only the forward pass
+is shared out: each replica computes its rows, and the outputs are brought together. So losses and metrics, whatever
+they are, are those of the whole batch, and equal on all replicas. Nothing here is imported before Keras is.
 """

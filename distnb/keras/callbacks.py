@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -18,7 +19,7 @@ __all__ = ["Together"]
 
 _RARE = ("train_begin", "train_end", "test_begin", "test_end", "predict_begin", "predict_end")
 _BATCHES = tuple(f"{kind}_batch_{when}" for kind in ("train", "test", "predict") for when in ("begin", "end"))
-# These read the model at the end of batches, and write files.
+# What these do at batches changes nothing of the model.
 _READ_ONLY = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.BackupAndRestore,
@@ -26,6 +27,7 @@ _READ_ONLY = (
     keras.callbacks.CSVLogger,
     keras.callbacks.History,
 )
+_LIVE_S = 0.1  # reading a number of the last step waits for it
 
 
 class Together(keras.callbacks.Callback):  # type: ignore[misc]
@@ -44,21 +46,30 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         self.acting = False
         process = this_process.replica
         assert process is not None
-        self._is_chief = process.rank == 0
-        self._own = keras.callbacks.CallbackList(callbacks if self._is_chief else None, model=model)
-        given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
+        self._group, self._is_chief = process.group, process.rank == 0
+        given = keras.tree.flatten(callbacks) if callbacks else []
+        self._own = keras.callbacks.CallbackList(given if self._is_chief else None, model=model)
         self._any = bool(given)
         plain = keras.callbacks.Callback
         self._changing = {
             name
             for name in _BATCHES
             for each in given
-            if not isinstance(each, _READ_ONLY) and getattr(type(each), f"on_{name}") is not getattr(plain, f"on_{name}")
+            if not isinstance(each, _READ_ONLY)
+            and getattr(type(each), f"on_{name}") is not getattr(plain, f"on_{name}")
         }
+        self._next_live = 0.0
 
     def set_params(self, params: Any) -> None:
         super().set_params(params)
         self._own.set_params(params)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._rare("epoch_begin", epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._draw(logs)
+        self._rare("epoch_end", epoch, logs)
 
     def _call(self, name: str, *args: Any) -> None:
         if self._is_chief:
@@ -68,68 +79,57 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
             finally:
                 self.acting = False
 
-    # Often ----------------------------------------------------------------------------------------------------------------
+    def _draw(self, logs: Mapping[str, Any] | None) -> None:
+        """The numbers that the progress bar shows, as curves."""
+        if self._is_chief and logs and this_process.live_sink is not None:
+            live(**{name: float(value) for name, value in logs.items()})
+
+    # After each batch -----------------------------------------------------------------------------------------------
 
     def _batch(self, name: str, batch: int, logs: Any) -> None:
+        if name == "train_batch_end" and time.monotonic() >= self._next_live:
+            self._next_live = time.monotonic() + _LIVE_S
+            self._draw(logs)
         self._call(name, batch, logs)
         if name in self._changing:
             self._take_over_little()
 
     def _take_over_little(self) -> None:
-        process = this_process.replica
-        assert process is not None
         model, optimizer = self.model, getattr(self.model, "optimizer", None)
-        rate = getattr(optimizer, "_learning_rate", None)
-        is_variable = isinstance(rate, keras.Variable)
-        told = torch.tensor([float(model.stop_training), float(rate) if is_variable else 0.0], dtype=torch.float64)
-        process.group.broadcast(told)
+        rate = float(optimizer.learning_rate) if optimizer is not None else 0.0
+        told = torch.tensor([float(model.stop_training), rate], dtype=torch.float64)
+        self._group.broadcast(told)
         model.stop_training = bool(told[0])
-        if is_variable and not self._is_chief:
-            rate.assign(float(told[1]))
+        if optimizer is not None and float(told[1]) != rate:
+            optimizer.learning_rate = float(told[1])
 
-    # Rarely ---------------------------------------------------------------------------------------------------------------
+    # After an epoch, and at the beginning and the end ---------------------------------------------------------------
 
     def _rare(self, name: str, *args: Any) -> None:
-        before = self._digests() if self._any and self._is_chief else {}
+        before = {key: _digest(value) for key, value in self._variables().items()} if self._any else {}
         self._call(name, *args)
         if self._any:
             self._take_over_all(before)
 
     def _variables(self) -> dict[str, torch.Tensor]:
-        model = self.model
-        optimizer = getattr(model, "optimizer", None)
-        every = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
+        optimizer = getattr(self.model, "optimizer", None)
+        every = [*self.model.variables, *(optimizer.variables if optimizer is not None else ())]
         return {f"{number} {each.path}": each.value for number, each in enumerate(every)}
 
-    def _digests(self) -> dict[str, bytes]:
-        return {name: _digest(value) for name, value in self._variables().items()}
-
-    def _take_over_all(self, before: dict[str, bytes]) -> None:
-        process = this_process.replica
-        assert process is not None
+    def _take_over_all(self, before: Mapping[str, bytes]) -> None:
         told: Any = None
-        model = self.model
         if self._is_chief:
-            changed = {
-                name: value.detach().cpu()
-                for name, value in self._variables().items()
-                if before.get(name) != _digest(value)
-            }
-            told = changed, bool(model.stop_training), compat.initial_epoch(model)
-        changed, model.stop_training, epoch = broadcast_tree(process.group, told, 0)
+            here = self._variables()
+            changed = {name: value.detach().cpu() for name, value in here.items() if before[name] != _digest(value)}
+            told = changed, bool(self.model.stop_training), compat.initial_epoch(self.model)
+        changed, self.model.stop_training, epoch = broadcast_tree(self._group, told, 0)
         if self._is_chief:
             return
-        compat.set_initial_epoch(model, epoch)
+        compat.set_initial_epoch(self.model, epoch)
         here = self._variables()
         with torch.no_grad():
             for name, value in changed.items():
                 here[name].copy_(value)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._rare("epoch_begin", epoch, logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._rare("epoch_end", epoch, logs)
 
 
 def _digest(value: torch.Tensor) -> bytes:

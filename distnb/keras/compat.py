@@ -21,7 +21,7 @@ def check_version() -> None:
     """Raise ImportError for a Keras that may be otherwise inside."""
     if not _FROM <= _version() < _BEFORE:
         raise ImportError(
-            f"Keras {keras.__version__} is installed, and distnb's strategies know 3.15 and 3.16. Install one of these: "
+            f"Keras {keras.__version__} is installed, and distnb's strategies know 3.15 and 3.16. Install one: "
             'pip install "keras>=3.15,<3.17".'
         )
 

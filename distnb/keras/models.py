@@ -6,17 +6,17 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import keras
 import torch
 
+from distnb.collectives.gradients.mean_loss import losses_are_global
 from distnb.keras import compat
 from distnb.keras.callbacks import Together
 from distnb.keras.forward import SharedForward
 from distnb.runtime.this_process import this_process
-from distnb.values import PerReplica
 
 __all__ = ["adopt"]
 
@@ -42,12 +42,10 @@ class ModelOnReplicas:
         self._strategy = strategy
         self._model = model
         self._forward = SharedForward()
-        self._building: ExitStack | None = None
-        self._entered = 0
         self._callbacks: Together | None = None
         compat.keep_ddp_away(model)
         for name in _METHODS:
-            setattr(model, name, self._in_scope(getattr(model, name)))
+            setattr(model, name, self._on_replicas(getattr(model, name)))
         for kind in _FUNCTIONS:
             name = f"make_{kind}_function"
             setattr(model, name, self._made_with(getattr(model, name), f"{kind}_function"))
@@ -57,8 +55,8 @@ class ModelOnReplicas:
 
     # What fit and its kin do ------------------------------------------------------------------------------------------
 
-    def _in_scope(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """A method that builds in the strategy's scope what has not been built, and trains outside of it."""
+    def _on_replicas(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A method that all replicas call, with the same arguments."""
 
         @functools.wraps(plain)
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -68,8 +66,7 @@ class ModelOnReplicas:
             bound = inspect.signature(plain).bind(*args, **kwargs)
             with self._outermost():
                 self._share_callbacks(bound)
-                with self._built_in_scope():
-                    return plain(*bound.args, **bound.kwargs)
+                return plain(*bound.args, **bound.kwargs)
 
         return method
 
@@ -95,26 +92,16 @@ class ModelOnReplicas:
         if process.rank:
             bound.arguments["verbose"] = 0
 
-    @contextmanager
-    def _built_in_scope(self) -> Iterator[None]:
-        if self._building is not None or self._model.built:
-            yield
+    def _take_what_was_built(self) -> None:
+        """Keras builds a model when it sees the first batch: its weights are made equal then, and kept in sync."""
+        process = this_process.replica
+        if process is None or process.size == 1:
             return
-        with ExitStack() as stack:
-            stack.enter_context(self._strategy.scope())
-            self._building = stack
-            try:
-                yield
-            finally:
-                self._building = None
+        registration = process.runtime_of(self._strategy).registration
+        if not all(registration.owns(each.value) for each in self._model.trainable_variables):
+            registration.take(self._model)
 
-    def _end_building(self) -> None:
-        """What was built is made equal, and kept in sync, when the scope ends."""
-        if self._building is not None:
-            self._building.pop_all().close()
-            self._building = None
-
-    # A step -------------------------------------------------------------------------------------------------------------
+    # A step ---------------------------------------------------------------------------------------------------------
 
     def _made_with(self, make: Callable[..., Any], name: str) -> Callable[..., Any]:
         """`make_train_function` and its kin: the function that they make runs on all replicas."""
@@ -122,7 +109,7 @@ class ModelOnReplicas:
         @functools.wraps(make)
         def made(*args: Any, **kwargs: Any) -> Any:
             result = make(*args, **kwargs)
-            self._end_building()
+            self._take_what_was_built()
             plain = getattr(self._model, name)
             if not isinstance(plain, _Step):
                 setattr(self._model, name, _Step(self, plain))
@@ -144,7 +131,7 @@ class ModelOnReplicas:
 
         def step() -> None:
             nonlocal result
-            with self._forward.step():
+            with self._forward.step(), losses_are_global():
                 result = plain(data)
 
         self._strategy.run(step)
@@ -167,7 +154,7 @@ class ModelOnReplicas:
             for each, mean in zip(found, flat.split([each.numel() for each in found]), strict=True):
                 each.copy_(mean.reshape(each.shape))
 
-    # Losses that are not the compiled one: every replica has its own, of its rows -----------------------------------------
+    # Losses that are not the compiled one: every replica has its own, of its rows -----------------------------------
 
     def _share(self) -> float:
         begin, end, whole = self._forward.rows

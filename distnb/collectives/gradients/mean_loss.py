@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,11 +18,24 @@ import torch
 from distnb.collectives.verify import callsite
 from distnb.errors import MeanLossError
 
-__all__ = ["MeanLossCheck"]
+__all__ = ["MeanLossCheck", "losses_are_global"]
 
 _MEAN, _SUM = 1, 2  # ATen's numbers for `reduction=`
 _MAX_NODES = 256
 _LISTS_OF_SCALARS = ("StackBackward0", "CatBackward0")
+
+
+_global = ContextVar("losses are those of the whole batch", default=False)
+
+
+@contextmanager
+def losses_are_global() -> Iterator[None]:
+    """Within, what every replica computes its gradients of is the loss of the whole batch: nothing is looked for."""
+    before = _global.set(True)
+    try:
+        yield
+    finally:
+        _global.reset(before)
 
 
 class MeanLossCheck:
@@ -37,6 +52,8 @@ class MeanLossCheck:
         None if there is no mean behind it, or this kind was looked at before. The sizes of this replica's slice of the
         batch, and of the whole batch, may be unknown.
         """
+        if _global.get():
+            return None
         site = callsite.current()
         key = (site.identity, tuple([type(getattr(root, "grad_fn", None)) for root in roots]))
         if key in self._seen:

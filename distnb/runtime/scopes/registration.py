@@ -112,18 +112,22 @@ class Registration:
             # What was made and dropped must be gone on every replica, or none: garbage collectors run when they like.
             gc.collect()
             alive = [reference() for reference in made.values()]
-            modules = [each for each in alive if isinstance(each, torch.nn.Module) and not _is_traced(each)]
-            roots = _roots_of(modules)
+            roots = _roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
             # Keras's models hold the parameters of layers that are no modules of theirs to torch.
             roots.sort(key=lambda root: sum(1 for _ in root.parameters()), reverse=True)
             within = {id(parameter) for root in roots for parameter in root.parameters()}
-            traced = {id(parameter) for each in alive if _is_traced(each) for parameter in each.parameters()}
-            known = within | traced
-            loose = [each for each in alive if isinstance(each, torch.nn.Parameter) and id(each) not in known]
+            loose = [each for each in alive if isinstance(each, torch.nn.Parameter) and id(each) not in within]
             self._take(roots, loose)
-            for library, adopter in _ADOPTERS.items():
-                if library in sys.modules:
-                    importlib.import_module(adopter).adopt(self.strategy, alive)
+            self._have_adopted(alive)
+
+    def _have_adopted(self, made: Iterable[Any]) -> None:
+        for library, adopter in _ADOPTERS.items():
+            if library in sys.modules:
+                importlib.import_module(adopter).adopt(self.strategy, made)
+
+    def take(self, model: torch.nn.Module) -> None:
+        """Register what a model that a scope made has got since. All replicas call it together."""
+        self._take([model], ())
 
     def _is_open_here(self) -> bool:
         innermost = contexts.innermost()
@@ -146,6 +150,7 @@ class Registration:
             elif isinstance(value, torch.nn.Parameter):
                 loose.append(value)
         self._take(_roots_of(modules), loose, equalise=False)
+        self._have_adopted(modules)
 
     def _take(
         self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter], *, equalise: bool = True
@@ -186,6 +191,8 @@ class Registration:
 
     def _register(self, parameter: torch.nn.Parameter, key: _GroupKey, name: str = "") -> bool:
         """Whether it is new, and is kept in sync from now on."""
+        if parameter.is_meta:
+            return False  # another takes its place when there is data
         if isinstance(parameter, Variable):
             if parameter.distribute_strategy is not self.strategy:
                 raise contexts.mixing(self.strategy, parameter.distribute_strategy)
@@ -205,11 +212,6 @@ class Registration:
         if self.shared is not None and worth_it:
             self.shared.expect(key.label + name, parameter)
         return True
-
-
-def _is_traced(made: Any) -> bool:
-    """Whether this is what is left in a layer of Keras that was built by tracing: parameters without data."""
-    return isinstance(made, torch.nn.ParameterDict) and any(each.is_meta for each in made.values())
 
 
 def _roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -278,7 +280,7 @@ def _watching(is_open_here: Callable[[], bool]) -> Iterator[dict[int, weakref.re
         ):
             stack.callback(register(note).remove)
         torch.nn.Parameter.__new__ = staticmethod(new_parameter)  # type: ignore[method-assign]
-        torch.nn.Module.__init__ = init_module  # type: ignore[method-assign]
+        torch.nn.Module.__init__ = init_module  # type: ignore[assignment,method-assign]
         torch.nn.Module.__setstate__ = set_module_state  # type: ignore[method-assign]
         stack.callback(unwrap)
         yield known

@@ -1,0 +1,252 @@
+"""Trainings with Keras whose numbers must be the same on any number of replicas. Each returns what JSON can say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from keras import layers
+
+import distnb
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(50, 6)).astype("float32")
+Y = (X.sum(axis=1) > 0).astype("int64")
+WEIGHTS = rng.uniform(0.1, 2.0, size=50).astype("float32")
+LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def told(model: Any, history: Any = None) -> dict[str, Any]:
+    shown = {"weights": [each.tolist() for each in model.get_weights()]}
+    return shown | ({"history": history.history} if history is not None else {})
+
+
+def mlp(*more: Any, **first: Any) -> Any:
+    return keras.Sequential([layers.Dense(8, activation="tanh", **first), *more, layers.Dense(2)])
+
+
+def built_when_it_fits(strategy: Any) -> Any:
+    """Regularisation of weights and of activity, weights of examples, an uneven last batch, validation."""
+    with strategy.scope():
+        model = mlp(kernel_regularizer="l2", activity_regularizer=keras.regularizers.L2(0.05))
+        model.compile("adam", LOGITS, metrics=["accuracy"], weighted_metrics=["accuracy"])
+    data = {"sample_weight": WEIGHTS, "validation_split": 0.2, "validation_freq": 2, "shuffle": True}
+    history = model.fit(X, Y, batch_size=16, epochs=4, initial_epoch=1, verbose=0, **data)
+    evaluated = model.evaluate(X, Y, batch_size=7, verbose=0, sample_weight=WEIGHTS, return_dict=True)
+    return told(model, history), evaluated, model.predict(X[:11], batch_size=4, verbose=0).tolist()
+
+
+def compiled_outside(strategy: Any) -> Any:
+    with strategy.scope():
+        inputs = keras.Input((6,))
+        model = keras.Model(inputs, layers.Dense(1, activation="sigmoid")(layers.Dense(4, activation="relu")(inputs)))
+    metrics = [keras.metrics.AUC(), keras.metrics.Precision(), keras.metrics.BinaryAccuracy()]
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5), "binary_crossentropy", metrics=metrics)
+    history = model.fit(X, Y[:, None], batch_size=20, epochs=3, class_weight={0: 0.3, 1: 2.0}, verbose=0)
+    return told(model, history)
+
+
+def reductions(strategy: Any) -> Any:
+    results = []
+    for reduction in ("sum", "mean_with_sample_weight"):
+        with strategy.scope():
+            model = mlp()
+            model.compile(
+                keras.optimizers.SGD(0.01), keras.losses.SparseCategoricalCrossentropy(True, reduction=reduction)
+            )
+        results.append(told(model, model.fit(X, Y, sample_weight=WEIGHTS, batch_size=16, epochs=2, verbose=0)))
+    return results
+
+
+class OwnStep(keras.Model):
+    """It calls its layers one by one, adds a loss of its own, and has a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = layers.Dense(3, activation="tanh"), layers.Dense(6)
+        self.far = keras.metrics.Mean("far")
+
+    def call(self, x: Any) -> Any:
+        code = self.encoder(x)
+        self.add_loss(0.1 * keras.ops.mean(code**2))
+        return self.decoder(code)
+
+    def train_step(self, data: Any) -> Any:
+        x = data[0] if isinstance(data, tuple) else data
+        self.zero_grad()
+        errors = keras.ops.mean((self.decoder(self.encoder(x)) - x) ** 2, axis=1)
+        loss = keras.ops.mean(errors)
+        loss.backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([each.value.grad for each in weights], weights)
+        self.far.update_state(errors)
+        return {"loss": loss, "far": self.far.result()}
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.far]
+
+
+def own_step(strategy: Any) -> Any:
+    with strategy.scope():
+        model = OwnStep()
+        model.compile(keras.optimizers.Adam(0.01))
+    model.build((None, 6))
+    return told(model, model.fit(X, batch_size=16, epochs=2, shuffle=False, verbose=0))
+
+
+class AddsLoss(OwnStep):
+    """The same layers in Keras's own step."""
+
+    train_step = keras.Model.train_step
+    metrics = keras.Model.metrics
+
+
+def added_loss(strategy: Any) -> Any:
+    with strategy.scope():
+        model = AddsLoss()
+        model.compile("adam", "mse", metrics=["mae"])
+    history = model.fit(X, X, batch_size=16, epochs=2, verbose=0)
+    return told(model, history), model.evaluate(X, X, batch_size=9, verbose=0)
+
+
+def masks(strategy: Any) -> Any:
+    words = rng_words()
+    with strategy.scope():
+        model = keras.Sequential(
+            [layers.Embedding(9, 4, mask_zero=True), layers.LSTM(5, return_sequences=True), layers.Dense(9)]
+        )
+        model.compile("adam", LOGITS, metrics=["accuracy"])
+    history = model.fit(words, words, batch_size=8, epochs=2, verbose=0)
+    return told(model, history), model.evaluate(words, words, batch_size=5, verbose=0)
+
+
+def rng_words() -> Any:
+    words = np.random.default_rng(3).integers(1, 9, size=(21, 6))
+    for row, length in enumerate(np.random.default_rng(4).integers(1, 7, size=21)):
+        words[row, length:] = 0
+    return words
+
+
+def several_inputs_and_outputs(strategy: Any) -> Any:
+    with strategy.scope():
+        a, b = keras.Input((6,), name="a"), keras.Input((3,), name="b")
+        joined = layers.Concatenate()([layers.Dense(4)(a), layers.Dense(4)(b)])
+        outputs = {"kind": layers.Dense(2, name="kind")(joined), "size": layers.Dense(1, name="size")(joined)}
+        model = keras.Model({"a": a, "b": b}, outputs)
+        loss = {"kind": LOGITS, "size": "mse"}
+        model.compile("adam", loss, loss_weights={"kind": 1.0, "size": 0.5}, metrics={"size": ["mae"]})
+    x, y = {"a": X, "b": X[:, :3]}, {"kind": Y, "size": X.sum(axis=1, keepdims=True)}
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    predicted = model.predict(x, batch_size=9, verbose=0)
+    return told(model, history), {name: each.tolist() for name, each in predicted.items()}
+
+
+def torch_module(strategy: Any) -> Any:
+    with strategy.scope():
+        inner = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh())
+        model = keras.Sequential([keras.layers.TorchModuleWrapper(inner), layers.Dense(2)])
+        model.compile("sgd", LOGITS)
+    history = model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
+    return told(model, history)["history"], [each.tolist() for each in inner.parameters()]
+
+
+class Pieces(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index * 10 : index * 10 + 9], Y[index * 10 : index * 10 + 9]
+
+
+def generated() -> Iterator[Any]:
+    while True:
+        yield from ((X[first : first + 11], Y[first : first + 11]) for first in (0, 11, 22))
+
+
+def kinds_of_data(strategy: Any) -> Any:
+    torch.manual_seed(1)
+    pairs = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    kinds: dict[str, Any] = {
+        "tensors": ((torch.from_numpy(X), torch.from_numpy(Y)), {"batch_size": 16}),
+        "loader": ((torch.utils.data.DataLoader(pairs, batch_size=16, shuffle=True),), {}),
+        "loader with workers": ((torch.utils.data.DataLoader(pairs, batch_size=16, shuffle=True, num_workers=1),), {}),
+        "pieces": ((Pieces(),), {"shuffle": True}),
+        "generator": ((generated(),), {"steps_per_epoch": 4}),
+    }
+    results = {}
+    for name, (data, more) in kinds.items():
+        keras.utils.set_random_seed(2)
+        with strategy.scope():
+            model = mlp()
+            model.compile("adam", LOGITS, metrics=["accuracy"])
+        results[name] = told(model, model.fit(*data, epochs=2, verbose=0, **more))
+    return results
+
+
+def mixed_precision(strategy: Any) -> Any:
+    with strategy.scope():
+        model = mlp(dtype="mixed_bfloat16")
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=128.0)
+        model.compile(optimizer, LOGITS)
+    return model.fit(X, Y, batch_size=16, epochs=2, verbose=0).history
+
+
+def batch_by_batch(strategy: Any) -> Any:
+    with strategy.scope():
+        model = mlp()
+        model.compile("adam", LOGITS, metrics=["accuracy"])
+    results = [model.train_on_batch(X[:9], Y[:9], return_dict=True) for _ in range(2)]
+    results += [model.test_on_batch(X[:4], Y[:4]), model.predict_on_batch(X[:5]).tolist()]
+    results += [model.train_on_batch(X[:1], Y[:1])]  # fewer rows than replicas
+    return results, told(model)
+
+
+def predicted_before_it_is_built(strategy: Any) -> Any:
+    with strategy.scope():
+        model = mlp()
+    first = model.predict(X[:7], batch_size=3, verbose=0).tolist()
+    model.compile("sgd", LOGITS)
+    model.fit(X, Y, batch_size=16, verbose=0)
+    return first, told(model)
+
+
+def scope_in_a_function(strategy: Any) -> Any:
+    def make() -> Any:
+        with strategy.scope():
+            model = mlp()
+            model.compile("adam", LOGITS, metrics=["accuracy"])
+        return model
+
+    model = make()
+    model.fit(X, Y, batch_size=16, verbose=0)
+    copied = keras.models.clone_model(model)
+    copied.set_weights(model.get_weights())
+    return told(model), np.asarray(copied(X[:3]).detach()).tolist()
+
+
+CASES = [
+    built_when_it_fits, compiled_outside, reductions, own_step, added_loss, masks, several_inputs_and_outputs,
+    torch_module, kinds_of_data, mixed_precision, batch_by_batch, predicted_before_it_is_built, scope_in_a_function,
+]  # fmt: skip
+
+
+def run_all(strategy: Any) -> dict[str, Any]:
+    """Every case, by name; an error's text where it raises."""
+    import traceback
+
+    results = {}
+    for case in CASES:
+        keras.utils.set_random_seed(0)
+        try:
+            results[case.__name__] = {"value": case(strategy)}
+        except Exception:
+            results[case.__name__] = {"error": traceback.format_exc()}
+    results["replicas"] = (
+        distnb.get_strategy().num_replicas_in_sync if strategy is None else strategy.num_replicas_in_sync
+    )
+    return results
