@@ -11,6 +11,7 @@ import torch
 import xxhash
 
 from distnb.keras import compat
+from distnb.runtime import randomness
 from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.this_process import this_process
 from distnb.strategies.live import live
@@ -34,8 +35,9 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
     """Stands for the user's callbacks on every replica.
 
     They are called on replica 0, once, as by Keras. What they change (weights, the optimizer's variables, the end of
-    training, the epoch to begin with) is every replica's when the call has ended: after those for epochs and for the
-    whole training everything; after those for batches, which come often, the end of training and the learning rate.
+    training, the epoch to begin with, logs) is every replica's when the call has ended: after those for epochs and for
+    all of training, everything; after those for batches, which come often, the end of training and the learning rate.
+    Random numbers that they drew are drawn on all replicas.
 
     Attributes:
         acting: Whether the user's callbacks are being called: what they ask of the model is for this replica alone.
@@ -48,21 +50,22 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         assert process is not None
         self._group, self._is_chief = process.group, process.rank == 0
         given = keras.tree.flatten(callbacks) if callbacks else []
-        self._own = keras.callbacks.CallbackList(given if self._is_chief else None, model=model)
+        self._own = given if self._is_chief else []
         self._any = bool(given)
-        plain = keras.callbacks.Callback
+        for each in self._own:
+            each.set_model(model)
         self._changing = {
             name
             for name in _BATCHES
             for each in given
-            if not isinstance(each, _READ_ONLY)
-            and getattr(type(each), f"on_{name}") is not getattr(plain, f"on_{name}")
+            if not isinstance(each, _READ_ONLY) and (_has(each, name) or _has(each, name.removeprefix("train_")))
         }
         self._next_live = 0.0
 
     def set_params(self, params: Any) -> None:
         super().set_params(params)
-        self._own.set_params(params)
+        for each in self._own:
+            each.set_params(params)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._rare("epoch_begin", epoch, logs)
@@ -72,12 +75,12 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         self._rare("epoch_end", epoch, logs)
 
     def _call(self, name: str, *args: Any) -> None:
-        if self._is_chief:
-            self.acting = True
-            try:
-                getattr(self._own, f"on_{name}")(*args)
-            finally:
-                self.acting = False
+        self.acting = True
+        try:
+            for each in self._own:
+                getattr(each, f"on_{name}")(*args)
+        finally:
+            self.acting = False
 
     def _draw(self, logs: Mapping[str, Any] | None) -> None:
         """The numbers that the progress bar shows, as curves."""
@@ -90,15 +93,20 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         if name == "train_batch_end" and time.monotonic() >= self._next_live:
             self._next_live = time.monotonic() + _LIVE_S
             self._draw(logs)
+        if name not in self._changing:
+            self._call(name, batch, logs)
+            return
+        before = randomness.captured()
         self._call(name, batch, logs)
-        if name in self._changing:
-            self._take_over_little()
+        self._take_over_little(drawn=randomness.captured() != before)
 
-    def _take_over_little(self) -> None:
+    def _take_over_little(self, *, drawn: bool) -> None:
         model, optimizer = self.model, getattr(self.model, "optimizer", None)
         rate = float(optimizer.learning_rate) if optimizer is not None else 0.0
-        told = torch.tensor([float(model.stop_training), rate], dtype=torch.float64)
+        told = torch.tensor([float(model.stop_training), rate, float(drawn)], dtype=torch.float64)
         self._group.broadcast(told)
+        if told[2]:
+            randomness.share(self._group)
         model.stop_training = bool(told[0])
         if optimizer is not None and float(told[1]) != rate:
             optimizer.learning_rate = float(told[1])
@@ -109,27 +117,36 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         before = {key: _digest(value) for key, value in self._variables().items()} if self._any else {}
         self._call(name, *args)
         if self._any:
-            self._take_over_all(before)
+            self._take_over_all(before, args[-1])
+            randomness.share(self._group)
 
     def _variables(self) -> dict[str, torch.Tensor]:
         optimizer = getattr(self.model, "optimizer", None)
         every = [*self.model.variables, *(optimizer.variables if optimizer is not None else ())]
         return {f"{number} {each.path}": each.value for number, each in enumerate(every)}
 
-    def _take_over_all(self, before: Mapping[str, bytes]) -> None:
+    def _take_over_all(self, before: Mapping[str, bytes], logs: dict[str, Any] | None) -> None:
         told: Any = None
         if self._is_chief:
             here = self._variables()
             changed = {name: value.detach().cpu() for name, value in here.items() if before[name] != _digest(value)}
-            told = changed, bool(self.model.stop_training), compat.initial_epoch(self.model)
-        changed, self.model.stop_training, epoch = broadcast_tree(self._group, told, 0)
+            told = changed, bool(self.model.stop_training), compat.initial_epoch(self.model), logs
+        changed, self.model.stop_training, epoch, told_logs = broadcast_tree(self._group, told, 0)
         if self._is_chief:
             return
+        if logs is not None:
+            logs.clear()
+            logs.update(told_logs)
         compat.set_initial_epoch(self.model, epoch)
         here = self._variables()
         with torch.no_grad():
             for name, value in changed.items():
                 here[name].copy_(value)
+
+
+def _has(callback: Any, name: str) -> bool:
+    """Whether a callback has a method of its own for that."""
+    return getattr(type(callback), f"on_{name}") is not getattr(keras.callbacks.Callback, f"on_{name}")
 
 
 def _digest(value: torch.Tensor) -> bytes:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
     from distnb.topology import Device
 
-__all__ = ["Streams", "share", "streams"]
+__all__ = ["Streams", "captured", "share", "streams"]
 
 
 class Streams:
@@ -125,13 +125,17 @@ _MARKED = slice(-8, None)
 _MARK = torch.tensor([0, 0, 0, 63, 1, 0, 0, 0], dtype=torch.uint8, device="cpu")  # 0.5, valid
 
 
+def captured() -> bytes:
+    """The random states that all replicas share, to be compared."""
+    with streams.shared():
+        here = capture_environment().modes
+        return pickle.dumps(({name: here[name] for name in RANDOM}, streams.read()))
+
+
 def share(group: Group) -> None:
     """Give every replica the random states of replica 0. All replicas call it together."""
     with streams.shared():
-        here = capture_environment().modes
-        states = {name: here[name] for name in RANDOM}, streams.read()
-        data = pickle.dumps(states) if group.rank == 0 else None
-        received = broadcast_bytes(group, data, 0)
+        received = broadcast_bytes(group, captured() if group.rank == 0 else None, 0)
         if group.rank != 0:
             modes, of_torch = pickle.loads(received)
             apply_environment(Environment(modes))

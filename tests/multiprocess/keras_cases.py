@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from keras import layers
 
-import distnb
-
 rng = np.random.default_rng(0)
 X = rng.normal(size=(50, 6)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int64")
@@ -246,7 +244,4 @@ def run_all(strategy: Any) -> dict[str, Any]:
             results[case.__name__] = {"value": case(strategy)}
         except Exception:
             results[case.__name__] = {"error": traceback.format_exc()}
-    results["replicas"] = (
-        distnb.get_strategy().num_replicas_in_sync if strategy is None else strategy.num_replicas_in_sync
-    )
     return results

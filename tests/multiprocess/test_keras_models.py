@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,29 +20,47 @@ CASES = [
 ]  # fmt: skip
 
 
-@functools.cache
-def ran(replicas: int) -> list[dict[str, Any]]:
-    made = "distnb.MirroredStrategy()" if replicas > 1 else "distnb.get_strategy()"
-    program = f"import distnb\nfrom tests.multiprocess import keras_cases\nresult = keras_cases.run_all({made})"
-    return [each.check().result for each in run_ranks(program, replicas, timeout_s=150, env=ENVIRONMENT)]
+CALLBACK_CASES = [
+    "model_checkpoint", "backup_and_restore", "early_stopping", "rates", "after_batches", "not_a_number", "logs",
+    "own_callbacks", "saved_and_loaded",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+    """What each replica got, of so many."""
+
+    @functools.cache
+    def run(replicas: int) -> list[dict[str, Any]]:
+        made = "distnb.MirroredStrategy()" if replicas > 1 else "distnb.get_strategy()"
+        folder = str(tmp_path_factory.mktemp("keras"))
+        program = (
+            "import distnb\nfrom tests.multiprocess import keras_callback_cases, keras_cases\n"
+            f"result = keras_cases.run_all({made}) | keras_callback_cases.run_all({made}, {folder!r})"
+        )
+        return [each.check().result for each in run_ranks(program, replicas, timeout_s=150, env=ENVIRONMENT)]
+
+    return run
 
 
 def differences(one: Any, other: Any, tolerance: float, path: str = "") -> list[str]:
     if isinstance(one, dict):
         if not isinstance(other, dict) or list(one) != list(other):
-            return [f"{path}: {one!r:.200} and {other!r:.200}"]
+            return [f"{path}: {list(one)} and {list(other) if isinstance(other, dict) else other!r:.200}"]
         return [each for key in one for each in differences(one[key], other[key], tolerance, f"{path}.{key}")]
     if isinstance(one, (list, tuple)):
         if not isinstance(other, (list, tuple)) or len(one) != len(other):
             return [f"{path}: {one!r:.200} and {other!r:.200}"]
         pairs = enumerate(zip(one, other, strict=True))
         return [found for i, (a, b) in pairs for found in differences(a, b, tolerance, f"{path}[{i}]")]
+    if isinstance(one, str):
+        return [] if one == other else [f"{path}: {one!r:.200} and {other!r:.200}"]
     return [] if math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance) else [f"{path}: {one} and {other}"]
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-@pytest.mark.parametrize("case", CASES)
-def test_it_has_one_process_numbers(case: str, replicas: int) -> None:
+@pytest.mark.parametrize("case", [*CASES, *CALLBACK_CASES])
+def test_it_has_one_process_numbers(ran: Callable[[int], list[dict[str, Any]]], case: str, replicas: int) -> None:
     (alone,) = ran(1)
     assert "error" not in alone[case], alone[case]["error"]
     tolerance = 2e-2 if case == "mixed_precision" else 1e-5

@@ -1,0 +1,192 @@
+"""Trainings with callbacks, whose numbers and files must be the same on any number of replicas."""
+
+from __future__ import annotations
+
+import csv
+import traceback
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import distnb
+from tests.multiprocess.keras_cases import LOGITS, X, Y, mlp, told
+
+VALIDATION = {"validation_data": (X[:20], Y[:20])}
+
+
+def made(strategy: Any, rate: float = 0.05) -> Any:
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = mlp()
+        model.compile(keras.optimizers.Adam(rate), LOGITS, metrics=["accuracy"])
+    return model
+
+
+def fit(model: Any, callbacks: list[Any], epochs: int = 4, **more: Any) -> Any:
+    return model.fit(X, Y, batch_size=16, epochs=epochs, verbose=0, callbacks=callbacks, **(VALIDATION | more))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def model_checkpoint(strategy: Any, folder: Path) -> Any:
+    """Each replica names a file of its own, as workers do in Keras's guide: one is written, by the chief."""
+    model = made(strategy)
+    own = folder / f"worker{distnb.replica_id()}"
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(own / "{epoch}.weights.h5", save_weights_only=True),
+        keras.callbacks.ModelCheckpoint(folder / "best.keras", save_best_only=True, monitor="val_loss"),
+        keras.callbacks.ModelCheckpoint(folder / "steps{batch}.weights.h5", save_weights_only=True, save_freq=3),
+    ]
+    history = fit(model, callbacks)
+    again = made(strategy)
+    again.build((None, 6))
+    again.load_weights(folder / "worker0/4.weights.h5")
+    assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), again.get_weights(), strict=True))
+    with strategy.scope():
+        loaded = keras.models.load_model(folder / "best.keras")
+    evaluated = loaded.evaluate(X, Y, batch_size=16, verbose=0)
+    return told(model, history), evaluated, told(loaded, fit(loaded, [], epochs=1)), names(folder)
+
+
+class Breaks(keras.callbacks.Callback):
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == self.epoch:
+            raise InterruptedError("here")
+
+
+def backup_and_restore(strategy: Any, folder: Path) -> Any:
+    unbroken = fit(made(strategy), [], shuffle=False).history
+    backup = keras.callbacks.BackupAndRestore(folder / "backup")
+    if strategy.num_replicas_in_sync == 1:  # where several break, all of them end
+        try:
+            fit(made(strategy), [backup, Breaks(2)], shuffle=False)
+        except InterruptedError:
+            assert names(folder)
+    else:
+        model = made(strategy)
+        fit(model, [backup], epochs=2, shuffle=False)
+        assert not names(folder), "it is gone after a training that ended well"
+        half = keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)
+        fit(made(strategy), [half], epochs=2, shuffle=False)
+    model = made(strategy)
+    went_on = fit(model, [keras.callbacks.BackupAndRestore(folder / "backup")], shuffle=False).history
+    return unbroken["loss"][2:], went_on["loss"], told(model), names(folder)
+
+
+def early_stopping(strategy: Any, folder: Path) -> Any:
+    results = []
+    for patience in (0, 1):
+        model = made(strategy, rate=0.8)
+        stop = keras.callbacks.EarlyStopping("val_loss", patience=patience, restore_best_weights=True)
+        results.append((told(model, fit(model, [stop], epochs=12)), model.stop_training))
+    assert len(results[0][0]["history"]["loss"]) < 12
+    return results
+
+
+def rates(strategy: Any, folder: Path) -> Any:
+    model = made(strategy, rate=0.5)
+    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=0, min_delta=0.05)
+    history = fit(model, [plateau], epochs=5)
+    other = made(strategy)
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * (0.5 if epoch else 1.0))
+    return told(model, history), float(model.optimizer.learning_rate), told(other, fit(other, [schedule]))
+
+
+class Lowers(keras.callbacks.Callback):
+    """It changes the rate after each batch, and ends training in the middle of an epoch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) * 0.9
+        if float(self.model.optimizer.learning_rate) < 0.03:
+            self.model.stop_training = True
+
+
+def after_batches(strategy: Any, folder: Path) -> Any:
+    model = made(strategy)
+    return told(model, fit(model, [Lowers()])), float(model.optimizer.learning_rate)
+
+
+def not_a_number(strategy: Any, folder: Path) -> Any:
+    model = made(strategy)
+    bad = X.copy()
+    bad[40] = np.nan
+    history = model.fit(
+        bad, Y, batch_size=16, epochs=3, verbose=0, shuffle=False, callbacks=[keras.callbacks.TerminateOnNaN()]
+    )
+    return len(history.history["loss"]), model.stop_training
+
+
+def logs(strategy: Any, folder: Path) -> Any:
+    fit(made(strategy), [keras.callbacks.CSVLogger(folder / "log.csv")], epochs=3)
+    with (folder / "log.csv").open() as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+class EpochDots(keras.callbacks.Callback):
+    """The course's: a dot for each epoch."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{epoch}: {', '.join(sorted(logs))}\n" if epoch % 2 == 0 else ".")
+
+
+class Looks(keras.callbacks.Callback):
+    """It asks the model, as for a matrix of confusions: this is for the chief alone."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        found = self.model.predict(X[:9], verbose=0).argmax(axis=1)
+        seen = self.model.evaluate(X[:9], Y[:9], verbose=0, return_dict=True)
+        with self.path.open("a") as file:
+            file.write(f"{epoch} {found.tolist()} {seen['accuracy']:.4f}\n")
+
+
+def own_callbacks(strategy: Any, folder: Path) -> Any:
+    model = made(strategy)
+    history = fit(model, [EpochDots(folder / "dots"), Looks(folder / "looks")])
+    return told(model, history), (folder / "dots").read_text(), (folder / "looks").read_text()
+
+
+def saved_and_loaded(strategy: Any, folder: Path) -> Any:
+    model = made(strategy)
+    fit(model, [], epochs=1)
+    distnb.on_chief(model.save)(folder / "model.keras")
+    if strategy.num_replicas_in_sync > 1:
+        strategy.gather(strategy.run(lambda: np.zeros(1)), axis=0)  # all wait for the chief
+    with strategy.scope():
+        loaded = keras.models.load_model(folder / "model.keras")
+    return told(loaded, fit(loaded, [], epochs=2)), loaded.predict(X[:5], verbose=0).tolist()
+
+
+CASES = [
+    model_checkpoint, backup_and_restore, early_stopping, rates, after_batches, not_a_number, logs, own_callbacks,
+    saved_and_loaded,
+]  # fmt: skip
+
+
+def run_all(strategy: Any, folder: str) -> dict[str, Any]:
+    """Every case, by name; an error's text where it raises."""
+    results: dict[str, Any] = {"replicas": strategy.num_replicas_in_sync}
+    for case in CASES:
+        here = Path(folder, case.__name__)
+        here.mkdir(parents=True, exist_ok=True)
+        try:
+            results[case.__name__] = {"value": case(strategy, here)}
+        except Exception:
+            results[case.__name__] = {"error": traceback.format_exc()}
+    return results
