@@ -120,16 +120,19 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
             self._take_over_all(before, args[-1])
             randomness.share(self._group)
 
-    def _variables(self) -> dict[str, torch.Tensor]:
+    def _variables(self) -> dict[tuple[str, int], torch.Tensor]:
+        """By place: the names that Keras gives may be others on another replica."""
+        found = {("model", place): each.value for place, each in enumerate(self.model.variables)}
         optimizer = getattr(self.model, "optimizer", None)
-        every = [*self.model.variables, *(optimizer.variables if optimizer is not None else ())]
-        return {f"{number} {each.path}": each.value for number, each in enumerate(every)}
+        if optimizer is not None:
+            found |= {("optimizer", place): each.value for place, each in enumerate(optimizer.variables)}
+        return found
 
-    def _take_over_all(self, before: Mapping[str, bytes], logs: dict[str, Any] | None) -> None:
+    def _take_over_all(self, before: Mapping[tuple[str, int], bytes], logs: dict[str, Any] | None) -> None:
         told: Any = None
         if self._is_chief:
             here = self._variables()
-            changed = {name: value.detach().cpu() for name, value in here.items() if before[name] != _digest(value)}
+            changed = {name: value.detach().cpu() for name, value in here.items() if before.get(name) != _digest(value)}
             told = changed, bool(self.model.stop_training), compat.initial_epoch(self.model), logs
         changed, self.model.stop_training, epoch, told_logs = broadcast_tree(self._group, told, 0)
         if self._is_chief:

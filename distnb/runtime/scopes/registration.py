@@ -34,6 +34,7 @@ __all__ = ["Registration", "is_scope_buffer"]
 _LARGE_NBYTES = 4096
 # What sees to the models of other libraries that a scope made; it is not loaded before they are.
 _ADOPTERS = {"keras": "distnb.keras.models"}
+_OF_KERAS = "_torch_params"
 _buffers = WeakIdKeyDictionary()
 
 
@@ -165,7 +166,8 @@ class Registration:
             model = type(root).__name__
             key = self._keys.setdefault(root, _GroupKey(model, root))
             key.has_statistics = running_statistics.has_statistics(root)
-            new += [(f"{model}.{name}", p) for name, p in root.named_parameters() if self._register(p, key, f".{name}")]
+            named = [(_same_everywhere(name, n), each) for n, (name, each) in enumerate(root.named_parameters())]
+            new += [(f"{model}.{name}", each) for name, each in named if self._register(each, key, f".{name}")]
             buffers = [(f"{model}.{name}", each) for name, each in root.named_buffers() if each not in _buffers]
             _buffers.update((each, True) for _, each in buffers)
             new += buffers
@@ -212,6 +214,11 @@ class Registration:
         if self.shared is not None and worth_it:
             self.shared.expect(key.label + name, parameter)
         return True
+
+
+def _same_everywhere(name: str, number: int) -> str:
+    """A parameter's name. Keras counts the layers that a process has made: one that was replaced counts anew."""
+    return f"{_OF_KERAS} {number}" if _OF_KERAS in name else name
 
 
 def _roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

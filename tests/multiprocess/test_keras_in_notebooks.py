@@ -1,0 +1,92 @@
+"""Keras in a notebook: in distributed cells and in ordinary ones, with one progress bar, and when something fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernel import Notebook
+
+pytestmark = pytest.mark.timeout(170)
+
+DATA = """
+import os
+os.environ["KERAS_BACKEND"] = "torch"
+import keras, numpy as np, distnb
+rng = np.random.default_rng(0)
+X = rng.normal(size=(50, 6)).astype("float32")
+Y = (X.sum(axis=1) > 0).astype("int64")
+"""
+TRAINING = """
+keras.utils.set_random_seed(0)
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(2)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+history = model.fit(X, Y, batch_size=16, epochs=3, verbose=2, validation_data=(X[:9], Y[:9]))
+losses = history.history["loss"]
+predicted = model.predict(X[:5], verbose=0)
+"""
+
+
+@pytest.fixture(scope="module")
+def cells(notebook: Notebook) -> Notebook:
+    notebook.run(DATA, timeout_s=60)
+    alone = notebook.run("%%distribute default" + TRAINING, timeout_s=60)
+    assert alone.stdout.count("Epoch 3/3") == 1
+    notebook.run("expected, shown = losses, predicted\nassert len(expected) == 3")
+    return notebook
+
+
+def test_the_same_text_trains_in_a_distributed_cell(cells: Notebook) -> None:
+    ran = cells.run("%%distribute mirrored" + TRAINING, timeout_s=90)
+    assert ran.stdout.count("Epoch 3/3") == 1, ran.stdout
+    assert cells.value("np.allclose(losses, expected, atol=1e-5)") is True
+    assert cells.value("np.allclose(predicted.numpy(), shown, atol=1e-5)") is True
+
+
+def test_ordinary_cells_train_what_lives_on_the_replicas(cells: Notebook) -> None:
+    cells.run("strategy = distnb.MirroredStrategy()" + TRAINING, timeout_s=90)
+    assert cells.value("np.allclose([float(each) for each in losses], expected, atol=1e-5)") is True
+    assert cells.value("np.allclose(predicted.numpy(), shown, atol=1e-5)") is True
+    assert cells.value("round(float(model.evaluate(X, Y, verbose=0, return_dict=True)['loss']), 6) > 0") is True
+
+
+def test_a_failing_callback_ends_the_cell_and_the_next_one_works(cells: Notebook, tmp_path: Path) -> None:
+    cells.run("%%distribute mirrored" + TRAINING, timeout_s=90)
+    ran = cells.try_run(
+        "%%distribute mirrored\n"
+        "class Fails(keras.callbacks.Callback):\n"
+        "    def on_epoch_end(self, epoch, logs=None):\n"
+        "        raise ValueError('mine')\n"
+        "model.fit(X, Y, epochs=2, verbose=0, callbacks=[Fails()])",
+        timeout_s=60,
+    )
+    assert ran.error_name == "ValueError"
+    assert ran.error_text == "mine"
+    ran = cells.run(
+        "%%distribute mirrored\nprint(len(model.fit(X, Y, epochs=2, verbose=0).history['loss']))", timeout_s=60
+    )
+    assert "[0-1] 2" in ran.stdout
+
+
+def test_a_killed_engine_in_the_middle_of_a_training(cells: Notebook, tmp_path: Path) -> None:
+    """Restored from its backup, it ends as an unbroken training does."""
+    cells.run(f"FOLDER = {str(tmp_path)!r}")
+    training = TRAINING.replace("verbose=2,", "verbose=0, shuffle=False, callbacks=callbacks,")
+    cells.run("%%distribute mirrored\ncallbacks = []" + training, timeout_s=90)
+    cells.run("whole = [float(each) for each in losses]")
+    backup = "keras.callbacks.BackupAndRestore(os.path.join(FOLDER, 'backup'))"
+    ran = cells.try_run(
+        "%%distribute mirrored\nimport signal\n"
+        "class Dies(keras.callbacks.Callback):\n"
+        "    def on_epoch_begin(self, epoch, logs=None):\n"
+        "        if epoch == 2:\n            os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"callbacks = [{backup}, Dies()]" + training,
+        timeout_s=60,
+    )
+    assert ran.error_name == "EngineDied", ran
+    cells.run("%distnb restart --missing", timeout_s=60)
+    cells.run(f"%%distribute mirrored\ncallbacks = [{backup}]" + training, timeout_s=90)
+    assert cells.value("len(losses)") == 1, "it went on with the third epoch"
+    assert cells.value("np.allclose(losses, whole[2:], atol=1e-6)") is True
