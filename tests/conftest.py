@@ -42,6 +42,7 @@ tempfile.tempdir = None
 # Two cores are all that a test may count on; replicas share them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
+os.environ.setdefault("KERAS_BACKEND", "torch")
 
 # Who runs this with `&` in a script, or by nohup, has these ignored, and so would all that the tests start and stop.
 signal.signal(signal.SIGINT, signal.default_int_handler)
