@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from distnb.checkpoint import keras_states
 from distnb.errors import CheckpointError, OptionError
 from distnb.runtime.this_process import this_process
 from distnb.values import DistributedValues, Mirrored
@@ -45,7 +46,8 @@ def check_object(value: Any, name: str) -> None:
 
 
 def _has_state(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    has_both = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return has_both or keras_states.is_of_keras(value)
 
 
 def state_of(value: Any, name: str) -> Any:
@@ -54,8 +56,14 @@ def state_of(value: Any, name: str) -> Any:
         return {key: state_of(each, f"{name}[{key!r}]") for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [state_of(each, f"{name}[{number}]") for number, each in enumerate(value)]
+    if keras_states.is_of_keras(value):
+        return keras_states.state_of(value, name)
     if _has_state(value):
         state = _here(value.state_dict(), name)
+        if keras_states.has_names_of_keras(state):
+            raise OptionError(
+                f"{name} is a model of Keras, on the replicas: save and restore it in a %%distribute cell."
+            )
         return _of_all_pipelines(state) if getattr(value, "is_distributed_dataset", False) else state
     return _here(value.read_value() if hasattr(value, "read_value") else value.detach(), name)
 
@@ -96,6 +104,8 @@ def restore(value: Any, state: Any, name: str) -> None:
             raise CheckpointError(f"The checkpoint has {_told(state)} for {name}, and here is {_told(value)}.")
         for number, (each, its) in enumerate(zip(value, state, strict=True)):
             restore(each, its, f"{name}[{number}]")
+    elif keras_states.is_of_keras(value):
+        keras_states.restore(value, state, name)
     elif _has_state(value):
         if not isinstance(state, Mapping):
             raise CheckpointError(f"The checkpoint has {_told(state)} for {name}, and here is what has a state_dict().")

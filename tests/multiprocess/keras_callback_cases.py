@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 import distnb
 from tests.multiprocess.keras_cases import LOGITS, X, Y, mlp, told
@@ -173,8 +174,47 @@ def saved_and_loaded(strategy: Any, folder: Path) -> Any:
     return told(loaded, fit(loaded, [], epochs=2)), loaded.predict(X[:5], verbose=0).tolist()
 
 
+def checkpoint(strategy: Any, folder: Path) -> Any:
+    """distnb's own: model and optimizer go on as they were, whatever Keras calls their variables."""
+    model = made(strategy)
+    fit(model, [], epochs=1, shuffle=False)
+    path = distnb.Checkpoint(model=model).write(folder / "one")
+    rest = fit(model, [], epochs=2, shuffle=False)
+    other = made(strategy)
+    other.build((None, 6))
+    distnb.Checkpoint(model=other).restore(path)
+    again = fit(other, [], epochs=2, shuffle=False)
+    assert np.allclose(rest.history["loss"], again.history["loss"], atol=1e-6)
+    with pytest.raises(distnb.errors.OptionError, match="first batch"):
+        distnb.Checkpoint(model=made(strategy)).write(folder / "two")
+    return told(other, again), Path(path).name
+
+
+class Statistics(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.normal = keras.layers.BatchNormalization(momentum=0.0)
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.dense(self.normal(x, training=training))
+
+
+def moving_statistics(strategy: Any, folder: Path) -> Any:
+    """Each replica's rows have statistics of their own; what moves is their mean, as in tf.distribute."""
+    with strategy.scope():
+        model = Statistics()
+        model.compile("sgd", "mse")
+    x = np.array([[0.0], [2.0], [10.0], [20.0]], dtype="float32")
+    model.fit(x, x, batch_size=4, shuffle=False, verbose=0)
+    found = model.normal.moving_mean.numpy().item(), model.normal.moving_variance.numpy().item()
+    # One replica: the mean of all rows. Two: of (0, 2) and (10, 20). Three: of (0, 2), (10) and (20).
+    assert np.allclose(found, {1: (8, 62), 2: (8, 13), 3: (31 / 3, 1 / 3)}[strategy.num_replicas_in_sync]), found
+    return "as expected"
+
+
 CASES = [
-    model_checkpoint, backup_and_restore, early_stopping, rates, after_batches, not_a_number, logs, own_callbacks,
+    checkpoint, moving_statistics, model_checkpoint, backup_and_restore, early_stopping, rates, after_batches, not_a_number, logs, own_callbacks,
     saved_and_loaded,
 ]  # fmt: skip
 
