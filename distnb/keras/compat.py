@@ -67,6 +67,10 @@ def set_initial_epoch(model: Any, epoch: int | None) -> None:
 
 
 def keep_ddp_away(model: Any) -> None:
-    """Keras 3.16 wraps a model in DistributedDataParallel wherever there is a process group."""
-    if hasattr(model, "_initialize_ddp"):
-        model._initialize_ddp = lambda: None
+    """Where there is a process group, Keras 3.16 wraps models in DistributedDataParallel and sums metrics up itself."""
+    own: Any = next((cls for cls in type(model).__mro__ if "_initialize_ddp" in vars(cls)), None)
+    if own is None:
+        return
+    model._initialize_ddp = lambda: None
+    if type(model).get_metrics_result is vars(own).get("get_metrics_result"):
+        model.get_metrics_result = super(own, model).get_metrics_result
