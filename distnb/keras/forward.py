@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from distnb.collectives.group.interface import Group
 from distnb.errors import StructureError
@@ -30,7 +30,7 @@ class SharedForward:
         self.rows = (0, 0, 0)
         self.under_way = False
         self._depth = 0
-        self._hooked: dict[int, list[RemovableHandle]] = {}
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -44,11 +44,10 @@ class SharedForward:
     def watch(self, layers: Sequence[Any]) -> None:
         """Share out the calls of these layers, too."""
         for layer in layers:
-            if id(layer) not in self._hooked:
-                self._hooked[id(layer)] = [
-                    layer.register_forward_pre_hook(self._before, with_kwargs=True),
-                    layer.register_forward_hook(self._after, with_kwargs=True, always_call=True),
-                ]
+            if layer not in self._watched:
+                self._watched.add(layer)
+                layer.register_forward_pre_hook(self._before, with_kwargs=True)
+                layer.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def _before(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.under_way:

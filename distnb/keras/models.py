@@ -16,13 +16,14 @@ from distnb.collectives.gradients.mean_loss import losses_are_global
 from distnb.keras import compat
 from distnb.keras.callbacks import Together
 from distnb.keras.forward import SharedForward
+from distnb.runtime import step_count
 from distnb.runtime.this_process import this_process
 
 __all__ = ["adopt"]
 
 _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _FUNCTIONS = ("train", "test", "predict")
-_adopted: weakref.WeakKeyDictionary[Any, ModelOnReplicas] = weakref.WeakKeyDictionary()
+_adopted: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def adopt(strategy: Any, modules: Iterable[Any]) -> None:
@@ -32,11 +33,12 @@ def adopt(strategy: Any, modules: Iterable[Any]) -> None:
     for module in modules:
         if isinstance(module, keras.Model) and module not in _adopted:
             compat.check_version()
-            _adopted[module] = ModelOnReplicas(strategy, module)
+            ModelOnReplicas(strategy, module)
+            _adopted.add(module)
 
 
 class ModelOnReplicas:
-    """What stands behind a model's methods. The model keeps it, by them."""
+    """What stands behind a model's methods, by which the model keeps it."""
 
     def __init__(self, strategy: Any, model: Any) -> None:
         self._strategy = strategy
@@ -112,12 +114,12 @@ class ModelOnReplicas:
             self._take_what_was_built()
             plain = getattr(self._model, name)
             if not isinstance(plain, _Step):
-                setattr(self._model, name, _Step(self, plain))
+                setattr(self._model, name, _Step(self, plain, trains=name == "train_function"))
             return result
 
         return made
 
-    def run(self, plain: Callable[[Any], Any], data: Any) -> Any:
+    def run(self, plain: Callable[[Any], Any], data: Any, *, trains: bool) -> Any:
         """One step on a global batch, which every replica has."""
         process = this_process.replica
         if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
@@ -133,6 +135,9 @@ class ModelOnReplicas:
             nonlocal result
             with self._forward.step(), losses_are_global():
                 result = plain(data)
+            if trains:
+                begin, end, _ = self._forward.rows
+                step_count.note_step(end - begin)
 
         self._strategy.run(step)
         self._average([each.value for each, version in before if each.value._version != version])
@@ -190,9 +195,10 @@ class ModelOnReplicas:
 class _Step:
     """A model's `train_function`, or its kin, on all replicas."""
 
-    def __init__(self, owner: ModelOnReplicas, plain: Callable[[Any], Any]) -> None:
+    def __init__(self, owner: ModelOnReplicas, plain: Callable[[Any], Any], *, trains: bool) -> None:
         self._owner = owner
         self._plain = plain
+        self._trains = trains
 
     def __call__(self, data: Any) -> Any:
-        return self._owner.run(self._plain, data)
+        return self._owner.run(self._plain, data, trains=self._trains)

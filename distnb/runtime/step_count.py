@@ -11,7 +11,7 @@ from collections.abc import Collection
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Axis", "Place", "calling", "examples", "place", "steps", "watch_optimizers"]
+__all__ = ["Axis", "Place", "calling", "examples", "note_step", "place", "steps", "watch_optimizers"]
 
 steps = 0
 """Training steps that ended well."""
@@ -88,6 +88,13 @@ def watch_optimizers() -> None:
 
     _watching = True
     register_optimizer_step_post_hook(always_eager(_after_step))
+
+
+def note_step(own_examples: int) -> None:
+    """In a function that `run` calls: it trains by something else than torch's optimizers, on so many examples here."""
+    global _stepped, examples
+    _stepped = True
+    examples += own_examples
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
