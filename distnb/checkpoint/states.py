@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from distnb.checkpoint import keras_states
 from distnb.errors import CheckpointError, OptionError
+from distnb.input.dataset import DistributedDataset
 from distnb.runtime.this_process import this_process
 from distnb.values import DistributedValues, Mirrored
 from distnb.values.structure import map_structure
@@ -62,7 +63,7 @@ def state_of(value: Any, name: str) -> Any:
         state = _here(value.state_dict(), name)
         if keras_states.is_state_of_keras(state):
             raise OptionError(f"{name} is a model of Keras on the replicas. Save it in a %%distribute cell.")
-        return _of_all_pipelines(state) if getattr(value, "is_distributed_dataset", False) else state
+        return _of_all_pipelines(state) if isinstance(value, DistributedDataset) else state
     return _here(value.read_value() if hasattr(value, "read_value") else value.detach(), name)
 
 
@@ -112,7 +113,7 @@ def restore(value: Any, state: Any, name: str) -> None:
                 f"The checkpoint has a model of Keras for {name}, and here is none. One that is on the replicas is "
                 "restored in a %%distribute cell."
             )
-        if "of_replicas" in state and getattr(value, "is_distributed_dataset", False):
+        if "of_replicas" in state and isinstance(value, DistributedDataset):
             process = this_process.replica
             states, rank = state["of_replicas"], process.rank if process is not None else 0
             state = states[min(rank, len(states) - 1)]  # it says itself whether it fits

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from distnb.collectives.group.eager import always_eager
 from distnb.collectives.group.interface import Group
 from distnb.errors import StructureError
 from distnb.keras import compat
@@ -49,6 +50,7 @@ class SharedForward:
                 layer.register_forward_pre_hook(self._before, with_kwargs=True)
                 layer.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
+    @always_eager
     def _before(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.under_way:
             return None
@@ -73,6 +75,7 @@ class SharedForward:
 
         return map_structure(own, args), map_structure(own, kwargs)
 
+    @always_eager
     def _after(self, layer: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
         if not self.under_way:
             return None

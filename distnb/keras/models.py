@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,11 +13,15 @@ import keras
 import torch
 
 from distnb.collectives.gradients.mean_loss import losses_are_global
+from distnb.collectives.group.eager import always_eager
+from distnb.errors import OptionError
+from distnb.input.dataset import DistributedDataset
 from distnb.keras import compat
 from distnb.keras.callbacks import Together
 from distnb.keras.forward import SharedForward
 from distnb.runtime import step_count
 from distnb.runtime.this_process import this_process
+from distnb.values.structure import has_distributed
 
 __all__ = ["adopt"]
 
@@ -66,6 +70,7 @@ class ModelOnReplicas:
             if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
                 return plain(*args, **kwargs)  # alone; or the chief's callbacks ask for it
             bound = inspect.signature(plain).bind(*args, **kwargs)
+            _refuse_distributed(plain.__name__, bound.arguments)
             with self._outermost():
                 self._share_callbacks(bound)
                 return plain(*bound.args, **bound.kwargs)
@@ -165,6 +170,7 @@ class ModelOnReplicas:
         begin, end, whole = self._forward.rows
         return (end - begin) / whole if whole else 1.0
 
+    @always_eager
     def _weigh(self, loss: torch.Tensor) -> torch.Tensor:
         process = this_process.replica
         if not self._forward.under_way or process is None or process.size == 1:
@@ -180,16 +186,30 @@ class ModelOnReplicas:
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             self._added.clear()
             loss = plain(*args, **kwargs)
-            if not self._added:
-                return loss
-            process = this_process.replica
-            assert process is not None
-            added = torch.stack([each.to(torch.float64) for each in self._added]).sum()
-            self._added.clear()
-            process.group.all_reduce(added)
-            return loss + added.to(loss.dtype)
+            return self._with_added(loss)
 
         return compute_loss
+
+    @always_eager
+    def _with_added(self, loss: torch.Tensor) -> torch.Tensor:
+        if not self._added:
+            return loss
+        process = this_process.replica
+        assert process is not None
+        added = torch.stack([each.to(torch.float64) for each in self._added]).sum()
+        self._added.clear()
+        process.group.all_reduce(added)
+        return loss + added.to(loss.dtype)
+
+
+def _refuse_distributed(method: str, given: Mapping[str, Any]) -> None:
+    """Raise OptionError for data that is shared out already."""
+    for name in ("x", "validation_data"):
+        if isinstance(given.get(name), DistributedDataset) or has_distributed(given.get(name)):
+            raise OptionError(
+                f"model.{method} was given {name} that is distributed already. It shares batches out itself: give it "
+                "the arrays, or the DataLoader that gives global batches."
+            )
 
 
 class _Step:

@@ -7,8 +7,11 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import torch
 from keras import layers
+
+import distnb
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(50, 6)).astype("float32")
@@ -227,7 +230,24 @@ def scope_in_a_function(strategy: Any) -> Any:
     return told(model), np.asarray(copied(X[:3]).detach()).tolist()
 
 
+def refused(strategy: Any) -> Any:
+    """What cannot be shared out says so, and spoils nothing."""
+    with strategy.scope():
+        model = mlp()
+        model.compile("sgd", LOGITS)
+        no_rows = keras.Sequential([layers.Lambda(lambda x: keras.ops.sum(x))])
+        no_rows.compile("sgd", "mse")
+    if strategy.num_replicas_in_sync > 1:
+        for data in (strategy.distribute_dataset([(X, Y)]), distnb.PerReplica([X] * strategy.num_replicas_in_sync)):
+            with pytest.raises(distnb.errors.OptionError, match="distributed already"):
+                model.fit(data, verbose=0)
+        with pytest.raises(distnb.errors.StructureError, match="one row for each"):
+            no_rows.predict(X, verbose=0)
+    return told(model, model.fit(X, Y, batch_size=16, shuffle=False, verbose=0))
+
+
 CASES = [
+    refused,
     built_when_it_fits, compiled_outside, reductions, own_step, added_loss, masks, several_inputs_and_outputs,
     torch_module, kinds_of_data, mixed_precision, batch_by_batch, predicted_before_it_is_built, scope_in_a_function,
 ]  # fmt: skip

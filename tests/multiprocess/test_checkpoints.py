@@ -137,6 +137,36 @@ def test_every_strategy_restores_what_any_other_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*in-a-replica")), "what is refused leaves nothing"
 
 
+PIPELINES = """
+from torch.utils.data import DataLoader
+strategy = distnb.MultiWorkerMirroredStrategy()
+def make(context):
+    torch.manual_seed(10 + context.input_pipeline_id)  # each worker shuffles data of its own
+    order = torch.randperm(8) + 100 * context.input_pipeline_id
+    return DataLoader(order, batch_size=2)
+dataset = strategy.distribute_datasets_from_function(make)
+def read(batches):
+    return [batch.component(distnb.replica_id()).tolist() for batch in batches]
+iterator = iter(dataset)
+first = read([next(iterator)])
+path = distnb.Checkpoint(data=dataset).write({path!r})
+rest = read(iterator)
+again = strategy.distribute_datasets_from_function(make)
+distnb.Checkpoint(data=again).restore(path)
+tell(first=first, rest=rest, again=read(again))
+"""
+
+
+def test_each_worker_goes_on_with_data_of_its_own(tmp_path: Path) -> None:
+    with Tasks(PIPELINES.replace("{path!r}", repr(str(tmp_path / "one"))), ["worker 0", "worker 1"]) as tasks:
+        told = [task.check().told for task in tasks.wait(LIMIT_S)]
+    for number, worker in enumerate(told):
+        assert worker["again"] == worker["rest"]
+        assert len(worker["rest"]) == 3
+        read = [each for batch in worker["first"] + worker["rest"] for each in batch]
+        assert sorted(read) == [100 * number + each for each in range(8)]
+
+
 # -- in a notebook -------------------------------------------------------------------------------------------------------
 
 MADE = """
