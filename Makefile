@@ -76,7 +76,7 @@ soak: $(VENV)/.made-test
 	$(PYTEST) -m soak $(ARGS)
 
 bench: $(VENV)/.made-test $(VENV)/.made-bench
-	for name in roundtrip ordinary_loop empty_cell training one_replica startup live_view transfer cross_device_ops central_storage checkpoints; do $(BIN)/python -m benchmarks.$$name $(ARGS); done
+	for name in roundtrip ordinary_loop empty_cell training one_replica startup live_view transfer cross_device_ops central_storage checkpoints keras_fit; do $(BIN)/python -m benchmarks.$$name $(ARGS); done
 
 hooks: $(VENV)/.made-test
 	$(BIN)/pre-commit install

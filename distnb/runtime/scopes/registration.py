@@ -105,7 +105,7 @@ class Registration:
         knew_metrics = "torchmetrics" in sys.modules
         if knew_metrics:
             metric_binding.install()
-        with _watching(self._is_open_here) as made:
+        with _watching(self._is_open_here) as (made, begun):
             yield
         if not knew_metrics and "torchmetrics" in sys.modules:
             metric_binding.bind_all()
@@ -115,11 +115,11 @@ class Registration:
             alive = [reference() for reference in made.values()]
             roots = _roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
             # Keras's models hold the parameters of layers that are no modules of theirs to torch.
-            roots.sort(key=lambda root: sum(1 for _ in root.parameters()), reverse=True)
+            roots.sort(key=lambda root: -sum(1 for _ in root.parameters()) if hasattr(root, _OF_KERAS) else 0)
             within = {id(parameter) for root in roots for parameter in root.parameters()}
             loose = [each for each in alive if isinstance(each, torch.nn.Parameter) and id(each) not in within]
             self._take(roots, loose)
-            self._have_adopted(alive)
+        self._have_adopted([each for each in (reference() for reference in begun) if each is not None])
 
     def _have_adopted(self, made: Iterable[Any]) -> None:
         for library, adopter in _ADOPTERS.items():
@@ -243,12 +243,16 @@ def _equalise_when_materialised(part: torch.nn.Module, group: Callable[[], Group
 
 
 @contextmanager
-def _watching(is_open_here: Callable[[], bool]) -> Iterator[dict[int, weakref.ref[Any]]]:
+def _watching(
+    is_open_here: Callable[[], bool],
+) -> Iterator[tuple[dict[int, weakref.ref[Any]], list[weakref.ref[Any]]]]:
     """The modules and parameters, by identity, that are made within, in the order of making.
 
-    torch's hooks for registrations tell, and wrappers around what makes, copies and unpickles the rest.
+    And all modules, as they begin: Keras's have no parameters yet. torch's hooks for registrations tell, and wrappers
+    around what makes, copies and unpickles the rest.
     """
     known: dict[int, weakref.ref[Any]] = {}
+    begun: list[weakref.ref[Any]] = []
 
     def note(made: Any, *_more: Any) -> None:
         if is_open_here():
@@ -268,7 +272,8 @@ def _watching(is_open_here: Callable[[], bool]) -> Iterator[dict[int, weakref.re
 
     def init_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         init(module, *args, **kwargs)
-        note(module)
+        if is_open_here():
+            begun.append(weakref.ref(module))
 
     def set_module_state(module: torch.nn.Module, state: Any) -> None:
         set_state(module, state)
@@ -290,4 +295,4 @@ def _watching(is_open_here: Callable[[], bool]) -> Iterator[dict[int, weakref.re
         torch.nn.Module.__init__ = init_module  # type: ignore[assignment,method-assign]
         torch.nn.Module.__setstate__ = set_module_state  # type: ignore[method-assign]
         stack.callback(unwrap)
-        yield known
+        yield known, begun
