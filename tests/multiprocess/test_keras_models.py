@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +72,38 @@ def test_it_has_one_process_numbers(ran: Callable[[int], list[dict[str, Any]]], 
         assert "error" not in result[case], result[case]["error"]
         assert not differences(alone[case]["value"], result[case]["value"], tolerance)
         assert result[case] == ran(replicas)[0][case], "to the last bit the same on all replicas"
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+import distnb, keras
+from tests.multiprocess.keras_cases import X, Y, LOGITS, mlp
+strategy = distnb.MirroredStrategy()
+folder = Path({folder!r})
+
+class Dies(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2 and {dies}:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def train(callbacks):
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = mlp()
+        model.compile("adam", LOGITS)
+    return model.fit(X, Y, batch_size=16, epochs=4, shuffle=False, verbose=0, callbacks=callbacks).history["loss"]
+
+whole = train([])
+result = whole, train([keras.callbacks.BackupAndRestore(folder), Dies()])
+"""
+
+
+def test_a_script_that_was_killed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+    first = run_ranks(KILLED.format(folder=str(tmp_path), dies=True), 2, timeout_s=100, env=ENVIRONMENT)
+    assert first[0].returncode == -signal.SIGKILL
+    assert first[1].returncode != 0, "it does not wait for ever"
+    for rank in run_ranks(KILLED.format(folder=str(tmp_path), dies=False), 2, timeout_s=100, env=ENVIRONMENT):
+        whole, went_on = rank.check().result
+        assert went_on == pytest.approx(whole[2:], abs=1e-6)
+    assert not list(tmp_path.iterdir()), "a training that ended well leaves no backup"
