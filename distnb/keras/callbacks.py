@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 import torch
-import xxhash
 
+from distnb.collectives.digests import digest
 from distnb.keras import compat
 from distnb.runtime import randomness
 from distnb.runtime.reduction.gathering import broadcast_tree
@@ -114,7 +114,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
     # After an epoch, and at the beginning and the end ---------------------------------------------------------------
 
     def _rare(self, name: str, *args: Any) -> None:
-        before = {key: _digest(value) for key, value in self._variables().items()} if self._any else {}
+        before = {key: digest(value) for key, value in self._variables().items()} if self._any else {}
         self._call(name, *args)
         if self._any:
             self._take_over_all(before, args[-1])
@@ -128,11 +128,11 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
             found |= {("optimizer", place): each.value for place, each in enumerate(optimizer.variables)}
         return found
 
-    def _take_over_all(self, before: Mapping[tuple[str, int], bytes], logs: dict[str, Any] | None) -> None:
+    def _take_over_all(self, before: Mapping[tuple[str, int], int], logs: dict[str, Any] | None) -> None:
         told: Any = None
         if self._is_chief:
             here = self._variables()
-            changed = {name: value.detach().cpu() for name, value in here.items() if before.get(name) != _digest(value)}
+            changed = {name: value.detach().cpu() for name, value in here.items() if before.get(name) != digest(value)}
             told = changed, bool(self.model.stop_training), compat.initial_epoch(self.model), logs
         changed, self.model.stop_training, epoch, told_logs = broadcast_tree(self._group, told, 0)
         if self._is_chief:
@@ -150,12 +150,6 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
 def _has(callback: Any, name: str) -> bool:
     """Whether a callback has a method of its own for that."""
     return getattr(type(callback), f"on_{name}") is not getattr(keras.callbacks.Callback, f"on_{name}")
-
-
-def _digest(value: torch.Tensor) -> bytes:
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    data: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
-    return xxhash.xxh3_128_digest(data)
 
 
 def _rare(name: str) -> Callable[..., None]:

@@ -213,7 +213,28 @@ def moving_statistics(strategy: Any, folder: Path) -> Any:
     return "as expected"
 
 
+class Sees(keras.layers.Layer):
+    """It keeps what it was given last."""
+
+    def call(self, x: Any) -> Any:
+        self.seen = x.detach().clone()
+        return x
+
+
+def dropout(strategy: Any, folder: Path) -> Any:
+    """Rows of different replicas are not dropped alike."""
+    with strategy.scope():
+        sees = Sees()
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dropout(0.5), sees, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((6, 64), "float32"), np.ones((6, 1)), verbose=0)
+    rows = strategy.gather(strategy.run(lambda: sees.seen), axis=0)
+    assert len({tuple(row) for row in rows.tolist()}) == 6
+    return "as expected"
+
+
 CASES = [
+    dropout,
     checkpoint, moving_statistics, model_checkpoint, backup_and_restore, early_stopping, rates, after_batches, not_a_number, logs, own_callbacks,
     saved_and_loaded,
 ]  # fmt: skip

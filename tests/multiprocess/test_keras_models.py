@@ -24,6 +24,7 @@ CASES = [
 
 
 CALLBACK_CASES = [
+    "dropout",
     "checkpoint", "moving_statistics", "model_checkpoint", "backup_and_restore", "early_stopping", "rates", "after_batches", "not_a_number", "logs",
     "own_callbacks", "saved_and_loaded",
 ]  # fmt: skip
