@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import cloudpickle
 import keras
 import torch
 
 from distnb.collectives.digests import digest
 from distnb.keras import compat
+from distnb.objects.plain import same
 from distnb.runtime import randomness
 from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.this_process import this_process
@@ -19,6 +22,8 @@ from distnb.strategies.live import live
 __all__ = ["Together"]
 
 _RARE = ("train_begin", "train_end", "test_begin", "test_end", "predict_begin", "predict_end")
+_PLAIN = (bool, int, float, str, type(None))
+_ENDS = ("train_end", "test_end", "predict_end")
 _BATCHES = tuple(f"{kind}_batch_{when}" for kind in ("train", "test", "predict") for when in ("begin", "end"))
 # What these do at batches changes nothing of the model.
 _READ_ONLY = (
@@ -43,16 +48,18 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         acting: Whether the user's callbacks are being called: what they ask of the model is for this replica alone.
     """
 
-    def __init__(self, model: Any, callbacks: Any) -> None:
+    def __init__(self, model: Any, callbacks: Any, verbose: Any) -> None:
         super().__init__()
         self.acting = False
         process = this_process.replica
         assert process is not None
         self._group, self._is_chief = process.group, process.rank == 0
         given = keras.tree.flatten(callbacks) if callbacks else []
+        self._given = given
         self._own = given if self._is_chief else []
         self._any = bool(given)
-        for each in self._own:
+        self._verbose = verbose
+        for each in given:
             each.set_model(model)
         self._changing = {
             name
@@ -63,8 +70,10 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         self._next_live = 0.0
 
     def set_params(self, params: Any) -> None:
+        if params:
+            params["verbose"] = self._verbose  # the others show nothing, and know it as the chief does
         super().set_params(params)
-        for each in self._own:
+        for each in self._given:
             each.set_params(params)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -119,6 +128,27 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         if self._any:
             self._take_over_all(before, args[-1])
             randomness.share(self._group)
+        if name in _ENDS:
+            self._take_over_callbacks()
+
+    def _take_over_callbacks(self) -> None:
+        """What the callbacks themselves have learnt, such as the best value that one saw, if it can be sent."""
+        for each in self._given:
+            told = None
+            if self._is_chief:
+                known = (self.model, each.params)  # every replica's own
+                state = {name: value for name, value in vars(each).items() if not any(value is one for one in known)}
+                try:
+                    told = cloudpickle.dumps(state)
+                except Exception:  # noqa: BLE001  # whatever a file or a lock raises: it stays the chief's
+                    pass
+            told = broadcast_tree(self._group, told, 0)
+            if told is None or self._is_chief:
+                continue
+            for name, value in cloudpickle.loads(told).items():
+                own = vars(each).get(name)
+                if not (type(value) in _PLAIN and same(own, value)):  # what is equal stays the object it is
+                    vars(each)[sys.intern(name)] = value
 
     def _variables(self) -> dict[tuple[str, int], torch.Tensor]:
         """By place: the names that Keras gives may be others on another replica."""

@@ -94,7 +94,7 @@ class ModelOnReplicas:
         assert process is not None
         given = bound.arguments.get("callbacks")
         if not isinstance(given, keras.callbacks.CallbackList):
-            self._callbacks = Together(self._model, given)
+            self._callbacks = Together(self._model, given, bound.arguments.get("verbose", "auto"))
             bound.arguments["callbacks"] = [self._callbacks]
         if process.rank:
             bound.arguments["verbose"] = 0

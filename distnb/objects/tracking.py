@@ -314,9 +314,11 @@ class Tracker:
         return values
 
     def _counterparts(self, table: _Table, packed: Packed) -> dict[int, Any]:
-        """The object here, by the `id()` of the one that arrived for it."""
+        """The object here, by the `id()` of the one that arrived for it; none for what has just been forgotten."""
         found = {}
         for place, number in pairs_in(packed):
+            if number >> _PLACE_BITS not in self._tables:
+                continue
             new, old = table.objects.get(place), self.find(number)
             if new is not None and old is not new and not stands_for_lost(new):
                 found[id(new)] = old

@@ -50,6 +50,12 @@ def test_ordinary_cells_train_what_lives_on_the_replicas(cells: Notebook) -> Non
     assert cells.value("np.allclose([float(each) for each in losses], expected, atol=1e-5)") is True
     assert cells.value("np.allclose(predicted.numpy(), shown, atol=1e-5)") is True
     assert cells.value("round(float(model.evaluate(X, Y, verbose=0, return_dict=True)['loss']), 6) > 0") is True
+    cells.run("stop = keras.callbacks.EarlyStopping('loss', min_delta=100)")
+    ran = cells.run("again = model.fit(X, Y, epochs=5, verbose=0, callbacks=[stop])\nprint(len(again.history['loss']))")
+    assert ran.stdout == "2\n", "and no notice that the replicas changed the callback differently"
+    assert cells.value("abs(float(stop.best) - float(again.history['loss'][0])) < 1e-9") is True, (
+        "the notebook's own has learnt"
+    )
 
 
 def test_a_failing_callback_ends_the_cell_and_the_next_one_works(cells: Notebook, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -229,6 +230,22 @@ def test_a_number_is_read_as_it_is_now(strategy: Any) -> None:
     assert numbers(late) == [4.0, 4.0]
     half = strategy.run(lambda: torch.tensor(0.5, dtype=torch.bfloat16))
     assert [(one.dtype, one.item()) for one in strategy.local_results(half)] == [(torch.bfloat16, 0.5)] * 2
+
+
+def test_what_one_replica_alone_changed_is_nobody_s_failure(strategy: Any) -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.best: Any = None
+
+    def change(several: list[Any]) -> int:
+        if distnb.replica_id() == 0:
+            several[0].best = 3.0
+        return 7
+
+    assert strategy.run(change, args=([Own()],)) == 7, "nobody has a name for it"
+    holder = strategy.run(lambda: types.SimpleNamespace(change=change))
+    assert holder.change([Own()]) == 7
+    assert strategy.run(change, args=([Own()],)) == 7
 
 
 def test_what_reading_raises_is_raised_where_the_batch_is_wanted(strategy: Any) -> None:
