@@ -165,7 +165,10 @@ def _be(name: str) -> None:
 
 def _tell_ends(number: int, frame: Any) -> None:
     while _ended:
-        pid, status = os.waitpid(-1, os.WNOHANG)
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:  # this call interrupts another, which has the last end and is about to tell it
+            return
         if pid == 0:
             return
         path = _ended.pop(pid)
