@@ -85,7 +85,7 @@ class Checkpoint:
             ContextError: In a replica context.
             OSError: As the file system has it, on every replica.
         """
-        return self._write(lambda: Path(os.path.abspath(path)), lambda _: None, wait)
+        return self._write(lambda: Path(os.path.abspath(path)), wait)
 
     def save(self, prefix: str | os.PathLike[str], *, wait: bool = True) -> str:
         """Save the objects' states as the folder `prefix-1`, or with the number that follows the newest one's.
@@ -102,10 +102,10 @@ class Checkpoint:
         def target() -> Path:
             return start.with_name(f"{start.name}-{max(files.numbered(start.parent, start.name), default=0) + 1}")
 
-        return self._write(target, lambda _: None, wait)
+        return self._write(target, wait)
 
-    def _write(self, target: Callable[[], Path], then: Callable[[Path], object], wait: bool) -> str:
-        """Save to the path that `target` gives, and call `then` with it when the checkpoint is there; on the chief."""
+    def _write(self, target: Callable[[], Path], wait: bool, old: Sequence[Path] = ()) -> str:
+        """Save to the path that `target` gives, and delete `old` ones when the checkpoint is there; on the chief."""
         if contexts.in_replica():
             raise ContextError(
                 "A Checkpoint was to be saved in a replica context, inside a function that strategy.run called. Save "
@@ -121,7 +121,8 @@ class Checkpoint:
 
             def write() -> None:
                 files.write(path, kept)
-                then(path)
+                for each in old:
+                    files.remove(each)
 
             if wait:
                 write()

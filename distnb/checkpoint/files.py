@@ -227,7 +227,9 @@ def numbered(folder: Path, name: str) -> dict[int, Path]:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint. It loses its name first: half of one is never seen."""
+    """Delete a checkpoint, if it is there. It loses its name first: half of one is never seen."""
+    if not path.exists():
+        return
     doomed = path.with_name(f".{path.name}{_REMOVED}{secrets.token_hex(4)}")
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)

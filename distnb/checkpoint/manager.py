@@ -110,13 +110,7 @@ class CheckpointManager:
         numbers = sorted({*self._numbers, number})
         old = numbers[: -self._max_to_keep] if self._max_to_keep is not None else []
         doomed = [each for each in old if not self._keep_every or each % self._keep_every]
-
-        def delete(_: Path) -> None:
-            for each in doomed:
-                if self._path(each).exists():
-                    files.remove(self._path(each))
-
-        path = self.checkpoint._write(lambda: self._path(number), delete, wait)
+        path = self.checkpoint._write(lambda: self._path(number), wait, [self._path(each) for each in doomed])
         self._numbers = [each for each in numbers if each not in doomed]
         return path
 

@@ -59,6 +59,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         self._own = given if self._is_chief else []
         self._any = bool(given)
         self._verbose = verbose
+        self._training = False
         for each in given:
             each.set_model(model)
         self._changing = {
@@ -105,9 +106,9 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         if name not in self._changing:
             self._call(name, batch, logs)
             return
-        before = randomness.captured()
+        before = randomness.captured() if self._is_chief else b""
         self._call(name, batch, logs)
-        self._take_over_little(drawn=randomness.captured() != before)
+        self._take_over_little(drawn=self._is_chief and randomness.captured() != before)
 
     def _take_over_little(self, *, drawn: bool) -> None:
         model, optimizer = self.model, getattr(self.model, "optimizer", None)
@@ -123,12 +124,14 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
     # After an epoch, and at the beginning and the end ---------------------------------------------------------------
 
     def _rare(self, name: str, *args: Any) -> None:
-        before = {key: digest(value) for key, value in self._variables().items()} if self._any else {}
+        if not self._any:
+            return
+        before = {key: digest(value) for key, value in self._variables().items()} if self._is_chief else {}
         self._call(name, *args)
-        if self._any:
-            self._take_over_all(before, args[-1])
-            randomness.share(self._group)
-        if name in _ENDS:
+        self._take_over_all(before, args[-1])
+        randomness.share(self._group)
+        self._training = (self._training or name == "train_begin") and name != "train_end"
+        if name in _ENDS and not self._training:  # not after each validation
             self._take_over_callbacks()
 
     def _take_over_callbacks(self) -> None:

@@ -7,7 +7,17 @@ from typing import Any
 import keras
 import torch
 
-__all__ = ["keep_ddp_away", "mask_of", "own_layers", "set_initial_epoch", "set_mask", "with_mask_of"]
+__all__ = [
+    "additional_losses",
+    "check_version",
+    "initial_epoch",
+    "keep_ddp_away",
+    "mask_of",
+    "own_layers",
+    "set_initial_epoch",
+    "set_mask",
+    "with_mask_of",
+]
 
 _FROM, _BEFORE = (3, 15), (3, 17)
 
