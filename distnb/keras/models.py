@@ -30,15 +30,18 @@ _FUNCTIONS = ("train", "test", "predict")
 _adopted: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def adopt(strategy: Any, modules: Iterable[Any]) -> None:
-    """Have the Keras models among some modules train on all replicas of the strategy in whose scope they were made."""
-    if keras.backend.backend() != "torch":
-        return
-    for module in modules:
-        if isinstance(module, keras.Model) and module not in _adopted:
-            compat.check_version()
-            ModelOnReplicas(strategy, module)
-            _adopted.add(module)
+def adopt(strategy: Any, modules: Iterable[Any]) -> list[Any]:
+    """Have the models among some modules of Keras's train on all replicas of the strategy whose scope made them.
+
+    Returns:
+        These models. Most get their parameters later, from the first batch.
+    """
+    models = [module for module in modules if isinstance(module, keras.Model)]
+    for model in models:
+        if model not in _adopted:
+            ModelOnReplicas(strategy, model)
+            _adopted.add(model)
+    return models
 
 
 class ModelOnReplicas:
@@ -129,6 +132,8 @@ class ModelOnReplicas:
         process = this_process.replica
         if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
             return plain(data)
+        if self._callbacks is not None and trains and self._callbacks.skips:
+            return {}
         model = self._model
         self._forward.watch([model])
         if type(model).train_step is not keras.Model.train_step or type(model).test_step is not keras.Model.test_step:

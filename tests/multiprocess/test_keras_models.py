@@ -26,7 +26,7 @@ CASES = [
 CALLBACK_CASES = [
     "dropout",
     "checkpoint", "moving_statistics", "model_checkpoint", "backup_and_restore", "early_stopping", "rates", "after_batches", "not_a_number", "logs",
-    "own_callbacks", "saved_and_loaded",
+    "own_callbacks", "tensorboard", "saved_and_loaded",
 ]  # fmt: skip
 
 
@@ -84,28 +84,43 @@ strategy = distnb.MirroredStrategy()
 folder = Path({folder!r})
 
 class Dies(keras.callbacks.Callback):
+    def __init__(self):
+        self.epoch = -1
     def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 2 and {dies}:
+        self.epoch = epoch
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == {dies}:
             os.kill(os.getpid(), signal.SIGKILL)
 
 def train(callbacks):
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = mlp()
-        model.compile("adam", LOGITS)
-    return model.fit(X, Y, batch_size=16, epochs=4, shuffle=False, verbose=0, callbacks=callbacks).history["loss"]
+        model = mlp(keras.layers.Dropout(0.3, seed=1))
+        model.compile("adam", LOGITS, metrics=["accuracy"])
+    history = model.fit(X, Y, batch_size=8, epochs=4, verbose=0, callbacks=callbacks).history
+    return history, [each.tolist() for each in model.get_weights()]
 
 whole = train([])
-result = whole, train([keras.callbacks.BackupAndRestore(folder), Dies()])
+result = whole, train([keras.callbacks.BackupAndRestore(folder, save_freq={save_freq!r}), Dies()])
 """
 
 
-def test_a_script_that_was_killed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("save_freq", "resumed"), [("epoch", 2), (3, 2)])
+def test_a_script_that_was_killed_goes_on_when_it_is_started_again(
+    tmp_path: Path, save_freq: str | int, resumed: int
+) -> None:
+    """In the third epoch, after five of seven batches; by what it shuffles, too, it is as if nothing had been."""
     folder = tmp_path / "backup"
-    first = run_ranks(KILLED.format(folder=str(folder), dies=True), 2, timeout_s=100, env=ENVIRONMENT)
+
+    def program(dies: tuple[int, int] | None) -> str:
+        return KILLED.format(folder=str(folder), dies=dies, save_freq=save_freq)
+
+    first = run_ranks(program((2, 4)), 2, timeout_s=100, env=ENVIRONMENT)
     assert first[0].returncode == -signal.SIGKILL
     assert first[1].returncode != 0, "it does not wait for ever"
-    for rank in run_ranks(KILLED.format(folder=str(folder), dies=False), 2, timeout_s=100, env=ENVIRONMENT):
-        whole, went_on = rank.check().result
-        assert went_on == pytest.approx(whole[2:], abs=1e-6)
+    for rank in run_ranks(program(None), 2, timeout_s=100, env=ENVIRONMENT):
+        (history, weights), (went_on, its_weights) = rank.check().result
+        for name, values in history.items():
+            assert went_on[name] == pytest.approx(values[resumed:], abs=1e-6), name
+        assert not differences(weights, its_weights, 1e-6)
     assert not folder.exists(), "a training that ended well leaves no backup"

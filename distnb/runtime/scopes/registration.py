@@ -64,14 +64,18 @@ class Registration:
         self._group = group
         self._keys: weakref.WeakKeyDictionary[torch.nn.Module, _GroupKey] = weakref.WeakKeyDictionary()
         self._made_variables = 0
+        self._adopted: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     @property
     def group(self) -> Group:
         """The replicas."""
         return self._group()
 
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter was made in a scope of this strategy."""
+    def owns(self, made: torch.Tensor | torch.nn.Module) -> bool:
+        """Whether a parameter was made in a scope of this strategy; or a model of a library that makes them later."""
+        if isinstance(made, torch.nn.Module):
+            return made in self._adopted
+        parameter = made
         if isinstance(parameter, SyncOnReadVariable):
             return parameter.distribute_strategy is self.strategy
         mirror = find_mirror(parameter)
@@ -121,10 +125,13 @@ class Registration:
             self._take(roots, loose)
         self._have_adopted([each for each in (reference() for reference in begun) if each is not None])
 
-    def _have_adopted(self, made: Iterable[Any]) -> None:
+    def _have_adopted(self, made: Iterable[torch.nn.Module]) -> None:
         for library, adopter in _ADOPTERS.items():
-            if library in sys.modules:
-                importlib.import_module(adopter).adopt(self.strategy, made)
+            its = [
+                each for each in made if any(cls.__module__.partition(".")[0] == library for cls in type(each).__mro__)
+            ]
+            if its:
+                self._adopted.update(importlib.import_module(adopter).adopt(self.strategy, its))
 
     def take(self, model: torch.nn.Module) -> None:
         """Register what a model that a scope made has got since. All replicas call it together."""
