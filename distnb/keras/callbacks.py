@@ -95,7 +95,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
             return
         self._from = broadcast_tree(self._group, self._backup.found, 0)
         if self._from is not None and not self._from.batches:
-            draws.restore(streams.shared, self._from.now)
+            self._from.take_up(self.model)
             self._from = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
