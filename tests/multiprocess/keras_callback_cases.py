@@ -252,7 +252,7 @@ CASES = [
 
 def run_all(strategy: Any, folder: str) -> dict[str, Any]:
     """Every case, by name; an error's text where it raises."""
-    results: dict[str, Any] = {"replicas": strategy.num_replicas_in_sync}
+    results: dict[str, Any] = {"replicas": strategy.num_replicas_in_sync, "keras": keras.__version__}
     for case in CASES:
         here = Path(folder, case.__name__)
         here.mkdir(parents=True, exist_ok=True)
