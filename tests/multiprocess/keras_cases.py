@@ -100,6 +100,12 @@ def own_step(strategy: Any) -> Any:
     return told(model, model.fit(X, batch_size=16, epochs=2, shuffle=False, verbose=0))
 
 
+def averaged_gradients(strategy: Any) -> Any:
+    """A strategy that averages the gradients of losses that are means: Keras's losses are whole in any case."""
+    several = strategy.num_replicas_in_sync > 1
+    return reductions(distnb.MirroredStrategy(gradient_reduction="mean") if several else strategy)
+
+
 class AddsLoss(OwnStep):
     """The same layers in Keras's own step."""
 
@@ -248,7 +254,7 @@ def refused(strategy: Any) -> Any:
 
 CASES = [
     refused,
-    built_when_it_fits, compiled_outside, reductions, own_step, added_loss, masks, several_inputs_and_outputs,
+    built_when_it_fits, compiled_outside, reductions, own_step, averaged_gradients, added_loss, masks, several_inputs_and_outputs,
     torch_module, kinds_of_data, mixed_precision, batch_by_batch, predicted_before_it_is_built, scope_in_a_function,
 ]  # fmt: skip
 

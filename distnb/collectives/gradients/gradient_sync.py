@@ -19,7 +19,7 @@ from distnb.collectives.algorithms.flat_packs import Packs
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.gradients.buckets import Bucket, BucketPlan, large_packs
 from distnb.collectives.gradients.finishing import finish, finish_with_graph, keep_equal, keep_local
-from distnb.collectives.gradients.mean_loss import MeanLossCheck
+from distnb.collectives.gradients.mean_loss import MeanLossCheck, are_losses_global
 from distnb.collectives.gradients.optimizer_steps import changed_by_hand, guard_optimizers
 from distnb.collectives.gradients.parameter_groups import (
     AGGREGATED,
@@ -210,7 +210,7 @@ class GradientSync:
         self._pass = _Pass(aggregation, not self._unsynced, equal, create_graph, mean_loss, self._scale(size))
 
     def _scale(self, replicas: int) -> float:
-        if self._reduction == "sum":
+        if self._reduction == "sum" or are_losses_global():
             return 1.0
         size, total = self._slice or (1, replicas)
         return size / max(total, 1)

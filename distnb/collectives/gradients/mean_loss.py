@@ -18,7 +18,7 @@ import torch
 from distnb.collectives.verify import callsite
 from distnb.errors import MeanLossError
 
-__all__ = ["MeanLossCheck", "losses_are_global"]
+__all__ = ["MeanLossCheck", "are_losses_global", "losses_are_global"]
 
 _MEAN, _SUM = 1, 2  # ATen's numbers for `reduction=`
 _MAX_NODES = 256
@@ -30,12 +30,17 @@ _global = ContextVar("losses are those of the whole batch", default=False)
 
 @contextmanager
 def losses_are_global() -> Iterator[None]:
-    """Within, what every replica computes its gradients of is the loss of the whole batch: nothing is looked for."""
+    """Within, what every replica computes its gradients of is the loss of the whole batch, and what flows back are parts of it."""
     before = _global.set(True)
     try:
         yield
     finally:
         _global.reset(before)
+
+
+def are_losses_global() -> bool:
+    """Whether `losses_are_global` says so here."""
+    return _global.get()
 
 
 class MeanLossCheck:
