@@ -236,6 +236,14 @@ def scope_in_a_function(strategy: Any) -> Any:
     return told(model), np.asarray(copied(X[:3]).detach()).tolist()
 
 
+class OfWeights(OwnStep):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) + keras.ops.sum(self.encoder.kernel**2)
+
+    train_step = keras.Model.train_step
+    metrics = keras.Model.metrics
+
+
 def refused(strategy: Any) -> Any:
     """What cannot be shared out says so, and spoils nothing."""
     with strategy.scope():
@@ -249,6 +257,11 @@ def refused(strategy: Any) -> Any:
                 model.fit(data, verbose=0)
         with pytest.raises(distnb.errors.StructureError, match="one row for each"):
             no_rows.predict(X, verbose=0)
+        with strategy.scope():
+            of_weights = OfWeights()
+            of_weights.compile("sgd", "mse")
+        with pytest.raises(distnb.errors.GradientError, match="computed of weights"):
+            of_weights.fit(X, X, verbose=0)
     return told(model, model.fit(X, Y, batch_size=16, shuffle=False, verbose=0))
 
 

@@ -29,7 +29,7 @@ from distnb.collectives.gradients.parameter_groups import (
 )
 from distnb.collectives.gradients.replica_comparison import agree, check_equal
 from distnb.collectives.verify import callsite
-from distnb.errors import MeanLossError, OptionError
+from distnb.errors import GradientError, OptionError
 
 __all__ = ["GradientSync"]
 
@@ -41,7 +41,7 @@ class _Pass:
     Attributes:
         synced: Whether gradients are aggregated at its end, and not kept under `no_sync`.
         equal: Whether all replicas do the same in it, so that nothing is added up.
-        mean_loss: The error if it began with a mean loss, to be raised if it reaches mirrored parameters.
+        mean_loss: The error if it began with a loss that is not to be summed, raised if it reaches mirrored parameters.
         scale: Multiplies this replica's gradients.
     """
 
@@ -49,7 +49,7 @@ class _Pass:
     synced: bool
     equal: bool
     create_graph: bool
-    mean_loss: MeanLossError | None
+    mean_loss: GradientError | None
     scale: float
 
 
