@@ -13,6 +13,7 @@ from distnb.estimator import Estimator, EstimatorSpec, EvalSpec, ModeKeys, RunCo
 
 
 def model_fn(features, labels, mode, params):
+    torch.manual_seed(1)
     layer = torch.nn.Linear(features.shape[1], 1).double()
     if mode == ModeKeys.PREDICT:
         return EstimatorSpec(mode, layer, predictions=lambda logits: {"logits": logits, "half": logits / 2})
@@ -36,7 +37,6 @@ def of_rows(rows):
 
 
 def estimator(folder, of, **options):
-    torch.manual_seed(1)
     return Estimator(model_fn, folder, RunConfig(train_distribute=of, **options), {"learning_rate": 0.1})
 
 
@@ -84,7 +84,6 @@ def by_replica(input_context=None):
 
 replicas = strategy.num_replicas_in_sync
 per_replica = RunConfig(train_distribute=strategy, batch_is_per_replica=True)
-torch.manual_seed(1)
 each = Estimator(model_fn, "per replica", per_replica, {"learning_rate": 0.1}).train(by_replica)
 together = estimator("together", none).train(lambda: [(part, 3 * part + 1) for part in x[:12].split(replicas)])
 got, expected = (one.evaluate(of_all) for one, of_all in ((each, by_replica), (together, by_replica)))
