@@ -19,6 +19,7 @@ from distnb.checkpoint.chief import on_chief
 from distnb.checkpoint.manager import CheckpointManager, latest_checkpoint
 from distnb.errors import CheckpointError, OptionError
 from distnb.estimator.specs import EstimatorSpec, ModeKeys, RunConfig, check_count
+from distnb.input.sources.choosing import check_batched
 from distnb.metrics import Mean
 from distnb.options import InputContext
 from distnb.strategies.base import Strategy
@@ -287,25 +288,27 @@ class Estimator:
         with strategy.scope():
             spec = _called(self._model_fn, features, labels=labels, **known)
             if not isinstance(spec, EstimatorSpec) or spec.mode != mode:
-                raise OptionError(f"model_fn returned {spec!r}, and an EstimatorSpec of mode {mode!r} is needed.")
+                raise OptionError(f"model_fn returned {spec!r}, and an EstimatorSpec of mode '{mode}' is needed.")
         spec.model.train(mode is ModeKeys.TRAIN)
         return spec, itertools.chain(first, batches)
 
     def _dataset(self, strategy: Strategy, input_fn: Callable[..., Any], known: Mapping[str, Any]) -> Any:
         takes_context = "input_context" in inspect.signature(input_fn).parameters
 
-        def make(context: InputContext) -> Any:
-            if context.num_input_pipelines > 1 and not takes_context:
+        def make(context: InputContext | None = None) -> Any:
+            if context is not None and context.num_input_pipelines > 1 and not takes_context:
                 raise OptionError(
                     f"batch_is_per_replica=True, and {context.num_input_pipelines} workers would all read the same. "
                     "Give input_fn a parameter input_context, and have it read the part of this worker: every "
                     "input_context.num_input_pipelines-th example, from input_context.input_pipeline_id on."
                 )
-            return _called(input_fn, input_context=context, **known)
+            dataset = _called(input_fn, input_context=context, **known)
+            check_batched(dataset)  # the default strategy would iterate over whatever it is
+            return dataset
 
         if takes_context or self.config.batch_is_per_replica:
             return strategy.distribute_datasets_from_function(make)
-        return strategy.distribute_dataset(_called(input_fn, **known))
+        return strategy.distribute_dataset(make())
 
     def _newest(self) -> str | None:
         return on_chief(lambda: latest_checkpoint(self.model_dir))

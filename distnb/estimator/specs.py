@@ -33,8 +33,8 @@ class EstimatorSpec:
     Attributes:
         mode: The mode that the model function was called with.
         model: Called as `model(features)`, once a step; in training mode where the mode is TRAIN.
-        loss: `loss(outputs, labels)` gives the loss of each example, `[batch, ...]`; what the optimizer and `evaluate`
-            see is the mean over the examples of the global batch. Needed to train and to evaluate.
+        loss: `loss(outputs, labels)` gives the losses of each example, `[batch, ...]`. What the optimizer sees is their
+            mean over the global batch, and what `evaluate` tells their mean over all batches. Needed for both.
         optimizer: Of the model's parameters. Needed to train.
         scheduler: A schedule of its learning rate, which steps after each step of the optimizer.
         eval_metric_ops: By name, metrics of `distnb.metrics` or torchmetrics that are made in the model function, and
@@ -65,7 +65,7 @@ class EstimatorSpec:
                 f"{name} is a {type(given).__name__}. A model function is called once, not at each step: give a "
                 f"function {name}{takes} of what the model returns.",
             )
-        _require(mode == ModeKeys.PREDICT or self.loss is not None, f"loss is missing, and mode {mode!r} needs it.")
+        _require(mode == ModeKeys.PREDICT or self.loss is not None, f"loss is missing, and mode '{mode}' needs it.")
         _require(mode != ModeKeys.TRAIN or self.optimizer is not None, "optimizer is missing: training needs one.")
         for name, metric in self.eval_metric_ops.items():
             told = f"eval_metric_ops[{name!r}] is a {type(metric).__name__}"

@@ -77,7 +77,9 @@ assert result["by turns"]["global_step"] == 15
 
 # One batch for each replica: what n replicas do with batches of b, one does with batches of n * b.
 def by_replica(input_context=None):
-    pipelines = (1, 0) if input_context is None else (input_context.num_input_pipelines, input_context.input_pipeline_id)
+    pipelines = (
+        (1, 0) if input_context is None else (input_context.num_input_pipelines, input_context.input_pipeline_id)
+    )
     part = x[:12].split(1)[pipelines[1] :: pipelines[0]]
     return [(each, 3 * each + 1) for each in part]
 
