@@ -188,11 +188,9 @@ class Estimator:
         after_save: Callable[[], object] | None = None,
     ) -> None:
         strategy, config = self._strategy(ModeKeys.TRAIN), self.config
-        spec, batches = self._begin(ModeKeys.TRAIN, input_fn)
+        spec, global_step, _, batches = self._begin(ModeKeys.TRAIN, input_fn)
         assert spec.optimizer is not None
         optimizer, averaged = spec.optimizer, strategy.spec.option("gradient_reduction") == "mean"
-        with strategy.scope():
-            global_step = Variable(0, dtype=torch.int64)
         schedule = {} if spec.scheduler is None else {"scheduler": spec.scheduler}
         saved = Checkpoint(model=spec.model, optimizer=optimizer, global_step=global_step, **schedule)
         manager = CheckpointManager(saved, self.model_dir, config.keep_checkpoint_max)
@@ -233,14 +231,12 @@ class Estimator:
 
     def _evaluate(self, input_fn: Callable[..., Any], steps: int | None, checkpoint_path: Any) -> dict[str, Any]:
         strategy = self._strategy(ModeKeys.EVAL)
-        spec, batches = self._begin(ModeKeys.EVAL, input_fn)
+        spec, global_step, mean, batches = self._begin(ModeKeys.EVAL, input_fn)
         metrics = dict(spec.eval_metric_ops)
         for name, metric in metrics.items():
             if strategy.num_replicas_in_sync > 1 and not is_mirrored(metric):
                 raise OptionError(f"eval_metric_ops[{name!r}] was made outside model_fn. Make it there, in the scope.")
-        with strategy.scope():
-            mean = Mean()
-        global_step = self._restored(strategy, spec, checkpoint_path)
+        self._restore(checkpoint_path, spec, global_step)
 
         @torch.no_grad()
         def eval_step(batch: Any) -> None:
@@ -253,12 +249,12 @@ class Estimator:
         for batch in itertools.islice(batches, steps):
             strategy.run(eval_step, args=(batch,))
         results = {name: _plain(metric.compute()) for name, metric in {"loss": mean, **metrics}.items()}
-        return results | {"global_step": global_step}
+        return results | {"global_step": int(global_step)}
 
     def _predicted(self, input_fn: Callable[..., Any], checkpoint_path: Any) -> Iterator[Any]:
         strategy = self._strategy(ModeKeys.PREDICT)
-        spec, batches = self._begin(ModeKeys.PREDICT, input_fn)
-        self._restored(strategy, spec, checkpoint_path)
+        spec, global_step, _, batches = self._begin(ModeKeys.PREDICT, input_fn)
+        self._restore(checkpoint_path, spec, global_step)
 
         @torch.no_grad()
         def predict_step(batch: Any) -> Any:
@@ -276,8 +272,8 @@ class Estimator:
         own = config.train_distribute if mode is ModeKeys.TRAIN else config.eval_distribute or config.train_distribute
         return own if own is not None else get_strategy()
 
-    def _begin(self, mode: ModeKeys, input_fn: Callable[..., Any]) -> tuple[EstimatorSpec, Iterator[Any]]:
-        """What the model function makes, and the batches."""
+    def _begin(self, mode: ModeKeys, input_fn: Callable[..., Any]) -> tuple[EstimatorSpec, Any, Mean, Iterator[Any]]:
+        """What the model function makes, a variable for the global step, a mean for the loss; and the batches."""
         strategy = self._strategy(mode)
         known = {"mode": mode, "params": self.params, "config": self.config}
         batches = iter(self._dataset(strategy, input_fn, known))
@@ -285,12 +281,13 @@ class Estimator:
         if not first:
             raise OptionError("input_fn gave no batch: there is nothing to look at, and nothing to do.")
         features, labels = _parts(strategy.local_results(first[0])[0])
-        with strategy.scope():
+        with strategy.scope():  # one for all: the end of a scope costs a garbage collection
             spec = _called(self._model_fn, features, labels=labels, **known)
-            if not isinstance(spec, EstimatorSpec) or spec.mode != mode:
-                raise OptionError(f"model_fn returned {spec!r}, and an EstimatorSpec of mode '{mode}' is needed.")
+            global_step, mean = Variable(0, dtype=torch.int64), Mean()
+        if not isinstance(spec, EstimatorSpec) or spec.mode != mode:
+            raise OptionError(f"model_fn returned {spec!r}, and an EstimatorSpec of mode '{mode}' is needed.")
         spec.model.train(mode is ModeKeys.TRAIN)
-        return spec, itertools.chain(first, batches)
+        return spec, global_step, mean, itertools.chain(first, batches)
 
     def _dataset(self, strategy: Strategy, input_fn: Callable[..., Any], known: Mapping[str, Any]) -> Any:
         takes_context = "input_context" in inspect.signature(input_fn).parameters
@@ -313,15 +310,11 @@ class Estimator:
     def _newest(self) -> str | None:
         return on_chief(lambda: latest_checkpoint(self.model_dir))
 
-    def _restored(self, strategy: Strategy, spec: EstimatorSpec, checkpoint_path: Any) -> int:
-        """Give the model what a checkpoint holds. Returns its global step."""
+    def _restore(self, checkpoint_path: Any, spec: EstimatorSpec, global_step: Any) -> None:
         path = self._newest() if checkpoint_path is None else checkpoint_path
         if path is None:
             raise CheckpointError(f"There is no checkpoint in {self.model_dir}: train the estimator first.")
-        with strategy.scope():
-            global_step = Variable(0, dtype=torch.int64)
         Checkpoint(model=spec.model, global_step=global_step).restore(path)
-        return int(global_step)
 
 
 def _called(function: Callable[..., Any], *args: Any, **known: Any) -> Any:

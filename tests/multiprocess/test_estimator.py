@@ -172,6 +172,8 @@ def test_cells(notebook: Notebook, tmp_path: Path) -> None:
     # The notebook's own has its work done by the replicas; under the default strategy it is done here.
     notebook.run("strategy = distnb.MirroredStrategy()\n" + making + "estimator.train(input_fn)")
     assert notebook.value("estimator.latest_checkpoint()") == str(tmp_path / "ckpt-40")
+    turns = "train_and_evaluate(estimator, TrainSpec(input_fn, 50), EvalSpec(input_fn)) == estimator.evaluate(input_fn)"
+    assert notebook.value(turns) is True
     notebook.run("there, rows = estimator.evaluate(input_fn), list(estimator.predict(lambda: list(X.split(3))))")
     here = notebook.run(
         "strategy = distnb.get_strategy()\n" + making + "own = estimator.evaluate(input_fn)\n"

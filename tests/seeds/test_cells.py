@@ -44,9 +44,7 @@ def test_a_distributed_cell(
 
 # The others enter a scope in a function, or ask who they are: there the notebook is no replica.
 @pytest.mark.parametrize("word", ON_ENGINES)
-@pytest.mark.parametrize(
-    ("program", "way"), [(each, REFERENCE) for each in ("average_loss", "digits", "estimator", "values")]
-)
+@pytest.mark.parametrize(("program", "way"), [(each, REFERENCE) for each in ("average_loss", "digits", "values")])
 def test_an_ordinary_cell(
     notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str, word: str
 ) -> None:

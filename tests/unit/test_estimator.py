@@ -130,9 +130,8 @@ def test_a_schedule_steps_and_goes_on(tmp_path: Path) -> None:
         spec = model_fn(features, labels, mode)
         optimizer = torch.optim.SGD(spec.model.parameters(), lr=1e-3)
         optimizer.register_step_post_hook(lambda own, *_: rates.append(own.param_groups[0]["lr"]))
-        return EstimatorSpec(
-            mode, spec.model, LOSS, optimizer, scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return EstimatorSpec(mode, spec.model, LOSS, optimizer, scheduler)
 
     Estimator(model, tmp_path).train(input_fn, steps=2).train(input_fn, steps=2)
     assert rates == [1e-3, 5e-4, 2.5e-4, 1.25e-4]
