@@ -153,6 +153,18 @@ def several_inputs_and_outputs(strategy: Any) -> Any:
     return told(model, history), {name: each.tolist() for name, each in predicted.items()}
 
 
+def several_steps_at_once(strategy: Any) -> Any:
+    """On torch, Keras does so since 3.16, and refuses it before."""
+    with strategy.scope():
+        model = mlp()
+        model.compile("adam", LOGITS, metrics=["accuracy"], steps_per_execution=3)
+    if keras.__version__ < "3.16":
+        with pytest.raises(ValueError, match="steps_per_execution"):
+            model.fit(X, Y, batch_size=10, verbose=0)
+        return "refused"
+    return {"steps": int(model.fit(X, Y, batch_size=10, verbose=0).params["steps"])} | told(model)
+
+
 def torch_module(strategy: Any) -> Any:
     with strategy.scope():
         inner = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh())
@@ -267,7 +279,7 @@ def refused(strategy: Any) -> Any:
 
 CASES = [
     refused,
-    built_when_it_fits, compiled_outside, reductions, own_step, averaged_gradients, added_loss, masks, several_inputs_and_outputs,
+    built_when_it_fits, compiled_outside, reductions, own_step, averaged_gradients, added_loss, several_steps_at_once, masks, several_inputs_and_outputs,
     torch_module, kinds_of_data, mixed_precision, batch_by_batch, predicted_before_it_is_built, scope_in_a_function,
 ]  # fmt: skip
 
