@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -230,6 +231,24 @@ def scope_in_a_function(strategy: Any) -> Any:
     return told(model), np.asarray(copied(X[:3]).detach()).tolist()
 
 
+def fitted_in_the_scope(strategy: Any) -> Any:
+    """All of it in the scope, as the course's function has it: there, too, each replica has its rows."""
+    rows = []
+
+    class Counts(layers.Layer):
+        def call(self, x: Any) -> Any:
+            rows.append(x.shape[0])
+            return x
+
+    with strategy.scope():
+        model = mlp(Counts())
+        model.compile("adam", LOGITS, metrics=["accuracy"])
+        history = model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
+        evaluated = model.evaluate(X, Y, batch_size=16, verbose=0)
+    assert max(rows[-4:]) == math.ceil(16 / strategy.num_replicas_in_sync)
+    return told(model, history), evaluated, told(model, model.fit(X, Y, batch_size=16, verbose=0))
+
+
 def refused(strategy: Any) -> Any:
     """What cannot be shared out says so, and spoils nothing."""
     with strategy.scope():
@@ -250,6 +269,7 @@ CASES = [
     refused,
     built_when_it_fits, compiled_outside, reductions, own_step, added_loss, masks, several_inputs_and_outputs,
     torch_module, kinds_of_data, mixed_precision, batch_by_batch, predicted_before_it_is_built, scope_in_a_function,
+    fitted_in_the_scope,
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ CASES = [
     "refused",
     "built_when_it_fits", "compiled_outside", "reductions", "own_step", "added_loss", "masks",
     "several_inputs_and_outputs", "torch_module", "kinds_of_data", "mixed_precision", "batch_by_batch",
-    "predicted_before_it_is_built", "scope_in_a_function",
+    "predicted_before_it_is_built", "scope_in_a_function", "fitted_in_the_scope",
 ]  # fmt: skip
 
 

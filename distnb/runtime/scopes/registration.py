@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Registration", "is_scope_buffer"]
 
 _LARGE_NBYTES = 4096
-# What sees to the models of other libraries that a scope made; it is not loaded before they are.
-_ADOPTERS = {"keras": "distnb.keras.models"}
+# What sees to the models of other libraries that a scope makes; it is not loaded before they are.
+_ADOPTERS = {("keras", "Model"): "distnb.keras.models"}
 _OF_KERAS = "_torch_params"
 _buffers = WeakIdKeyDictionary()
 
@@ -105,7 +105,7 @@ class Registration:
         knew_metrics = "torchmetrics" in sys.modules
         if knew_metrics:
             metric_binding.install()
-        with _watching(self._is_open_here) as (made, begun):
+        with _watching(self._is_open_here, self._adopt) as made:
             yield
         if not knew_metrics and "torchmetrics" in sys.modules:
             metric_binding.bind_all()
@@ -119,12 +119,12 @@ class Registration:
             within = {id(parameter) for root in roots for parameter in root.parameters()}
             loose = [each for each in alive if isinstance(each, torch.nn.Parameter) and id(each) not in within]
             self._take(roots, loose)
-        self._have_adopted([each for each in (reference() for reference in begun) if each is not None])
 
-    def _have_adopted(self, made: Iterable[Any]) -> None:
-        for library, adopter in _ADOPTERS.items():
-            if library in sys.modules:
-                importlib.import_module(adopter).adopt(self.strategy, made)
+    def _adopt(self, module: torch.nn.Module) -> None:
+        for (library, name), adopter in _ADOPTERS.items():
+            model = getattr(sys.modules.get(library), name, None)
+            if model is not None and isinstance(module, model):
+                importlib.import_module(adopter).adopt(self.strategy, module)
 
     def take(self, model: torch.nn.Module) -> None:
         """Register what a model that a scope made has got since. All replicas call it together."""
@@ -151,7 +151,8 @@ class Registration:
             elif isinstance(value, torch.nn.Parameter):
                 loose.append(value)
         self._take(_roots_of(modules), loose, equalise=False)
-        self._have_adopted(modules)
+        for module in modules:
+            self._adopt(module)
 
     def _take(
         self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter], *, equalise: bool = True
@@ -244,15 +245,14 @@ def _equalise_when_materialised(part: torch.nn.Module, group: Callable[[], Group
 
 @contextmanager
 def _watching(
-    is_open_here: Callable[[], bool],
-) -> Iterator[tuple[dict[int, weakref.ref[Any]], list[weakref.ref[Any]]]]:
+    is_open_here: Callable[[], bool], begin: Callable[[torch.nn.Module], None]
+) -> Iterator[dict[int, weakref.ref[Any]]]:
     """The modules and parameters, by identity, that are made within, in the order of making.
 
-    And all modules, as they begin: Keras's have no parameters yet. torch's hooks for registrations tell, and wrappers
-    around what makes, copies and unpickles the rest.
+    `begin` gets each module as it begins, when Keras's have no parameters yet. torch's hooks for registrations tell, and
+    wrappers around what makes, copies and unpickles the rest.
     """
     known: dict[int, weakref.ref[Any]] = {}
-    begun: list[weakref.ref[Any]] = []
 
     def note(made: Any, *_more: Any) -> None:
         if is_open_here():
@@ -273,7 +273,7 @@ def _watching(
     def init_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         init(module, *args, **kwargs)
         if is_open_here():
-            begun.append(weakref.ref(module))
+            begin(module)
 
     def set_module_state(module: torch.nn.Module, state: Any) -> None:
         set_state(module, state)
@@ -295,4 +295,4 @@ def _watching(
         torch.nn.Module.__init__ = init_module  # type: ignore[assignment,method-assign]
         torch.nn.Module.__setstate__ = set_module_state  # type: ignore[method-assign]
         stack.callback(unwrap)
-        yield known, begun
+        yield known
