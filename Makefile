@@ -22,6 +22,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+KERAS_NIGHTLY := keras-nightly==3.16.0.dev2026102704
 WORKERS ?= 2
 INSTALL := $(PIP) install -qq -c constraints.txt
 
@@ -42,6 +43,14 @@ $(VENV)/.made: constraints.txt
 $(VENV)/.made-%: $(VENV)/.made pyproject.toml
 	@echo "Installing distnb[$*] …"
 	@$(INSTALL) -e ".[$*]"
+	@touch $@
+
+# Keras's next version, beside the one that is installed: whoever wants it puts the folder before others. A nightly build
+# is taken away from the index some day; the tests that need it then skip with that reason.
+$(VENV)/.made-keras-nightly: $(VENV)/.made constraints.txt
+	@echo "Installing $(KERAS_NIGHTLY) beside Keras …"
+	@rm -rf $(VENV)/keras-nightly
+	@$(PIP) install -qq --no-deps --target $(VENV)/keras-nightly "$(KERAS_NIGHTLY)" || echo "$(KERAS_NIGHTLY) cannot be had." >&2
 	@touch $@
 
 demo: $(VENV)/.made-demo
@@ -69,10 +78,10 @@ imports: $(VENV)/.made-test
 # Each file's tests run in one worker, the longest folders first.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-tests: $(VENV)/.made-test
+tests: $(VENV)/.made-test $(VENV)/.made-keras-nightly
 	$(PYTEST) $(ARGS)
 
-soak: $(VENV)/.made-test
+soak: $(VENV)/.made-test $(VENV)/.made-keras-nightly
 	$(PYTEST) -m soak $(ARGS)
 
 bench: $(VENV)/.made-test $(VENV)/.made-bench

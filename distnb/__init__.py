@@ -19,6 +19,7 @@ _WHERE = {
     "nn": "distnb.strategies.nn:",
     "metrics": "distnb.metrics:",
     "cluster_resolver": "distnb.cluster_resolver:",
+    "keras": "distnb.keras:",
     "experimental": "distnb.strategies.aliases:experimental",
     "live": "distnb.strategies.live",
     "Strategy": "distnb.strategies.base",

@@ -61,8 +61,6 @@ def state_of(value: Any, name: str) -> Any:
         return keras_states.state_of(value, name)
     if _has_state(value):
         state = _here(value.state_dict(), name)
-        if keras_states.is_state_of_keras(state):
-            raise OptionError(f"{name} is a model of Keras on the replicas. Save it in a %%distribute cell.")
         return _of_all_pipelines(state) if isinstance(value, DistributedDataset) else state
     return _here(value.read_value() if hasattr(value, "read_value") else value.detach(), name)
 
@@ -109,10 +107,7 @@ def restore(value: Any, state: Any, name: str) -> None:
         if not isinstance(state, Mapping):
             raise CheckpointError(f"The checkpoint has {_told(state)} for {name}, and here is what has a state_dict().")
         if keras_states.is_state_of_keras(state):
-            raise CheckpointError(
-                f"The checkpoint has a model of Keras for {name}, and here is none. One that is on the replicas is "
-                "restored in a %%distribute cell."
-            )
+            raise CheckpointError(f"The checkpoint has a model of Keras for {name}, and here is none.")
         if "of_replicas" in state and isinstance(value, DistributedDataset):
             process = this_process.replica
             states, rank = state["of_replicas"], process.rank if process is not None else 0

@@ -12,7 +12,7 @@ from distnb.errors import ProgramError
 from distnb.input.agreeing import Agree, OwnData, SameData
 from distnb.input.batch_placement import placement_for
 from distnb.input.dealing import Place
-from distnb.input.draws import Drawing, ReplicaDraws, on_host, set_state, state_of
+from distnb.input.draws import Drawing, ReplicaDraws, capture, on_host, restore, set_state, state_of
 from distnb.input.optional import AskedIterator
 from distnb.input.progress import VERSION, Progress, checked_state, pipelines_of
 from distnb.input.reading import Reader
@@ -74,7 +74,7 @@ class DistributedDataset(Iterable[Any]):
         reader = Reader(loads, self._place, placement, self._depth())
         if resume is not None and resume["position"]:
             reader.fill()  # what was read ahead had been drawn when the state was taken
-            self._drawing.restore(resume["random"])
+            restore(self._drawing.shared, resume["random"])
         if self._source.exclusive:
             self._end_previous = loads.close
         if self._agree is not None and self._place.several_pipelines:
@@ -94,7 +94,7 @@ class DistributedDataset(Iterable[Any]):
         skip = 0
         if resume is not None:
             skip = resume["position"]
-            self._drawing.restore(resume["began"])
+            restore(self._drawing.shared, resume["began"])
             for generator, state in zip(self._source.generators(), resume["generators"], strict=False):
                 set_state(generator, state)
         kept = None if resume is None else resume["kept"]
@@ -173,7 +173,7 @@ class DistributedDataset(Iterable[Any]):
     def _circumstances(self) -> dict[str, Any]:
         """What decides how the next iteration reads: the states of the streams, and workers that are there already."""
         return {
-            "random": self._drawing.capture(),
+            "random": capture(self._drawing.shared),
             "generators": [state_of(each) for each in self._source.generators()],
             "kept": self._source.kept(),
         }

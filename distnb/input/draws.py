@@ -30,9 +30,11 @@ __all__ = [
     "Drawing",
     "ReplicaDraws",
     "WorkerSeeds",
+    "capture",
     "draws_at_start_only",
     "fold",
     "on_host",
+    "restore",
     "set_state",
     "state_of",
 ]
@@ -128,35 +130,37 @@ class Drawing:
     """
 
     def __init__(self, shared: Shared, place: Place) -> None:
-        self._shared = shared
+        self.shared = shared
         self._pipeline = place.turns.pipeline if place.turns is not None and place.several_pipelines else None
         self._own: ReplicaDraws | None = None
 
     def begin(self) -> None:
         """An iteration begins, or the pipeline is made: each pipeline has a new stream."""
         if self._pipeline is not None:
-            with self._shared():
+            with self.shared():
                 seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
             self._own = ReplicaDraws(fold(seed, self._pipeline))
 
     def __call__(self) -> AbstractContextManager[Any]:
         """A context in which the global generators hold the stream."""
-        return self._shared() if self._own is None else self._own.entered()
+        return self.shared() if self._own is None else self._own.entered()
 
-    def capture(self) -> dict[str, Any]:
-        """The shared stream's present states, of plain values."""
-        with self._shared():
-            of_torch, of_random = state_of(torch.default_generator), random.getstate()
-            name, key, *rest = cast("tuple[Any, ...]", np.random.get_state())
-        return {"torch": of_torch, "python": of_random, "numpy": (name, key.tolist(), *rest)}
 
-    def restore(self, states: Mapping[str, Any]) -> None:
-        """Set the shared stream to what `capture` gave."""
-        version, internal, gauss = states["python"]
-        with self._shared():
-            set_state(torch.default_generator, states["torch"])
-            random.setstate((version, tuple(internal), gauss))
-            np.random.set_state(tuple(states["numpy"]))
+def capture(shared: Shared) -> dict[str, Any]:
+    """The shared stream's present states, of plain values."""
+    with shared():
+        of_torch, of_random = state_of(torch.default_generator), random.getstate()
+        name, key, *rest = cast("tuple[Any, ...]", np.random.get_state())
+    return {"torch": of_torch, "python": of_random, "numpy": (name, key.tolist(), *rest)}
+
+
+def restore(shared: Shared, states: Mapping[str, Any]) -> None:
+    """Set the shared stream to what `capture` gave."""
+    version, internal, gauss = states["python"]
+    with shared():
+        set_state(torch.default_generator, states["torch"])
+        random.setstate((version, tuple(internal), gauss))
+        np.random.set_state(tuple(states["numpy"]))
 
 
 def state_of(generator: torch.Generator) -> bytes:

@@ -4,3 +4,11 @@
 is shared out: each replica computes its rows, and the outputs are brought together. So losses and metrics, whatever
 they are, are those of the whole batch, and equal on all replicas. Nothing here is imported before Keras is.
 """
+
+from distnb.keras.compat import check_version
+from distnb.keras.epoch_dots import EpochDots
+from distnb.keras.tensorboard import TensorBoard
+
+check_version()
+
+__all__ = ["EpochDots", "TensorBoard"]

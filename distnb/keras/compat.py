@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import torch
+
+try:
+    import keras
+except ModuleNotFoundError as error:
+    if error.name != "keras":
+        raise  # its backend is not there
+    raise ImportError('distnb.keras needs Keras 3, and there is none: pip install "distnb[keras]".') from error
 
 __all__ = [
     "additional_losses",
@@ -28,11 +34,16 @@ def _version() -> tuple[int, int]:
 
 
 def check_version() -> None:
-    """Raise ImportError for a Keras that may be otherwise inside."""
+    """Raise ImportError for a Keras that may be otherwise inside, or has another backend."""
     if not _FROM <= _version() < _BEFORE:
         raise ImportError(
             f"Keras {keras.__version__} is installed, and distnb's strategies know 3.15 and 3.16. Install one: "
             'pip install "keras>=3.15,<3.17".'
+        )
+    if keras.backend.backend() != "torch":
+        raise ImportError(
+            f"Keras has the backend {keras.backend.backend()!r} here, and distnb's strategies distribute torch. Set "
+            "the environment variable KERAS_BACKEND to torch before Keras is imported."
         )
 
 

@@ -35,8 +35,7 @@ def adopt(strategy: Any, model: Any) -> None:
     It is made ready only then, in the scope or after it: as it begins it has no layers, and Keras may yet change its
     class.
     """
-    if keras.backend.backend() == "torch" and "fit" not in vars(model):
-        compat.check_version()
+    if "fit" not in vars(model):
         for name in (*_METHODS, *_MAKERS):
             vars(model)[name] = _first(strategy, model, name)
 
@@ -141,6 +140,8 @@ class ModelOnReplicas:
         process = this_process.replica
         if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
             return plain(data)
+        if self._callbacks is not None and trains and self._callbacks.skips:
+            return {}
         model = self._model
         self._forward.watch([model])
         if type(model).train_step is not keras.Model.train_step or type(model).test_step is not keras.Model.test_step:

@@ -78,9 +78,9 @@ class SpmdProcess:
         """The mirrored parameters that may differ between replicas since the last look, with numbers to compare."""
         return {name: number for each in self._runtimes.values() for name, number in each.changed_by_hand().items()}
 
-    def strategy_of(self, parameter: torch.Tensor) -> Owner | None:
-        """The strategy in whose scope a parameter was made; None if there is none."""
-        return next((strategy for strategy, each in self._runtimes.items() if each.registration.owns(parameter)), None)
+    def strategy_of(self, made: torch.Tensor | torch.nn.Module) -> Owner | None:
+        """The strategy in whose scope a parameter, or a model as `Registration.owns` has it, was made, if in any."""
+        return next((strategy for strategy, each in self._runtimes.items() if each.registration.owns(made)), None)
 
 
 # A new engine gets its objects before it joins a group, and gradients are kept in sync within one.

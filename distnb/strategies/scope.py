@@ -37,8 +37,11 @@ def is_mirrored(value: Any) -> bool:
     if is_read_together(value):
         return True
     parameters = _parameters(value)
+    if not parameters:
+        process = this_process.replica
+        return isinstance(value, torch.nn.Module) and process is not None and process.strategy_of(value) is not None
     trainable = [parameter for parameter in parameters if parameter.requires_grad] or parameters
-    return bool(trainable) and all(map(parameter_groups.find_mirror, trainable))
+    return all(map(parameter_groups.find_mirror, trainable))
 
 
 def is_read_together(value: Any) -> bool:
@@ -70,7 +73,8 @@ def spec_of(value: Any) -> StrategySpec | None:
     process = this_process.replica
     if process is None or not is_mirrored(value):
         return None
-    found = (process.strategy_of(parameter) for parameter in _parameters(value))
+    of_its_own = [value] if isinstance(value, torch.nn.Module) else []
+    found = map(process.strategy_of, [*_parameters(value), *of_its_own])
     return next((strategy.spec for strategy in found if strategy is not None), None)
 
 

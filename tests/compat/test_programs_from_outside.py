@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.keras_nightly import NIGHTLY, needs_nightly
 from tests.kernel import Notebook
 from tests.ranks import run_ranks
 
@@ -28,7 +29,33 @@ _dist.init_process_group = _init_and_keep
 
 @pytest.mark.parametrize("name", ["ddp_tutorial", "accelerate_loop", "fabric_loop"])
 def test_a_program_gives_the_numbers_that_torchrun_gives_it(notebook: Notebook, name: str) -> None:
-    program = (PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
+    runs_alike(notebook, (PROGRAMS / f"{name}.py").read_text(encoding="utf-8"))
+
+
+@needs_nightly
+def test_data_parallelism_of_keras_itself_and_a_scope_after_it() -> None:
+    """What Keras would sum up by itself, wherever there is a process group, is not summed up twice in a scope."""
+    with Notebook(2) as notebook:
+        first = f"import sys\nsys.path.insert(0, {str(NIGHTLY)!r})\n"
+        notebook.run(first)
+        runs_alike(notebook, first + (PROGRAMS / "keras_data_parallel.py").read_text(encoding="utf-8"))
+        training = (
+            "keras.utils.set_random_seed(5)\n"
+            "with strategy.scope():\n"
+            "    again = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.Dense(2)])\n"
+            "    again.compile(keras.optimizers.SGD(0.1), loss)\n"
+            "losses = again.fit(rows, rows.sum(axis=1) > 0, batch_size=16, epochs=2, verbose=0).history['loss']"
+        )
+        notebook.run(f"%%distribute mirrored\n{training}", timeout_s=60)
+        notebook.run("several = losses\nimport keras\nloss = keras.losses.SparseCategoricalCrossentropy(True)\n")
+        notebook.run(f"%%distribute default\n{training}", timeout_s=60)
+        assert notebook.value("[round(float(each), 5) for each in several]") == pytest.approx(
+            notebook.value("losses"), abs=2e-5
+        )
+
+
+def runs_alike(notebook: Notebook, program: str) -> None:
+    """In a cell, twice, as under torchrun."""
     under_torchrun = [rank.check().result for rank in run_ranks(KEEP_GROUPS + program, REPLICAS, timeout_s=90)]
     for _ in range(2):  # a user runs a cell again: it must not mind what its first run left behind
         notebook.run(f"%%distribute mirrored\n{program}", timeout_s=90)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import traceback
 from pathlib import Path
 from typing import Any
@@ -131,16 +133,20 @@ def logs(strategy: Any, folder: Path) -> Any:
         return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
-class EpochDots(keras.callbacks.Callback):
-    """The course's: a dot for each epoch."""
+def tensorboard(strategy: Any, folder: Path) -> Any:
+    """One file in each of the two folders; what was written is what the history has."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        with self.path.open("a") as file:
-            file.write(f"{epoch}: {', '.join(sorted(logs))}\n" if epoch % 2 == 0 else ".")
+    board = distnb.keras.TensorBoard(folder, histogram_freq=2, update_freq=2)
+    history = fit(made(strategy), [board]).history
+    if strategy.num_replicas_in_sync > 1:
+        strategy.gather(strategy.run(lambda: np.zeros(1)), axis=0)  # all wait for the chief
+    written = {each: EventAccumulator(str(folder / each)).Reload() for each in ("train", "validation")}
+    for where, name in (("train", "loss"), ("validation", "val_loss")):
+        losses = [point.value for point in written[where].Scalars("epoch_loss")]
+        assert np.allclose(losses, history[name], atol=1e-6), where
+    told = {each: (read.Tags()["scalars"], len(read.Tags()["histograms"])) for each, read in written.items()}
+    return told, len(written["train"].Scalars("batch_loss")), [Path(name).parent.name for name in names(folder)]
 
 
 class Looks(keras.callbacks.Callback):
@@ -159,8 +165,12 @@ class Looks(keras.callbacks.Callback):
 
 def own_callbacks(strategy: Any, folder: Path) -> Any:
     model = made(strategy)
-    history = fit(model, [EpochDots(folder / "dots"), Looks(folder / "looks")])
-    return told(model, history), (folder / "dots").read_text(), (folder / "looks").read_text()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        history = fit(model, [distnb.keras.EpochDots(report_every=2), Looks(folder / "looks")])
+    lines = printed.getvalue().splitlines()
+    assert [line[:7] for line in lines] == (["epoch 1", "..", "epoch 3", ".."] if distnb.is_chief() else [])
+    return told(model, history), (folder / "looks").read_text()
 
 
 def saved_and_loaded(strategy: Any, folder: Path) -> Any:
@@ -236,13 +246,13 @@ def dropout(strategy: Any, folder: Path) -> Any:
 CASES = [
     dropout,
     checkpoint, moving_statistics, model_checkpoint, backup_and_restore, early_stopping, rates, after_batches, not_a_number, logs, own_callbacks,
-    saved_and_loaded,
+    tensorboard, saved_and_loaded,
 ]  # fmt: skip
 
 
 def run_all(strategy: Any, folder: str) -> dict[str, Any]:
     """Every case, by name; an error's text where it raises."""
-    results: dict[str, Any] = {"replicas": strategy.num_replicas_in_sync}
+    results: dict[str, Any] = {"replicas": strategy.num_replicas_in_sync, "keras": keras.__version__}
     for case in CASES:
         here = Path(folder, case.__name__)
         here.mkdir(parents=True, exist_ok=True)

@@ -58,6 +58,19 @@ def test_ordinary_cells_train_what_lives_on_the_replicas(cells: Notebook) -> Non
     )
 
 
+def test_ordinary_cells_save_and_restore_a_model(cells: Notebook, tmp_path: Path) -> None:
+    """With its optimizer; and one that is built by its first batch is one model on all replicas from the start."""
+    cells.run("strategy = distnb.MirroredStrategy()" + TRAINING, timeout_s=90)
+    assert cells.value("type(model).__name__") == "RemoteMirrored"
+    cells.run(f"path = distnb.Checkpoint(model=model).write({str(tmp_path / 'one')!r})")
+    goes_on = "[float(x) for x in model.fit(X, Y, batch_size=16, epochs=2, verbose=0, shuffle=False).history['loss']]"
+    cells.run(f"first = {goes_on}\ndistnb.Checkpoint(model=model).restore(path)\nsecond = {goes_on}")
+    assert cells.value("first == second != losses[-2:]") is True
+    cells.run(f"%%distribute default\n{TRAINING.replace('epochs=3', 'epochs=1')}", timeout_s=60)
+    cells.run(f"distnb.Checkpoint(model=model).restore(path)\nalone = {goes_on}")
+    assert cells.value("np.allclose(first, alone, atol=1e-6)") is True
+
+
 def test_a_failing_callback_ends_the_cell_and_the_next_one_works(cells: Notebook, tmp_path: Path) -> None:
     cells.run("%%distribute mirrored" + TRAINING, timeout_s=90)
     ran = cells.try_run(

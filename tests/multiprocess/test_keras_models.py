@@ -11,35 +11,35 @@ from typing import Any
 
 import pytest
 
+from tests.keras_nightly import NIGHTLY, needs_nightly
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(170)
 ENVIRONMENT = {"KERAS_BACKEND": "torch"}
 CASES = [
-    "refused",
-    "built_when_it_fits", "compiled_outside", "reductions", "own_step", "added_loss", "masks",
+    "refused", "built_when_it_fits", "compiled_outside", "reductions", "own_step", "added_loss", "masks",
     "several_inputs_and_outputs", "torch_module", "kinds_of_data", "mixed_precision", "batch_by_batch",
     "predicted_before_it_is_built", "scope_in_a_function", "fitted_in_the_scope",
 ]  # fmt: skip
-
-
 CALLBACK_CASES = [
-    "dropout",
-    "checkpoint", "moving_statistics", "model_checkpoint", "backup_and_restore", "early_stopping", "rates", "after_batches", "not_a_number", "logs",
-    "own_callbacks", "saved_and_loaded",
+    "dropout", "checkpoint", "moving_statistics", "model_checkpoint", "backup_and_restore", "early_stopping", "rates",
+    "after_batches", "not_a_number", "logs", "own_callbacks", "tensorboard", "saved_and_loaded",
 ]  # fmt: skip
 
 
+Ran = Callable[..., list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
-    """What each replica got, of so many."""
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """What each replica got, of so many, with Keras's release or its nightly."""
 
     @functools.cache
-    def run(replicas: int) -> list[dict[str, Any]]:
+    def run(replicas: int, keras: str = "release") -> list[dict[str, Any]]:
         made = "distnb.MirroredStrategy()" if replicas > 1 else "distnb.get_strategy()"
         folder = str(tmp_path_factory.mktemp("keras"))
         program = (
-            "import distnb\nfrom tests.multiprocess import keras_callback_cases, keras_cases\n"
+            f"sys.path[:0] = {[str(NIGHTLY)] if keras == 'nightly' else []}\nimport distnb\nfrom tests.multiprocess import keras_callback_cases, keras_cases\n"
             f"result = keras_cases.run_all({made}) | keras_callback_cases.run_all({made}, {folder!r})"
         )
         return [each.check().result for each in run_ranks(program, replicas, timeout_s=150, env=ENVIRONMENT)]
@@ -62,17 +62,20 @@ def differences(one: Any, other: Any, tolerance: float, path: str = "") -> list[
     return [] if math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance) else [f"{path}: {one} and {other}"]
 
 
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize(
+    ("replicas", "keras"), [(2, "release"), (3, "release"), pytest.param(2, "nightly", marks=needs_nightly)]
+)
 @pytest.mark.parametrize("case", [*CASES, *CALLBACK_CASES])
-def test_it_has_one_process_numbers(ran: Callable[[int], list[dict[str, Any]]], case: str, replicas: int) -> None:
-    (alone,) = ran(1)
+def test_it_has_one_process_numbers(ran: Ran, case: str, replicas: int, keras: str) -> None:
+    (alone,) = ran(1, keras)
     assert "error" not in alone[case], alone[case]["error"]
     tolerance = 2e-2 if case == "mixed_precision" else 1e-5
-    for result in ran(replicas):
+    for result in ran(replicas, keras):
         assert result["replicas"] == replicas
+        assert result["keras"].startswith("3.16" if keras == "nightly" else "3.15")
         assert "error" not in result[case], result[case]["error"]
         assert not differences(alone[case]["value"], result[case]["value"], tolerance)
-        assert result[case] == ran(replicas)[0][case], "to the last bit the same on all replicas"
+        assert result[case] == ran(replicas, keras)[0][case], "to the last bit the same on all replicas"
 
 
 KILLED = """
@@ -84,28 +87,43 @@ strategy = distnb.MirroredStrategy()
 folder = Path({folder!r})
 
 class Dies(keras.callbacks.Callback):
+    def __init__(self):
+        self.epoch = -1
     def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 2 and {dies}:
+        self.epoch = epoch
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == {dies}:
             os.kill(os.getpid(), signal.SIGKILL)
 
 def train(callbacks):
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = mlp()
-        model.compile("adam", LOGITS)
-    return model.fit(X, Y, batch_size=16, epochs=4, shuffle=False, verbose=0, callbacks=callbacks).history["loss"]
+        model = mlp(keras.layers.Dropout(0.3, seed=1))
+        model.compile("adam", LOGITS, metrics=["accuracy"])
+    history = model.fit(X, Y, batch_size=8, epochs=4, verbose=0, callbacks=callbacks).history
+    return history, [each.tolist() for each in model.get_weights()]
 
 whole = train([])
-result = whole, train([keras.callbacks.BackupAndRestore(folder), Dies()])
+result = whole, train([keras.callbacks.BackupAndRestore(folder, save_freq={save_freq!r}), Dies()])
 """
 
 
-def test_a_script_that_was_killed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("save_freq", "resumed"), [("epoch", 2), (3, 2)])
+def test_a_script_that_was_killed_goes_on_when_it_is_started_again(
+    tmp_path: Path, save_freq: str | int, resumed: int
+) -> None:
+    """In the third epoch, after five of seven batches; by what it shuffles, too, it is as if nothing had been."""
     folder = tmp_path / "backup"
-    first = run_ranks(KILLED.format(folder=str(folder), dies=True), 2, timeout_s=100, env=ENVIRONMENT)
+
+    def program(dies: tuple[int, int] | None) -> str:
+        return KILLED.format(folder=str(folder), dies=dies, save_freq=save_freq)
+
+    first = run_ranks(program((2, 4)), 2, timeout_s=100, env=ENVIRONMENT)
     assert first[0].returncode == -signal.SIGKILL
     assert first[1].returncode != 0, "it does not wait for ever"
-    for rank in run_ranks(KILLED.format(folder=str(folder), dies=False), 2, timeout_s=100, env=ENVIRONMENT):
-        whole, went_on = rank.check().result
-        assert went_on == pytest.approx(whole[2:], abs=1e-6)
+    for rank in run_ranks(program(None), 2, timeout_s=100, env=ENVIRONMENT):
+        (history, weights), (went_on, its_weights) = rank.check().result
+        for name, values in history.items():
+            assert went_on[name] == pytest.approx(values[resumed:], abs=1e-6), name
+        assert not differences(weights, its_weights, 1e-6)
     assert not folder.exists(), "a training that ended well leaves no backup"

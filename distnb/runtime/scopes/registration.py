@@ -64,14 +64,18 @@ class Registration:
         self._group = group
         self._keys: weakref.WeakKeyDictionary[torch.nn.Module, _GroupKey] = weakref.WeakKeyDictionary()
         self._made_variables = 0
+        self._adopted: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     @property
     def group(self) -> Group:
         """The replicas."""
         return self._group()
 
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter was made in a scope of this strategy."""
+    def owns(self, made: torch.Tensor | torch.nn.Module) -> bool:
+        """Whether a parameter was made in a scope of this strategy; or a model of a library that makes them later."""
+        if isinstance(made, torch.nn.Module):
+            return made in self._adopted
+        parameter = made
         if isinstance(parameter, SyncOnReadVariable):
             return parameter.distribute_strategy is self.strategy
         mirror = find_mirror(parameter)
@@ -125,6 +129,7 @@ class Registration:
             model = getattr(sys.modules.get(library), name, None)
             if model is not None and isinstance(module, model):
                 importlib.import_module(adopter).adopt(self.strategy, module)
+                self._adopted.add(module)
 
     def take(self, model: torch.nn.Module) -> None:
         """Register what a model that a scope made has got since. All replicas call it together."""
@@ -249,8 +254,8 @@ def _watching(
 ) -> Iterator[dict[int, weakref.ref[Any]]]:
     """The modules and parameters, by identity, that are made within, in the order of making.
 
-    `begin` gets each module as it begins, when Keras's have no parameters yet. torch's hooks for registrations tell, and
-    wrappers around what makes, copies and unpickles the rest.
+    `begin` gets each module as it begins, when Keras's have no parameters yet. torch's hooks for registrations tell of
+    what is made, and wrappers around what makes, copies and unpickles the rest.
     """
     known: dict[int, weakref.ref[Any]] = {}
 

@@ -1,0 +1,120 @@
+"""Keras's BackupAndRestore on several replicas: a training that was killed goes on with the very next batch.
+
+Keras's own begins the interrupted epoch anew, with weights from its midst and other shuffles, and a kill while it saves
+can leave half a file. Here its file of weights holds the place in the training, too, and takes the old one's place in
+one move; Keras can read it as ever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import torch
+
+from distnb.checkpoint import trees
+from distnb.errors import CheckpointError
+from distnb.input import draws
+from distnb.runtime.randomness import streams
+
+__all__ = ["Backup", "Place"]
+
+_PLACE = "distnb_place"
+_METADATA = "training_metadata.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a training was when it was saved.
+
+    Attributes:
+        epoch: Numbered from 0.
+        batches: Of this epoch, those that it had trained on.
+        began: The random states with which the epoch's data began.
+        now: The random states.
+        states: The model's variables that are no weights: of metrics, and seeds.
+    """
+
+    epoch: int
+    batches: int
+    began: Mapping[str, Any]
+    now: Mapping[str, Any]
+    states: list[Any]
+
+    def take_up(self, model: Any) -> None:
+        """Give the model and the random streams what they had. Every replica does so."""
+        variables = _no_weights(model)
+        if len(variables) != len(self.states):
+            raise CheckpointError(
+                f"The backup has {len(self.states)} states of metrics and seeds, and the model has {len(variables)}. "
+                "It is of a model that was compiled with other metrics."
+            )
+        for variable, value in zip(variables, self.states, strict=True):
+            variable.assign(torch.tensor(value, dtype=variable.value.dtype))
+        draws.restore(streams.shared, self.now)
+
+
+class Backup:
+    """A model as BackupAndRestore callbacks see it: in all else it is the model.
+
+    Attributes:
+        epoch, batches: How far the training is; told by who trains.
+        began: The random states with which the epoch's data begins.
+        found: The place that a file told which was loaded; None: none was.
+    """
+
+    _OWN = frozenset({"_model", "epoch", "batches", "began", "found"})
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.epoch = self.batches = 0
+        self.began: Mapping[str, Any] = {}
+        self.found: Place | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self if name in self._OWN else self._model, name, value)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Data of an epoch are about to be read."""
+        self.epoch, self.batches, self.began = epoch, 0, draws.capture(streams.shared)
+
+    def save_weights(self, filepath: str | os.PathLike[str], overwrite: bool = True) -> None:
+        """Save as Keras does, with the place; the file is there whole, or as it was."""
+        path = Path(filepath)
+        unfinished = path.with_name(f"unfinished.{path.name}")
+        self._model.save_weights(unfinished, overwrite=True)
+        states = [each.value.tolist() for each in _no_weights(self._model)]
+        place = Place(self.epoch, self.batches, self.began, draws.capture(streams.shared), states)
+        with h5py.File(unfinished, "a") as file:
+            file.create_dataset(_PLACE, data=json.dumps(trees.encode(vars(place))[0]))
+        with unfinished.open("rb") as written:
+            os.fsync(written.fileno())
+        unfinished.replace(path)
+
+    def load_weights(self, filepath: str | os.PathLike[str], **options: Any) -> None:
+        """Load as Keras does, and note the place, if the file has one."""
+        path = Path(filepath)
+        self._model.load_weights(path, **options)
+        with h5py.File(path, "r") as file:
+            told = file[_PLACE][()].decode() if _PLACE in file else None
+        if told is None:
+            return
+        self.found = Place(**trees.decode(json.loads(told), {}))
+        # Keras reads the epoch from there, which a kill may have left half written, or not written yet.
+        metadata = path.with_name(_METADATA)
+        metadata.write_text(json.dumps({"epoch": self.found.epoch, "batch": self.found.batches}))
+
+
+def _no_weights(model: Any) -> list[Any]:
+    """In order: the variables of a model that `save_weights` leaves out."""
+    weights = {id(each) for each in model.weights}
+    found = {id(each): each for each in [*model.variables, *model.metrics_variables] if id(each) not in weights}
+    return list(found.values())
