@@ -73,7 +73,7 @@ def make_or_restore(strategy, path=None):
         layers = [keras.layers.Dense(16, "tanh", dtype="float64"), keras.layers.Dense(10, dtype="float64")]
         model = keras.Sequential([keras.Input((64,)), *layers])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(1e-2), loss, metrics=["accuracy"])
+        model.compile(keras.optimizers.Adam(2e-2), loss, metrics=["accuracy"])
     if path is not None:
         distnb.Checkpoint(model=model).restore(path)
     return model
@@ -84,9 +84,10 @@ def evaluate(strategy, model):
 def train(strategy, own):
     model = make_or_restore(strategy)
     saves = keras.callbacks.ModelCheckpoint(own / "epoch-{epoch}.keras")
+    shows = distnb.keras.TensorBoard(own / "logs")
     history = model.fit(
-        images[:300], labels[:300], batch_size=64, epochs=EPOCHS, validation_data=VALIDATION, callbacks=[saves],
-        verbose=0,
+        images[:300], labels[:300], batch_size=64, epochs=EPOCHS, validation_data=VALIDATION, verbose=0,
+        callbacks=[saves, shows],
     ).history["val_accuracy"]
     path = distnb.Checkpoint(model=model).write(own / "state")
     return path, {f"epoch-{epoch + 1}.keras": history[epoch] for epoch in range(EPOCHS)} | {"state": history[-1]}

@@ -7,6 +7,7 @@ on every machine: which of the two says so?
 import inspect
 import re
 import time
+from pathlib import Path
 
 import keras
 import numpy
@@ -126,9 +127,14 @@ def timed(name, train, *args):
     return history
 
 
-stops = keras.callbacks.EarlyStopping(monitor="val_loss", patience=2, mode="min")
+logs = Path(f"logs-{distnb.replica_id()}" if strategy.num_replicas_in_sync == 1 else "logs")
+callbacks = [
+    distnb.keras.EpochDots(report_every=4),
+    keras.callbacks.EarlyStopping(monitor="val_loss", patience=2, mode="min"),
+    distnb.keras.TensorBoard(logs / "embedding-bag"),
+]
 with strategy.scope():
-    by_fit = timed("fit", train_and_evaluate, 20, [stops])
+    by_fit = timed("fit", train_and_evaluate, 20, callbacks)
 epochs = len(by_fit["loss"])
 assert epochs < 20
 by_loop = timed("custom loop", train_by_loop, epochs)
@@ -137,6 +143,7 @@ for other in (by_loop, alone) if distnb.is_chief() else (by_loop,):
     for name, curve in by_fit.items():
         assert torch.allclose(torch.tensor(other[name]), torch.tensor(curve), rtol=1e-5, atol=1e-5), name
 assert by_fit["val_accuracy"][-1] > 0.8
+assert sorted(path.name for path in (logs / "embedding-bag").iterdir()) == ["train", "validation"]
 
 # Which is faster? On so few sentences one device may be.
 if distnb.is_chief():
