@@ -240,12 +240,14 @@ def fitted_in_the_scope(strategy: Any) -> Any:
             rows.append(x.shape[0])
             return x
 
+    distnb.on_chief(mlp)()  # from here on its layers have other names on the chief
     with strategy.scope():
         model = mlp(Counts())
         model.compile("adam", LOGITS, metrics=["accuracy"])
         history = model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
         evaluated = model.evaluate(X, Y, batch_size=16, verbose=0)
     n = strategy.num_replicas_in_sync
+    strategy.assert_in_sync(model)
     assert 16 // n <= max(rows[-4:]) <= math.ceil(16 / n)
     return told(model, history), evaluated, told(model, model.fit(X, Y, batch_size=16, verbose=0))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
     from distnb.runtime.central.shared_variables import SharedVariables
 
-__all__ = ["Registration", "is_scope_buffer"]
+__all__ = ["Registration", "is_scope_buffer", "same_everywhere"]
 
 _LARGE_NBYTES = 4096
 # What sees to the models of other libraries that a scope makes; it is not loaded before they are.
@@ -172,7 +173,7 @@ class Registration:
             model = type(root).__name__
             key = self._keys.setdefault(root, _GroupKey(model, root))
             key.has_statistics = running_statistics.has_statistics(root)
-            named = [(_same_everywhere(name, n), each) for n, (name, each) in enumerate(root.named_parameters())]
+            named = [(same_everywhere(name, n), each) for n, (name, each) in enumerate(root.named_parameters())]
             new += [(f"{model}.{name}", each) for name, each in named if self._register(each, key, f".{name}")]
             buffers = [(f"{model}.{name}", each) for name, each in root.named_buffers() if each not in _buffers]
             _buffers.update((each, True) for _, each in buffers)
@@ -222,9 +223,10 @@ class Registration:
         return True
 
 
-def _same_everywhere(name: str, number: int) -> str:
-    """A parameter's name. Keras counts the layers that a process has made: one that was replaced counts anew."""
-    return f"{_OF_KERAS} {number}" if _OF_KERAS in name else name
+def same_everywhere(name: str, number: int) -> str:
+    """The name of a model's parameter or buffer, and which it is. Keras's names count the layers of a process: one that
+    was replaced counts anew, and the chief may have made models alone."""
+    return f"{re.sub(r'_[0-9]+(?=/)', '', name)} {number}" if _OF_KERAS in name else name
 
 
 def _roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
