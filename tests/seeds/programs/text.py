@@ -25,7 +25,7 @@ WORDS = 16  # of a sentence
 
 
 def sentences_of(*modules):
-    documented = [each for module in modules for _, each in sorted(vars(module).items()) if callable(each)]
+    documented = [each for module in modules for _, each in sorted(module.__dict__.items()) if callable(each)]
     text = "\n".join(inspect.getdoc(each) or "" for each in documented)
     found = re.findall(r"^([A-Z][a-z]+ [\w ,'\n-]{30,150})\.$", text, re.MULTILINE)
     return list(dict.fromkeys(" ".join(each.lower().split()) for each in found))
