@@ -18,6 +18,7 @@ _WHERE = {
     "errors": "distnb.errors:",
     "nn": "distnb.strategies.nn:",
     "metrics": "distnb.metrics:",
+    "estimator": "distnb.estimator:",
     "cluster_resolver": "distnb.cluster_resolver:",
     "keras": "distnb.keras:",
     "experimental": "distnb.strategies.aliases:experimental",

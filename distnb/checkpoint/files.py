@@ -115,10 +115,11 @@ def _write_tensors(file: Path, held: Mapping[str, tuple[torch.Tensor, list[int]]
     seen: set[int] = set()
     plain = {}
     for name, (tensor, _) in held.items():
-        storage = tensor.untyped_storage()
+        here = tensor.cpu()  # first: not every device tells where its memory is
+        storage = here.untyped_storage()
         # safetensors writes no two that share memory.
-        whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and storage.data_ptr() not in seen
-        plain[name] = tensor.cpu() if whole else tensor.cpu().clone(memory_format=torch.contiguous_format)
+        whole = here.is_contiguous() and storage.nbytes() == here.nbytes and storage.data_ptr() not in seen
+        plain[name] = here if whole else here.clone(memory_format=torch.contiguous_format)
         seen.add(storage.data_ptr())
     beginnings = {name: {_BEGINNING: beginning} for name, (_, beginning) in held.items()}
     save_file(plain, file, metadata={_SLICES: json.dumps(beginnings)})

@@ -287,12 +287,12 @@ class Agent:
         def body() -> Any:
             args, kwargs = self._namespace.open_call(message.snapshot, replica)
             strategy = strategies.resolve(message.strategy)
-            with self._process.agreement.left_to_caller():
-                if message.method:
+            if message.method:
+                with self._process.agreement.left_to_caller():
                     result = getattr(strategy, message.method)(*args, **kwargs)
-                else:
-                    function, *rest = select(args, replica)
-                    result = function(*rest)
+            else:
+                function, *rest = select(args, replica)
+                result = function(*rest)
             return self._namespace.close_call(result)
 
         return self._run_together(message.program, message.team, replica, body)

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import h5py
+import keras
 import torch
 
 from distnb.checkpoint import trees
+from distnb.collectives.group.interface import Group
 from distnb.errors import CheckpointError
 from distnb.input import draws
 from distnb.runtime.randomness import streams
+from distnb.runtime.reduction.gathering import broadcast_tree
 
-__all__ = ["Backup", "Place"]
+__all__ = ["Resuming"]
 
 _PLACE = "distnb_place"
 _METADATA = "training_metadata.json"
@@ -59,12 +62,71 @@ class Place:
         draws.restore(streams.shared, self.now)
 
 
-class Backup:
+class Resuming:
+    """Where a training with BackupAndRestore is, and passing over what it had done before it was killed.
+
+    All replicas have one, and tell it what happens. Without such a callback it does nothing.
+
+    Attributes:
+        to_skip: So many batches of this epoch are to be passed over.
+    """
+
+    def __init__(self, model: Any, callbacks: Iterable[Any]) -> None:
+        self.to_skip = 0
+        self._model = model
+        self._from: Place | None = None
+        self._backup = _Backup(model)
+        backups = [each for each in callbacks if isinstance(each, keras.callbacks.BackupAndRestore)]
+        self._is_on = bool(backups)
+        for each in backups:
+            each.set_model(self._backup)
+
+    def begin_training(self, group: Group) -> None:
+        """The callbacks of replica 0 were told that a training begins, and may have loaded a backup."""
+        if self._is_on:
+            self._from = broadcast_tree(group, self._backup.found, 0)
+            if self._from is not None and not self._from.batches:
+                self._take_up(self._from)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Data of an epoch are about to be read."""
+        if self._from is not None:
+            draws.restore(streams.shared, self._from.began)
+            self.to_skip = self._from.batches
+        if self._is_on:
+            self._backup.epoch, self._backup.batches, self._backup.began = epoch, 0, draws.capture(streams.shared)
+
+    def end_batch(self, batch: int) -> None:
+        """A batch, numbered from 0, is done or passed over."""
+        self._backup.batches = batch + 1
+        if self._from is not None:
+            self.to_skip = max(self._from.batches - batch - 1, 0)
+            if not self.to_skip:
+                self._take_up(self._from)
+
+    def end_epoch(self, epoch: int) -> None:
+        """An epoch is done.
+
+        Raises:
+            CheckpointError: The backup is of a batch that it does not have.
+        """
+        if self.to_skip:
+            raise CheckpointError(
+                f"The backup was made in epoch {epoch + 1}, {self.to_skip} batches after the end of the data that "
+                "there are now. Go on with the same data and batch size, or delete the backup."
+            )
+        self._backup.epoch, self._backup.batches = epoch + 1, 0
+
+    def _take_up(self, place: Place) -> None:
+        place.take_up(self._model)
+        self._from = None
+
+
+class _Backup:
     """A model as BackupAndRestore callbacks see it: in all else it is the model.
 
     Attributes:
-        epoch, batches: How far the training is; told by who trains.
-        began: The random states with which the epoch's data begins.
+        epoch, batches, began: Of the place where the training is.
         found: The place that a file told which was loaded; None: none was.
     """
 
@@ -81,10 +143,6 @@ class Backup:
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self if name in self._OWN else self._model, name, value)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Data of an epoch are about to be read."""
-        self.epoch, self.batches, self.began = epoch, 0, draws.capture(streams.shared)
 
     def save_weights(self, filepath: str | os.PathLike[str], overwrite: bool = True) -> None:
         """Save as Keras does, with the place; the file is there whole, or as it was."""

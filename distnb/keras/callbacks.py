@@ -12,13 +12,10 @@ import keras
 import torch
 
 from distnb.collectives.digests import digest
-from distnb.errors import CheckpointError
-from distnb.input import draws
 from distnb.keras import compat
-from distnb.keras.backups import Backup, Place
+from distnb.keras.backups import Resuming
 from distnb.objects.plain import same
 from distnb.runtime import randomness
-from distnb.runtime.randomness import streams
 from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.this_process import this_process
 from distnb.strategies.live import live
@@ -64,16 +61,9 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         self._any = bool(given)
         self._verbose = verbose
         self._training = False
-        self._backup = Backup(model)
-        self._backed_up = False
-        self._from: Place | None = None  # where a training that was killed is to go on
-        self._to_skip = 0
         for each in given:
-            if isinstance(each, keras.callbacks.BackupAndRestore):
-                each.set_model(self._backup)
-                self._backed_up = True
-            else:
-                each.set_model(model)
+            each.set_model(model)
+        self._resuming = Resuming(model, given)
         self._changing = {
             name
             for name in _BATCHES
@@ -91,29 +81,15 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._rare("train_begin", logs)
-        if not self._backed_up:
-            return
-        self._from = broadcast_tree(self._group, self._backup.found, 0)
-        if self._from is not None and not self._from.batches:
-            self._from.take_up(self.model)
-            self._from = None
+        self._resuming.begin_training(self._group)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._rare("epoch_begin", epoch, logs)
-        if self._from is not None:
-            draws.restore(streams.shared, self._from.began)
-            self._to_skip = self._from.batches
-        if self._backed_up:
-            self._backup.begin_epoch(epoch)
+        self._resuming.begin_epoch(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._to_skip:
-            raise CheckpointError(
-                f"The backup was made in epoch {epoch + 1}, {self._to_skip} batches after the end of the data that "
-                "there are now. Go on with the same data and batch size, or delete the backup."
-            )
         self._draw(logs)
-        self._backup.epoch, self._backup.batches = epoch + 1, 0
+        self._resuming.end_epoch(epoch)
         self._rare("epoch_end", epoch, logs)
 
     def _call(self, name: str, *args: Any) -> None:
@@ -133,23 +109,15 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
 
     @property
     def skips(self) -> bool:
-        """Whether the batch at hand was trained on before the training was killed."""
-        return self._to_skip > 0
-
-    def _skip(self, batch: int) -> None:
-        self._to_skip = max(self._from.batches - batch - 1, 0) if self._from is not None else 0
-        if self._from is not None and not self._to_skip:
-            self._from.take_up(self.model)
-            self._backup.batches = self._from.batches
-            self._from = None
+        """Whether the batch at hand was trained on before the training was killed: nobody is to see it again."""
+        return self._resuming.to_skip > 0
 
     def _batch(self, name: str, batch: int, logs: Any) -> None:
-        if self._to_skip:
-            if name == "train_batch_end":
-                self._skip(batch)
-            return
+        skips = self.skips
         if name == "train_batch_end":
-            self._backup.batches = batch + 1
+            self._resuming.end_batch(batch)
+        if skips:
+            return
         if name == "train_batch_end" and time.monotonic() >= self._next_live:
             self._next_live = time.monotonic() + _LIVE_S
             self._draw(logs)

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.collectives.group.eager import always_eager
 from distnb.collectives.group.interface import Group
-from distnb.errors import StructureError
+from distnb.collectives.verify import callsite
+from distnb.errors import GradientError, StructureError
 from distnb.keras import compat
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import flatten, map_structure
@@ -31,12 +33,15 @@ class SharedForward:
         self.rows = (0, 0, 0)
         self.under_way = False
         self._depth = 0
+        self._looked = False
+        self._parts: set[Any] = set()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Share calls out, within."""
         before, self.under_way, self._depth = self.under_way, True, 0
+        self._parts.clear()
         try:
             yield
         finally:
@@ -49,6 +54,39 @@ class SharedForward:
                 self._watched.add(layer)
                 layer.register_forward_pre_hook(self._before, with_kwargs=True)
                 layer.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+
+    # The graph of a loss --------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Steps of another program may follow: the next loss is looked at."""
+        self._looked = False
+
+    def is_part(self, term: torch.Tensor) -> None:
+        """Say that this term of a loss is a replica's part of it, though no layer returned it."""
+        self._parts.add(term.grad_fn)
+
+    def look(self, roots: Sequence[Any]) -> GradientError | None:
+        """The error for a loss that is computed of weights, too, past all layers: every replica has that term whole."""
+        if self._looked:
+            return None
+        self._looked = True
+        waiting: list[Any] = [root.grad_fn for root in roots if isinstance(root, torch.Tensor)]
+        seen: set[Any] = {None, *self._parts}
+        while waiting:
+            node = waiting.pop()
+            if node in seen or node.name() == f"{_Gather.__name__}Backward":
+                continue
+            seen.add(node)
+            if find_mirror(getattr(node, "variable", None)) is not None:
+                return GradientError(
+                    f"The loss at {callsite.current()} is computed of weights, and not only of what the model or its "
+                    "layers return: that term would count once for each replica, and the rest once. Have a layer add "
+                    "it (kernel_regularizer, self.add_loss), or use the weights within a layer."
+                )
+            waiting.extend(following for following, _ in node.next_functions)
+        return None
+
+    # The calls of layers --------------------------------------------------------------------------------------------
 
     @always_eager
     def _before(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -128,6 +128,7 @@ class ModelOnReplicas:
         def made(*args: Any, **kwargs: Any) -> Any:
             result = make(*args, **kwargs)
             self._take_what_was_built()
+            self._forward.begin()
             plain = getattr(self._model, name)
             if not isinstance(plain, _Step):
                 setattr(self._model, name, _Step(self, plain, trains=name == "train_function"))
@@ -151,7 +152,7 @@ class ModelOnReplicas:
 
         def step() -> None:
             nonlocal result
-            with self._forward.step(), losses_are_global():
+            with self._forward.step(), losses_are_global(self._forward.look):
                 result = plain(data)
             if trains:
                 begin, end, _ = self._forward.rows
@@ -190,7 +191,9 @@ class ModelOnReplicas:
             return loss
         own = loss * self._share()
         self._added.append(own.detach())
-        return own - own.detach()  # its value comes with the others'
+        own = own - own.detach()  # its value comes with the others'
+        self._forward.is_part(own)
+        return own
 
     def _complete(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """`compute_loss` whose value is the whole loss; what flows back is this replica's part of it."""

@@ -33,6 +33,10 @@ class Remote:
     def _ask(self, method: str, args: tuple[Any, ...], keywords: dict[str, Any], *, wait: bool = True) -> Any:
         return self._session().call(self._strategy.spec, method, args, keywords, wait=wait)
 
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function on every replica."""
+        return self._ask("", (function, *args), {})
+
     def num_replicas(self) -> int:
         """As many as the team has."""
         return self._session().team(self._strategy.spec).size
@@ -93,15 +97,12 @@ class Remote:
         """A dataset that every replica reads its slices of."""
         keywords = {"batch_size": batch_size, "options": options}
         handle = self._ask("distribute_dataset", (dataset,), keywords)
-        return RemoteDataset(handle, self._call, self._beside, self._note_batch)
+        return RemoteDataset(handle, self.call, self._beside, self._note_batch)
 
     def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
         """A dataset whose pipelines a function makes on the engines."""
         handle = self._ask("distribute_datasets_from_function", (fn,), {"options": options})
-        return RemoteDataset(handle, self._call, self._beside, self._note_batch)
-
-    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self._ask("", (function, *args), {})
+        return RemoteDataset(handle, self.call, self._beside, self._note_batch)
 
     def _beside(self, ask: Callable[[], Sequence[Any]], changed: Sequence[Any]) -> BesideCall:
         return self._session().call_beside(self._strategy.spec, ask, changed)

@@ -31,8 +31,11 @@ class Runtime(Protocol):
     """Where one strategy runs. There are three: in process, SPMD, and remote (the session's).
 
     Every public method of `Strategy` goes through the method of the same name here, after checks that need no
-    replica; an implementation is complete by itself.
+    replica; an implementation is complete by itself. `call` is for what uses several of them.
     """
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function where the replicas are, on all of them, in cross-replica context."""
 
     def num_replicas(self) -> int:
         """Replicas in sync."""

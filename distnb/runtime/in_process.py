@@ -27,6 +27,9 @@ class InProcess:
         self._strategy = strategy
         self._device: Device | None = None if device is None else parse_device(device)
 
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
     def num_replicas(self) -> int:
         return 1
 

@@ -102,6 +102,9 @@ class Spmd:
         """The mirrored parameters that may differ between replicas, with numbers to compare."""
         return {} if self._shared is not None else self._sync.changed_by_hand()
 
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
     def num_replicas(self) -> int:
         return self._process.team.size
 

@@ -30,6 +30,7 @@ class MirroredStrategy(Strategy):
         gradient_reduction: "sum", as tf.distribute does, or "mean": weighted by the sizes of the replicas' slices.
         oversubscribe: Let a device be named more than once.
         check_mean_loss: With "sum", raise on a loss that is a mean over the replica's slice only.
+        cross_tower_ops: The old name of cross_device_ops.
 
     Raises:
         OptionError: An argument that is malformed, or that cannot be honoured.
@@ -46,7 +47,12 @@ class MirroredStrategy(Strategy):
         oversubscribe: bool = False,
         *,
         check_mean_loss: bool = True,
+        cross_tower_ops: CrossDeviceOps | None = None,
     ) -> Self:
+        if cross_tower_ops is not None:
+            if cross_device_ops is not None:
+                raise OptionError("cross_tower_ops is the old name of cross_device_ops, and both were given. Give one.")
+            cross_device_ops = cross_tower_ops
         names = _device_names(devices, num_gpus)
         doubles = sorted({name for name in names if names.count(name) > 1})
         if doubles and not oversubscribe:

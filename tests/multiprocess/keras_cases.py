@@ -101,6 +101,12 @@ def own_step(strategy: Any) -> Any:
     return told(model, model.fit(X, batch_size=16, epochs=2, shuffle=False, verbose=0))
 
 
+def averaged_gradients(strategy: Any) -> Any:
+    """A strategy that averages the gradients of losses that are means: Keras's losses are whole in any case."""
+    several = strategy.num_replicas_in_sync > 1
+    return reductions(distnb.MirroredStrategy(gradient_reduction="mean") if several else strategy)
+
+
 class AddsLoss(OwnStep):
     """The same layers in Keras's own step."""
 
@@ -252,6 +258,14 @@ def fitted_in_the_scope(strategy: Any) -> Any:
     return told(model, history), evaluated, told(model, model.fit(X, Y, batch_size=16, verbose=0))
 
 
+class OfWeights(OwnStep):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) + keras.ops.sum(self.encoder.kernel**2)
+
+    train_step = keras.Model.train_step
+    metrics = keras.Model.metrics
+
+
 def refused(strategy: Any) -> Any:
     """What cannot be shared out says so, and spoils nothing."""
     with strategy.scope():
@@ -265,12 +279,17 @@ def refused(strategy: Any) -> Any:
                 model.fit(data, verbose=0)
         with pytest.raises(distnb.errors.StructureError, match="one row for each"):
             no_rows.predict(X, verbose=0)
+        with strategy.scope():
+            of_weights = OfWeights()
+            of_weights.compile("sgd", "mse")
+        with pytest.raises(distnb.errors.GradientError, match="computed of weights"):
+            of_weights.fit(X, X, verbose=0)
     return told(model, model.fit(X, Y, batch_size=16, shuffle=False, verbose=0))
 
 
 CASES = [
     refused,
-    built_when_it_fits, compiled_outside, reductions, own_step, added_loss, masks, several_inputs_and_outputs,
+    built_when_it_fits, compiled_outside, reductions, own_step, averaged_gradients, added_loss, masks, several_inputs_and_outputs,
     torch_module, kinds_of_data, mixed_precision, batch_by_batch, predicted_before_it_is_built, scope_in_a_function,
     fitted_in_the_scope,
 ]  # fmt: skip

@@ -39,6 +39,8 @@ def test_equal_arguments_give_the_same_object() -> None:
     assert distnb.MirroredStrategy(gradient_reduction="mean") is not distnb.MirroredStrategy()
     assert distnb.MirroredStrategy(["GPU:0", "/gpu:1"]) is distnb.MirroredStrategy(num_gpus=2)
     assert distnb.MirroredStrategy("cpu:0,cpu:1") is distnb.MirroredStrategy(["cpu", "cpu:1"])
+    ops = distnb.HierarchicalCopyAllReduce()
+    assert distnb.MirroredStrategy(cross_tower_ops=ops) is distnb.MirroredStrategy(cross_device_ops=ops)
     central = distnb.CentralStorageStrategy(["/cpu:0", "cpu:1"], "cpu")
     assert distnb.experimental.CentralStorageStrategy("cpu:0,cpu:1", parameter_device="CPU:0") is central
     assert repr(central) == "CentralStorageStrategy(compute_devices=['cpu:0', 'cpu:1'], parameter_device='cpu:0')"
@@ -49,6 +51,7 @@ def test_equal_arguments_give_the_same_object() -> None:
 
 
 def test_options_that_cannot_be_honoured() -> None:
+    ops = distnb.ReductionToOneDevice()
     for arguments, text in [
         ({"devices": ["cpu:0", "cpu:0"]}, "oversubscribe=True"),
         ({"devices": ["cpu:0"], "num_gpus": 1}, "one of them"),
@@ -57,6 +60,8 @@ def test_options_that_cannot_be_honoured() -> None:
         ({"devices": 3}, "devices=3: name the devices"),
         ({"num_gpus": 0}, "whole number"),
         ({"cross_device_ops": object()}, "cannot be honoured"),
+        ({"cross_tower_ops": object()}, "cannot be honoured"),
+        ({"cross_tower_ops": ops, "cross_device_ops": ops}, "the old name"),
         ({"gradient_reduction": "max"}, "'sum' or 'mean'"),
     ]:
         with pytest.raises(errors.OptionError, match=text):

@@ -19,7 +19,7 @@ from distnb.collectives.algorithms.flat_packs import Packs
 from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
 from distnb.collectives.gradients.buckets import Bucket, BucketPlan, large_packs
 from distnb.collectives.gradients.finishing import finish, finish_with_graph, keep_equal, keep_local
-from distnb.collectives.gradients.mean_loss import MeanLossCheck
+from distnb.collectives.gradients.mean_loss import MeanLossCheck, are_losses_global
 from distnb.collectives.gradients.optimizer_steps import changed_by_hand, guard_optimizers
 from distnb.collectives.gradients.parameter_groups import (
     AGGREGATED,
@@ -29,7 +29,7 @@ from distnb.collectives.gradients.parameter_groups import (
 )
 from distnb.collectives.gradients.replica_comparison import agree, check_equal
 from distnb.collectives.verify import callsite
-from distnb.errors import MeanLossError, OptionError
+from distnb.errors import GradientError, OptionError
 
 __all__ = ["GradientSync"]
 
@@ -41,7 +41,7 @@ class _Pass:
     Attributes:
         synced: Whether gradients are aggregated at its end, and not kept under `no_sync`.
         equal: Whether all replicas do the same in it, so that nothing is added up.
-        mean_loss: The error if it began with a mean loss, to be raised if it reaches mirrored parameters.
+        mean_loss: The error if it began with a loss that is not to be summed, raised if it reaches mirrored parameters.
         scale: Multiplies this replica's gradients.
     """
 
@@ -49,7 +49,7 @@ class _Pass:
     synced: bool
     equal: bool
     create_graph: bool
-    mean_loss: MeanLossError | None
+    mean_loss: GradientError | None
     scale: float
 
 
@@ -210,7 +210,7 @@ class GradientSync:
         self._pass = _Pass(aggregation, not self._unsynced, equal, create_graph, mean_loss, self._scale(size))
 
     def _scale(self, replicas: int) -> float:
-        if self._reduction == "sum":
+        if self._reduction == "sum" or are_losses_global():
             return 1.0
         size, total = self._slice or (1, replicas)
         return size / max(total, 1)

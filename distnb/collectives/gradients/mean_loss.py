@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -16,26 +16,36 @@ from typing import Any
 import torch
 
 from distnb.collectives.verify import callsite
-from distnb.errors import MeanLossError
+from distnb.errors import GradientError, MeanLossError
 
-__all__ = ["MeanLossCheck", "losses_are_global"]
+__all__ = ["MeanLossCheck", "are_losses_global", "losses_are_global"]
 
 _MEAN, _SUM = 1, 2  # ATen's numbers for `reduction=`
 _MAX_NODES = 256
 _LISTS_OF_SCALARS = ("StackBackward0", "CatBackward0")
 
 
-_global = ContextVar("losses are those of the whole batch", default=False)
+_Look = Callable[[Sequence[Any]], GradientError | None]
+_global: ContextVar[_Look | None] = ContextVar("what looks at losses of the whole batch", default=None)
 
 
 @contextmanager
-def losses_are_global() -> Iterator[None]:
-    """Within, what every replica computes its gradients of is the loss of the whole batch: nothing is looked for."""
-    before = _global.set(True)
+def losses_are_global(look: _Look) -> Iterator[None]:
+    """Within, what every replica computes its gradients of is the loss of the whole batch, and what flows back a part.
+
+    Args:
+        look: Takes the roots of a backward pass, and gives the error if there is one: no mean is looked for.
+    """
+    before = _global.set(look)
     try:
         yield
     finally:
         _global.reset(before)
+
+
+def are_losses_global() -> bool:
+    """Whether `losses_are_global` says so here."""
+    return _global.get() is not None
 
 
 class MeanLossCheck:
@@ -46,14 +56,15 @@ class MeanLossCheck:
 
     def look(
         self, roots: Sequence[Any], replicas: int, slice_size: int | None, batch_size: int | None
-    ) -> MeanLossError | None:
+    ) -> GradientError | None:
         """The error for a pass that is about to start from these roots, to be raised if it reaches mirrored parameters.
 
         None if there is no mean behind it, or this kind was looked at before. The sizes of this replica's slice of the
         batch, and of the whole batch, may be unknown.
         """
-        if _global.get():
-            return None
+        whole = _global.get()
+        if whole is not None:
+            return whole(roots)
         site = callsite.current()
         key = (site.identity, tuple([type(getattr(root, "grad_fn", None)) for root in roots]))
         if key in self._seen:

@@ -19,18 +19,15 @@ from distnb.input.sources.iterables import IterableSource
 from distnb.input.sources.loaders import LoaderSource
 from distnb.options import InputOptions
 
-__all__ = ["source_of"]
+__all__ = ["check_batched", "source_of"]
 
 
 def source_of(dataset: Any, batch_size: int | None, place: Place, options: InputOptions, drawing: Drawing) -> Source:
     """What reads this kind of dataset. Arguments and errors are those of `distribute`."""
     if batch_size is not None:
         dataset = _batched(dataset, _checked(batch_size), place)
-    elif isinstance(dataset, _UNBATCHED) and not isinstance(dataset, DataLoader):
-        raise OptionError(
-            f"A {type(dataset).__name__} is not batched yet. Wrap it in a DataLoader (one with batch_size=None, if its "
-            "elements are batches), or give distribute_dataset the size of the global batch (batch_size=…)."
-        )
+    else:
+        check_batched(dataset)
     if isinstance(dataset, Source):
         return dataset
     if isinstance(dataset, DataLoader):
@@ -47,6 +44,15 @@ def source_of(dataset: Any, batch_size: int | None, place: Place, options: Input
 
 _ARRAYS = (torch.Tensor, np.ndarray, Mapping, tuple)
 _UNBATCHED = (Dataset, *_ARRAYS, str, bytes)  # a list may be one of batches
+
+
+def check_batched(dataset: Any) -> None:
+    """Raise OptionError for data that is not batched yet."""
+    if isinstance(dataset, _UNBATCHED) and not isinstance(dataset, DataLoader):
+        raise OptionError(
+            f"A {type(dataset).__name__} is not batched yet. Wrap it in a DataLoader (one with batch_size=None, if its "
+            "elements are batches), or give distribute_dataset the size of the global batch (batch_size=…)."
+        )
 
 
 def _checked(batch_size: int) -> int:
