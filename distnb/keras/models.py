@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,21 +26,31 @@ __all__ = ["adopt"]
 
 _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _FUNCTIONS = ("train", "test", "predict")
-_adopted: weakref.WeakSet[Any] = weakref.WeakSet()
+_MAKERS = tuple(f"make_{kind}_function" for kind in _FUNCTIONS)
 
 
-def adopt(strategy: Any, modules: Iterable[Any]) -> list[Any]:
-    """Have the models among some modules of Keras's train on all replicas of the strategy whose scope made them.
+def adopt(strategy: Any, model: Any) -> None:
+    """Have a Keras model that a scope of the strategy makes train on all its replicas, from its first call of `fit`.
 
-    Returns:
-        These models. Most get their parameters later, from the first batch.
+    It is made ready only then, in the scope or after it: as it begins it has no layers, and Keras may yet change its
+    class.
     """
-    models = [module for module in modules if isinstance(module, keras.Model)]
-    for model in models:
-        if model not in _adopted:
-            ModelOnReplicas(strategy, model)
-            _adopted.add(model)
-    return models
+    if "fit" not in vars(model):
+        for name in (*_METHODS, *_MAKERS):
+            vars(model)[name] = _first(strategy, model, name)
+
+
+def _first(strategy: Any, model: Any, name: str) -> Callable[..., Any]:
+    """A method of the model, of which the first that is called makes the model ready."""
+
+    @functools.wraps(getattr(model, name))
+    def method(*args: Any, **kwargs: Any) -> Any:
+        for each in (*_METHODS, *_MAKERS):
+            vars(model).pop(each)
+        ModelOnReplicas(strategy, model)
+        return getattr(model, name)(*args, **kwargs)
+
+    return method
 
 
 class ModelOnReplicas:
@@ -55,8 +64,7 @@ class ModelOnReplicas:
         compat.keep_ddp_away(model)
         for name in _METHODS:
             setattr(model, name, self._on_replicas(getattr(model, name)))
-        for kind in _FUNCTIONS:
-            name = f"make_{kind}_function"
+        for kind, name in zip(_FUNCTIONS, _MAKERS, strict=True):
             setattr(model, name, self._made_with(getattr(model, name), f"{kind}_function"))
         self._added: list[torch.Tensor] = []
         compat.additional_losses(model, self._weigh)

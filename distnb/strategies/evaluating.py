@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +39,8 @@ def evaluate_checkpoints(
     An evaluator calls it (a process of its own: task type "evaluator" in TF_CONFIG, or any script), while the workers
     train. Checkpoints that were overtaken while it evaluated are left out. What the log has already, after a restart,
     is not evaluated again. A checkpoint must appear as a whole, as a `distnb.Checkpoint` does; or the chief saves under
-    a name that ends in ".tmp", which is left alone here, and then gives it its own name by `os.replace`.
+    a name that ends in ".tmp", which is left alone here, and then gives it its own name by `os.replace`. Archives, such
+    as Keras's `.keras` and torch's `.pt`, are left alone until their end is written, if each has a name of its own.
 
     Args:
         directory: Where the chief saves; it may not exist yet.
@@ -142,13 +144,23 @@ def _check(directory: Any, evaluate: Any, pattern: Any, last: Any, timeout_s: An
 
 
 def _checkpoints(folder: Path, pattern: str, log: Path) -> dict[_Key, Path]:
-    """What is in the folder now, without hidden and unfinished names, by name and when it was saved."""
+    """What is in the folder now as a whole, without hidden and unfinished names, by name and when it was saved."""
     found = {}
     for path in folder.glob(pattern):
         if not path.name.startswith(".") and not path.name.endswith(_UNFINISHED) and path != log:
             with suppress(FileNotFoundError):  # deleted meanwhile
-                found[path.name, path.stat().st_mtime_ns] = path
+                if _is_whole(path):
+                    found[path.name, path.stat().st_mtime_ns] = path
     return found
+
+
+def _is_whole(path: Path) -> bool:
+    """False for a file that has only begun: an empty one, and a ZIP archive, whose directory is written last."""
+    if path.is_dir():
+        return True
+    with path.open("rb") as file:
+        begins = file.read(4)
+    return begins != b"" and (begins != b"PK\x03\x04" or zipfile.is_zipfile(path))
 
 
 def _numbers(results: Any) -> dict[str, float | int | str]:

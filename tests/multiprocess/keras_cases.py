@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -248,6 +249,27 @@ def scope_in_a_function(strategy: Any) -> Any:
     return told(model), np.asarray(copied(X[:3]).detach()).tolist()
 
 
+def fitted_in_the_scope(strategy: Any) -> Any:
+    """All of it in the scope, as the course's function has it: there, too, each replica has its rows."""
+    rows = []
+
+    class Counts(layers.Layer):
+        def call(self, x: Any) -> Any:
+            rows.append(x.shape[0])
+            return x
+
+    distnb.on_chief(mlp)()  # from here on its layers have other names on the chief
+    with strategy.scope():
+        model = mlp(Counts())
+        model.compile("adam", LOGITS, metrics=["accuracy"])
+        history = model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
+        evaluated = model.evaluate(X, Y, batch_size=16, verbose=0)
+    n = strategy.num_replicas_in_sync
+    strategy.assert_in_sync(model)
+    assert 16 // n <= max(rows[-4:]) <= math.ceil(16 / n)
+    return told(model, history), evaluated, told(model, model.fit(X, Y, batch_size=16, verbose=0))
+
+
 class OfWeights(OwnStep):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs) + keras.ops.sum(self.encoder.kernel**2)
@@ -281,6 +303,7 @@ CASES = [
     refused,
     built_when_it_fits, compiled_outside, reductions, own_step, averaged_gradients, added_loss, several_steps_at_once, masks, several_inputs_and_outputs,
     torch_module, kinds_of_data, mixed_precision, batch_by_batch, predicted_before_it_is_built, scope_in_a_function,
+    fitted_in_the_scope,
 ]  # fmt: skip
 
 

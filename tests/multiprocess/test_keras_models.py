@@ -19,7 +19,7 @@ ENVIRONMENT = {"KERAS_BACKEND": "torch"}
 CASES = [
     "refused", "built_when_it_fits", "compiled_outside", "reductions", "own_step", "averaged_gradients", "added_loss", "several_steps_at_once", "masks",
     "several_inputs_and_outputs", "torch_module", "kinds_of_data", "mixed_precision", "batch_by_batch",
-    "predicted_before_it_is_built", "scope_in_a_function",
+    "predicted_before_it_is_built", "scope_in_a_function", "fitted_in_the_scope",
 ]  # fmt: skip
 CALLBACK_CASES = [
     "dropout", "checkpoint", "moving_statistics", "model_checkpoint", "backup_and_restore", "early_stopping", "rates",

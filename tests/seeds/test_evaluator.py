@@ -12,16 +12,19 @@ from tests.tasks import Tasks
 pytestmark = pytest.mark.timeout(150)
 
 # One program for all roles. The workers' directories differ, but for the chief's, which the evaluator reads.
-PROGRAM = """
+DATA = """
 from pathlib import Path
-import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader, TensorDataset
 
 EPOCHS = 3
-shared = Path("shared")
 images, labels = load_digits(return_X_y=True)
 images, labels = torch.from_numpy(images) / 16, torch.from_numpy(labels)
+"""
+TORCH = """
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+SAVED = {"epoch-*": f"epoch-{EPOCHS - 1}"}
 
 def make_or_restore(strategy, path=None):
     torch.manual_seed(0)
@@ -38,7 +41,7 @@ def evaluate(strategy, model):
     right = [strategy.reduce("sum", strategy.run(hits, args=(batch,)), axis=0).item() for batch in dataset]
     return {"accuracy": sum(right) / 100}
 
-def train(strategy):
+def train(strategy, own):
     model = make_or_restore(strategy)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     def step(batch):
@@ -46,7 +49,6 @@ def train(strategy):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    own = shared if distnb.is_chief() else Path(f"local-{strategy.cluster_resolver.task_id}")
     checkpoint = distnb.Checkpoint(model=model)
     accuracies = {}
     dataset = strategy.distribute_dataset(DataLoader(TensorDataset(images[:300], labels[:300]), batch_size=64))
@@ -55,31 +57,72 @@ def train(strategy):
             strategy.run(step, args=(batch,))
         path = checkpoint.write(own / f"epoch-{epoch}")
         accuracies[f"epoch-{epoch}"] = evaluate(strategy, model)["accuracy"]
-    tell(chief=distnb.is_chief(), accuracies=accuracies, path=path, own=own.exists())
+    return path, accuracies
+"""
+KERAS = """
+import keras
 
+SAVED = {"epoch-*.keras": f"epoch-{EPOCHS}.keras", "state": "state"}  # by ModelCheckpoint, and a distnb.Checkpoint
+VALIDATION = images[300:400], labels[300:400]
+
+def make_or_restore(strategy, path=None):
+    with strategy.scope():
+        if path is not None and path.suffix == ".keras":
+            return keras.models.load_model(path)
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(16, "tanh", dtype="float64"), keras.layers.Dense(10, dtype="float64")]
+        model = keras.Sequential([keras.Input((64,)), *layers])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(2e-2), loss, metrics=["accuracy"])
+    if path is not None:
+        distnb.Checkpoint(model=model).restore(path)
+    return model
+
+def evaluate(strategy, model):
+    return model.evaluate(*VALIDATION, batch_size=30, verbose=0, return_dict=True)
+
+def train(strategy, own):
+    model = make_or_restore(strategy)
+    saves = keras.callbacks.ModelCheckpoint(own / "epoch-{epoch}.keras")
+    shows = distnb.keras.TensorBoard(own / "logs")
+    history = model.fit(
+        images[:300], labels[:300], batch_size=64, epochs=EPOCHS, validation_data=VALIDATION, verbose=0,
+        callbacks=[saves, shows],
+    ).history["val_accuracy"]
+    path = distnb.Checkpoint(model=model).write(own / "state")
+    return path, {f"epoch-{epoch + 1}.keras": history[epoch] for epoch in range(EPOCHS)} | {"state": history[-1]}
+"""
+ROLES = """
+shared = Path("shared")
 if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "worker":
-    train(distnb.MultiWorkerMirroredStrategy())
+    strategy = distnb.MultiWorkerMirroredStrategy()
+    own = shared if distnb.is_chief() else Path(f"local-{strategy.cluster_resolver.task_id}")
+    path, accuracies = train(strategy, own)
+    tell(chief=distnb.is_chief(), accuracies=accuracies, path=path, own=own.exists())
 else:
     strategy = distnb.MirroredStrategy()  # on one machine, with nobody to communicate with
-    lines = distnb.evaluate_checkpoints(
-        shared, lambda path: evaluate(strategy, make_or_restore(strategy, path)), last=f"epoch-{EPOCHS - 1}",
-        pattern="epoch-*", timeout_s=120, poll_s=0.05,
-    )
-    tell(lines=lines, log=(shared / "evaluations.jsonl").read_text())
+    lines = []
+    for pattern, last in SAVED.items():
+        lines += distnb.evaluate_checkpoints(
+            shared, lambda path: evaluate(strategy, make_or_restore(strategy, path)), last=last, pattern=pattern,
+            timeout_s=120, poll_s=0.05,
+        )
+    tell(lines=lines, log=(shared / "evaluations.jsonl").read_text(), lasts=list(SAVED.values()))
 """
 
 
-def test_workers_a_chief_that_saves_and_an_evaluator() -> None:
+@pytest.mark.parametrize("program", [pytest.param(TORCH, id="loop"), pytest.param(KERAS, id="keras")])
+def test_workers_a_chief_that_saves_and_an_evaluator(program: str) -> None:
     words = {"evaluator 0": [sys.executable, "-m", "distnb", "run", "SCRIPT", "-n", "1"]}
-    with Tasks(PROGRAM, ["worker 0", "worker 1", "evaluator 0"], command=words) as tasks:
+    with Tasks(DATA + program + ROLES, ["worker 0", "worker 1", "evaluator 0"], command=words) as tasks:
         chief, worker, evaluator = (task.check().told for task in tasks.wait(120))
     assert (chief["chief"], worker["chief"]) == (True, False)
     assert chief["path"] == worker["path"], "each gives a path of its own: the chief's counts"
     assert (chief["own"], worker["own"]) == (True, False)
     assert chief["accuracies"] == worker["accuracies"]
-    assert chief["accuracies"]["epoch-2"] > 0.7
-    # Which ones it had the time for is its own affair; the last one is among them.
-    assert evaluator["lines"][-1]["checkpoint"] == "epoch-2"
+    assert chief["accuracies"][evaluator["lasts"][-1]] > 0.7
+    # Which ones it had the time for is its own affair; the last ones are among them.
+    assert {line["checkpoint"] for line in evaluator["lines"]} >= set(evaluator["lasts"])
     for line in evaluator["lines"]:
         assert line["results"]["accuracy"] == chief["accuracies"][line["checkpoint"]]
     assert [json.loads(line) for line in evaluator["log"].splitlines()] == evaluator["lines"]

@@ -100,6 +100,18 @@ def test_hidden_and_unfinished_names_are_left_alone_and_folders_are_not(tmp_path
         distnb.evaluate_checkpoints(tmp_path, number, pattern="[!os]*", timeout_s=0.03, poll_s=0.01)
 
 
+def test_an_archive_is_left_alone_until_its_end_is_written(tmp_path: Path):
+    torch.save({"value": 3.0}, tmp_path / "whole")
+    written = (tmp_path / "whole").read_bytes()
+    for size in (0, 4, len(written) - 1):
+        (tmp_path / "1.pt").write_bytes(written[:size])
+        with pytest.raises(errors.ClusterError, match="No checkpoint appeared"):
+            distnb.evaluate_checkpoints(tmp_path, torch.load, pattern="*.pt", timeout_s=0.03, poll_s=0.01)
+    (tmp_path / "1.pt").write_bytes(written)
+    lines = distnb.evaluate_checkpoints(tmp_path, torch.load, pattern="*.pt", last="1.pt", poll_s=0.01)
+    assert values(lines) == [("1.pt", 3.0)]
+
+
 def test_a_checkpoint_that_the_chief_deletes_is_passed_over(tmp_path: Path):
     save(tmp_path, "1.pt", "1", 1)
     save(tmp_path, "2.pt", "2", 2)

@@ -8,7 +8,7 @@ import torch
 
 from distnb.collectives.digests import digest
 from distnb.errors import OutOfSyncError
-from distnb.runtime.scopes.registration import is_scope_buffer
+from distnb.runtime.scopes.registration import is_scope_buffer, same_everywhere
 from distnb.values.structure import flatten, paths
 from distnb.variables.variable import SyncOnReadVariable
 
@@ -87,7 +87,8 @@ def _named_leaves(value: Any) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for path, leaf in _by_path(value).items():
         if isinstance(leaf, torch.nn.Module):
-            inner = _by_path(leaf.state_dict(keep_vars=True))  # with what is here, not with what it would be as a whole
+            state = leaf.state_dict(keep_vars=True)  # with what is here, not with what it would be as a whole
+            inner = {same_everywhere(key, n): part for n, (key, part) in enumerate(_by_path(state).items())}
         elif isinstance(leaf, torch.optim.Optimizer):
             inner = _by_path(leaf.state_dict())
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
     from distnb.runtime.central.shared_variables import SharedVariables
 
-__all__ = ["Registration", "is_scope_buffer"]
+__all__ = ["Registration", "is_scope_buffer", "same_everywhere"]
 
 _LARGE_NBYTES = 4096
-# What sees to the models of other libraries that a scope made; it is not loaded before they are.
-_ADOPTERS = {"keras": "distnb.keras.models"}
+# What sees to the models of other libraries that a scope makes; it is not loaded before they are.
+_ADOPTERS = {("keras", "Model"): "distnb.keras.models"}
 _OF_KERAS = "_torch_params"
 _buffers = WeakIdKeyDictionary()
 
@@ -109,7 +110,7 @@ class Registration:
         knew_metrics = "torchmetrics" in sys.modules
         if knew_metrics:
             metric_binding.install()
-        with _watching(self._is_open_here) as (made, begun):
+        with _watching(self._is_open_here, self._adopt) as made:
             yield
         if not knew_metrics and "torchmetrics" in sys.modules:
             metric_binding.bind_all()
@@ -123,15 +124,13 @@ class Registration:
             within = {id(parameter) for root in roots for parameter in root.parameters()}
             loose = [each for each in alive if isinstance(each, torch.nn.Parameter) and id(each) not in within]
             self._take(roots, loose)
-        self._have_adopted([each for each in (reference() for reference in begun) if each is not None])
 
-    def _have_adopted(self, made: Iterable[torch.nn.Module]) -> None:
-        for library, adopter in _ADOPTERS.items():
-            its = [
-                each for each in made if any(cls.__module__.partition(".")[0] == library for cls in type(each).__mro__)
-            ]
-            if its:
-                self._adopted.update(importlib.import_module(adopter).adopt(self.strategy, its))
+    def _adopt(self, module: torch.nn.Module) -> None:
+        for (library, name), adopter in _ADOPTERS.items():
+            model = getattr(sys.modules.get(library), name, None)
+            if model is not None and isinstance(module, model):
+                importlib.import_module(adopter).adopt(self.strategy, module)
+                self._adopted.add(module)
 
     def take(self, model: torch.nn.Module) -> None:
         """Register what a model that a scope made has got since. All replicas call it together."""
@@ -158,7 +157,8 @@ class Registration:
             elif isinstance(value, torch.nn.Parameter):
                 loose.append(value)
         self._take(_roots_of(modules), loose, equalise=False)
-        self._have_adopted(modules)
+        for module in modules:
+            self._adopt(module)
 
     def _take(
         self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter], *, equalise: bool = True
@@ -173,7 +173,7 @@ class Registration:
             model = type(root).__name__
             key = self._keys.setdefault(root, _GroupKey(model, root))
             key.has_statistics = running_statistics.has_statistics(root)
-            named = [(_same_everywhere(name, n), each) for n, (name, each) in enumerate(root.named_parameters())]
+            named = [(same_everywhere(name, n), each) for n, (name, each) in enumerate(root.named_parameters())]
             new += [(f"{model}.{name}", each) for name, each in named if self._register(each, key, f".{name}")]
             buffers = [(f"{model}.{name}", each) for name, each in root.named_buffers() if each not in _buffers]
             _buffers.update((each, True) for _, each in buffers)
@@ -223,9 +223,10 @@ class Registration:
         return True
 
 
-def _same_everywhere(name: str, number: int) -> str:
-    """A parameter's name. Keras counts the layers that a process has made: one that was replaced counts anew."""
-    return f"{_OF_KERAS} {number}" if _OF_KERAS in name else name
+def same_everywhere(name: str, number: int) -> str:
+    """The name of a model's parameter or buffer, and which it is. Keras's names count the layers of a process: one that
+    was replaced counts anew, and the chief may have made models alone."""
+    return f"{re.sub(r'_[0-9]+(?=/)', '', name)} {number}" if _OF_KERAS in name else name
 
 
 def _roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -251,15 +252,14 @@ def _equalise_when_materialised(part: torch.nn.Module, group: Callable[[], Group
 
 @contextmanager
 def _watching(
-    is_open_here: Callable[[], bool],
-) -> Iterator[tuple[dict[int, weakref.ref[Any]], list[weakref.ref[Any]]]]:
+    is_open_here: Callable[[], bool], begin: Callable[[torch.nn.Module], None]
+) -> Iterator[dict[int, weakref.ref[Any]]]:
     """The modules and parameters, by identity, that are made within, in the order of making.
 
-    And all modules, as they begin: Keras's have no parameters yet. torch's hooks for registrations tell, and wrappers
-    around what makes, copies and unpickles the rest.
+    `begin` gets each module as it begins, when Keras's have no parameters yet. torch's hooks for registrations tell of
+    what is made, and wrappers around what makes, copies and unpickles the rest.
     """
     known: dict[int, weakref.ref[Any]] = {}
-    begun: list[weakref.ref[Any]] = []
 
     def note(made: Any, *_more: Any) -> None:
         if is_open_here():
@@ -280,7 +280,7 @@ def _watching(
     def init_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         init(module, *args, **kwargs)
         if is_open_here():
-            begun.append(weakref.ref(module))
+            begin(module)
 
     def set_module_state(module: torch.nn.Module, state: Any) -> None:
         set_state(module, state)
@@ -302,4 +302,4 @@ def _watching(
         torch.nn.Module.__init__ = init_module  # type: ignore[assignment,method-assign]
         torch.nn.Module.__setstate__ = set_module_state  # type: ignore[method-assign]
         stack.callback(unwrap)
-        yield known, begun
+        yield known
