@@ -22,6 +22,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+KERAS := $(shell sed -n 's/^keras==/keras==/p' constraints.txt)
+KERAS_NIGHTLY := keras-nightly==3.16.0.dev2026102704
+TENSORFLOW := tensorflow-cpu==2.21.0
 WORKERS ?= 2
 INSTALL := $(PIP) install -qq -c constraints.txt
 
@@ -42,6 +45,19 @@ $(VENV)/.made: constraints.txt
 $(VENV)/.made-%: $(VENV)/.made pyproject.toml
 	@echo "Installing distnb[$*] …"
 	@$(INSTALL) -e ".[$*]"
+	@touch $@
+
+# Peers of benchmarks/keras_fit.py, and Keras's next version for the tests too: each in a folder of its own.
+$(VENV)/.made-keras-nightly: $(VENV)/.made
+	@echo "Installing $(KERAS_NIGHTLY) into $(VENV)/keras-nightly …"
+	@rm -rf $(VENV)/keras-nightly
+	@$(PIP) install -qq --no-deps --target $(VENV)/keras-nightly "$(KERAS_NIGHTLY)"
+	@touch $@
+
+$(VENV)/.made-tensorflow: $(VENV)/.made
+	@echo "Installing $(TENSORFLOW) into $(VENV)/tensorflow …"
+	@$(BIN)/python -m venv --clear $(VENV)/tensorflow
+	@$(VENV)/tensorflow/bin/python -m pip --disable-pip-version-check install -qq "$(TENSORFLOW)" $(KERAS)
 	@touch $@
 
 demo: $(VENV)/.made-demo
@@ -75,7 +91,7 @@ tests: $(VENV)/.made-test
 soak: $(VENV)/.made-test
 	$(PYTEST) -m soak $(ARGS)
 
-bench: $(VENV)/.made-test $(VENV)/.made-bench
+bench: $(VENV)/.made-test $(VENV)/.made-bench $(VENV)/.made-keras-nightly $(VENV)/.made-tensorflow
 	for name in roundtrip ordinary_loop empty_cell training one_replica startup live_view transfer cross_device_ops central_storage checkpoints keras_fit; do $(BIN)/python -m benchmarks.$$name $(ARGS); done
 
 hooks: $(VENV)/.made-test
