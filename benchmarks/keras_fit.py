@@ -199,9 +199,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         contenders = _started(stack)
         for model in _MODELS:
-            measures = {
-                name: functools.partial(ranks.step, model, given.epochs) for name, ranks in contenders.items()
-            }
+            measures = {name: functools.partial(ranks.step, model, given.epochs) for name, ranks in contenders.items()}
             epochs = compare(measures, rounds=given.rounds)
             known = [target for target in targets if target.other in contenders]
             kept &= report(f"an epoch of 16 batches, {model}", epochs, baseline="distnb", targets=known)
