@@ -92,7 +92,10 @@ soak: $(VENV)/.made-test
 	$(PYTEST) -m soak $(ARGS)
 
 bench: $(VENV)/.made-test $(VENV)/.made-bench $(VENV)/.made-keras-nightly $(VENV)/.made-tensorflow
-	for name in roundtrip ordinary_loop empty_cell training one_replica startup live_view transfer cross_device_ops central_storage checkpoints keras_fit; do $(BIN)/python -m benchmarks.$$name $(ARGS); done
+	@missed=; for name in roundtrip ordinary_loop empty_cell training one_replica startup live_view transfer cross_device_ops \
+		central_storage checkpoints keras_fit; do \
+		echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || missed="$$missed $$name"; done; \
+	[ -z "$$missed" ] || { echo "Targets were missed, or runs failed, in:$$missed" >&2; exit 1; }
 
 hooks: $(VENV)/.made-test
 	$(BIN)/pre-commit install

@@ -1,6 +1,6 @@
 """`fit` of a Keras model on 2 replicas, against one process, a loop with DistributedDataParallel, and its peers.
 
-    python -m benchmarks.keras_fit [--rounds 7] [--epochs 3]
+    python -m benchmarks.keras_fit [--rounds 7] [--epochs 5]
 
 Two MLPs: of 64-64-64-10, which takes so little that overhead is all that is seen, and of 784-512-512-10. 1,024 rows,
 global batches of 64, accuracy as the metric. One thread per process; TensorFlow, whose two replicas are logical devices
@@ -186,7 +186,7 @@ def _started(stack: contextlib.ExitStack) -> dict[str, Ranks]:
 
 def main() -> int:
     """Run it. Returns 1 when a target is missed."""
-    given = options(__doc__, rounds=7, epochs=3, rank="")
+    given = options(__doc__, rounds=7, epochs=5, rank="")
     if given.rank:
         return be_rank(given.rank)
     targets = [
