@@ -22,7 +22,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+KERAS := $(shell sed -n 's/^keras==/keras==/p' constraints.txt)
 KERAS_NIGHTLY := keras-nightly==3.16.0.dev2026102704
+TENSORFLOW := tensorflow-cpu==2.21.0
 WORKERS ?= 2
 INSTALL := $(PIP) install -qq -c constraints.txt
 
@@ -51,6 +53,13 @@ $(VENV)/.made-keras-nightly: $(VENV)/.made constraints.txt
 	@echo "Installing $(KERAS_NIGHTLY) beside Keras …"
 	@rm -rf $(VENV)/keras-nightly
 	@$(PIP) install -qq --no-deps --target $(VENV)/keras-nightly "$(KERAS_NIGHTLY)" || echo "$(KERAS_NIGHTLY) cannot be had." >&2
+	@touch $@
+
+# TensorFlow, an environment of its own: a peer of benchmarks/keras_fit.py.
+$(VENV)/.made-tensorflow: $(VENV)/.made
+	@echo "Installing $(TENSORFLOW) into $(VENV)/tensorflow …"
+	@$(BIN)/python -m venv --clear $(VENV)/tensorflow
+	@$(VENV)/tensorflow/bin/python -m pip --disable-pip-version-check install -qq "$(TENSORFLOW)" $(KERAS)
 	@touch $@
 
 demo: $(VENV)/.made-demo
@@ -84,8 +93,11 @@ tests: $(VENV)/.made-test $(VENV)/.made-keras-nightly
 soak: $(VENV)/.made-test $(VENV)/.made-keras-nightly
 	$(PYTEST) -m soak $(ARGS)
 
-bench: $(VENV)/.made-test $(VENV)/.made-bench
-	for name in roundtrip ordinary_loop empty_cell training one_replica startup live_view transfer cross_device_ops central_storage checkpoints keras_fit; do $(BIN)/python -m benchmarks.$$name $(ARGS); done
+bench: $(VENV)/.made-test $(VENV)/.made-bench $(VENV)/.made-keras-nightly $(VENV)/.made-tensorflow
+	@missed=; for name in roundtrip ordinary_loop empty_cell training one_replica startup live_view transfer cross_device_ops \
+		central_storage checkpoints keras_fit; do \
+		echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || missed="$$missed $$name"; done; \
+	[ -z "$$missed" ] || { echo "Targets were missed, or runs failed, in:$$missed" >&2; exit 1; }
 
 hooks: $(VENV)/.made-test
 	$(BIN)/pre-commit install

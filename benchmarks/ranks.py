@@ -6,9 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from collections.abc import Callable, Iterator, Mapping
 
 from benchmarks.slow_cable import slow_cable
 
@@ -28,10 +26,23 @@ class Ranks:
         contender: Which of its contenders they are.
         replicas: How many processes.
         machines: Network namespaces, one for each process; none: all on this machine.
+        python: The interpreter, where they need packages that do not go with ours. It need not have torch.
+        variables: More environment variables.
     """
 
-    def __init__(self, module: str, contender: str, replicas: int = REPLICAS, machines: tuple[str, ...] = ()) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(replicas)}
+    def __init__(
+        self,
+        module: str,
+        contender: str,
+        replicas: int = REPLICAS,
+        machines: tuple[str, ...] = (),
+        *,
+        python: str = sys.executable,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(replicas), **(variables or {})}
         if machines:
             self._store = None
             port = str(_PORT + sum(map(ord, contender)) % 100)
@@ -44,7 +55,7 @@ class Ranks:
         self._processes = []
         for rank in range(replicas):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local)}
-            command = [sys.executable, "-m", module, "--rank", contender]
+            command = [python, "-m", module, "--rank", contender]
             if machines:  # with a host name of its own: nothing is shared but the network
                 named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', machines[rank]]
                 command = ["ip", "netns", "exec", machines[rank], *named, *command]

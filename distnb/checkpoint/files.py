@@ -7,18 +7,20 @@ leaves the checkpoints before. torch.distributed.checkpoint can read its tensors
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError
 
 from distnb.checkpoint.trees import decode, encode
 from distnb.errors import CheckpointError, OptionError
@@ -27,6 +29,7 @@ __all__ = ["Shards", "check", "check_free", "numbered", "read", "remove", "remov
 
 _MANIFEST = "checkpoint.json"
 _FORMAT, _VERSION = "distnb checkpoint", 1
+_READERS = min(4, os.cpu_count() or 1)  # memory has no more to give to more of them
 _UNFINISHED, _REMOVED = ".unfinished-", ".removed-"
 # The word for it in files that torch.distributed.checkpoint reads.
 _SLICES, _BEGINNING = "DCP_SHARDING_INFO", "saved_offsets"
@@ -82,8 +85,7 @@ def write(path: Path, tree: Any) -> None:
         written = {}
         for number, held in enumerate(files, 1):
             file = unfinished / f"{number:05}-of-{len(files):05}.safetensors"
-            tensors_here = _write_tensors(file, held)
-            written[file.name] = {"nbytes": file.stat().st_size, "tensors": tensors_here}
+            written[file.name] = _write_tensors(file, held)
         held_here = {"files": written, "tree": described}
         manifest = {"format": _FORMAT, "version": _VERSION, "xxh3_128": _digest_of_text(held_here), "holds": held_here}
         with (unfinished / _MANIFEST).open("w", encoding="utf-8") as text:
@@ -108,8 +110,10 @@ def _without_shards(tree: Any, path: str, slices: dict[str, Shards]) -> Any:
     return tree
 
 
-def _write_tensors(file: Path, held: Mapping[str, tuple[torch.Tensor, list[int]]]) -> dict[str, tuple[int, str]]:
-    """Write one file to the disk. Returns where each slice begins along the first axis, and a digest of its bytes."""
+def _write_tensors(file: Path, held: Mapping[str, tuple[torch.Tensor, list[int]]]) -> dict[str, Any]:
+    """Write one file to the disk. Returns its size, a digest of its header, and of each slice where it begins along the
+    first axis, its dtype and a digest of its bytes.
+    """
     from safetensors.torch import save_file
 
     seen: set[int] = set()
@@ -124,7 +128,25 @@ def _write_tensors(file: Path, held: Mapping[str, tuple[torch.Tensor, list[int]]
     beginnings = {name: {_BEGINNING: beginning} for name, (_, beginning) in held.items()}
     save_file(plain, file, metadata={_SLICES: json.dumps(beginnings)})
     _sync(file)
-    return {name: (held[name][1][0] if tensor.dim() else 0, _digest(tensor)) for name, tensor in plain.items()}
+    return {
+        "nbytes": file.stat().st_size,
+        "header": xxhash.xxh3_128_hexdigest(_header(_map(file))),
+        "tensors": {
+            name: (held[name][1][0] if each.dim() else 0, str(each.dtype).removeprefix("torch."), _digest(each))
+            for name, each in plain.items()
+        },
+    }
+
+
+def _map(file: Path) -> mmap.mmap:
+    """A file's bytes, as memory that could be written (torch asks for it), but never is."""
+    with file.open("rb") as opened:
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _header(mapped: mmap.mmap) -> bytes:
+    """What stands before the tensors in a file of safetensors': the length of a JSON text, and the text."""
+    return mapped[: 8 + int.from_bytes(mapped[:8], "little")]
 
 
 def _digest_of_text(held: Any) -> str:
@@ -185,21 +207,11 @@ def read(path: Path) -> Any:
     Raises:
         CheckpointError: It is no checkpoint, or not a whole one, or its bytes are not those that were written.
     """
-    from safetensors.torch import load_file
-
     holds = check(path)
     slices: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for name, facts in holds["files"].items():
-        try:
-            found = load_file(path / name)
-            for key, (first, digest) in facts["tensors"].items():
-                if _digest(found[key]) != digest:
-                    raise CheckpointError(
-                        f"{path} is damaged: the bytes of {key!r} in {name} are not those that were written."
-                    )
-                slices.setdefault(key, []).append((first, found[key]))
-        except (SafetensorError, KeyError) as error:
-            raise CheckpointError(f"{path} is damaged: {name} cannot be read ({error}).") from error
+        for key, first, tensor in _verified(path, name, facts):
+            slices.setdefault(key, []).append((first, tensor))
     tensors = {
         key: parts[0][1]
         if len(parts) == 1
@@ -207,6 +219,28 @@ def read(path: Path) -> Any:
         for key, parts in slices.items()
     }
     return decode(holds["tree"], tensors)
+
+
+def _verified(path: Path, name: str, facts: Mapping[str, Any]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Name, beginning and content of each slice in a file. (safetensors' own reader takes 18 µs for each.)"""
+    mapped = _map(path / name)
+    header = _header(mapped)
+    if xxhash.xxh3_128_hexdigest(header) != facts["header"]:
+        raise CheckpointError(f"{path} is damaged: the header of {name} is not as it was written.")
+    places, data = json.loads(header[8:]), memoryview(mapped)[len(header) :]
+    parts = {key: data[slice(*places[key]["data_offsets"])] for key in facts["tensors"]}
+    rest = iter(parts.items())  # each thread takes from it until there are no more
+    with ThreadPoolExecutor(_READERS) as pool:
+        digests = ChainMap(
+            *pool.map(lambda _: {key: xxhash.xxh3_128_hexdigest(part) for key, part in rest}, range(_READERS))
+        )
+    for key, part in parts.items():
+        first, name_of_dtype, digest = facts["tensors"][key]
+        if digests[key] != digest:
+            raise CheckpointError(f"{path} is damaged: the bytes of {key!r} in {name} are not those that were written.")
+        dtype = getattr(torch, name_of_dtype)
+        flat = torch.frombuffer(part, dtype=dtype) if part.nbytes else torch.empty(0, dtype=dtype)
+        yield key, first, flat.view(places[key]["shape"])
 
 
 # -- many of them in one folder ----------------------------------------------------------------------------------------

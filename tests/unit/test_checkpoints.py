@@ -127,7 +127,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (lambda path: os.truncate(first_file(path), 100), "not whole"),
     "a file gone": (lambda path: first_file(path).unlink(), "not whole"),
     "a bit of a tensor": (lambda path: flip(first_file(path), -1), "'model/weight'"),
-    "a bit of the header": (lambda path: flip(first_file(path), 12), "CheckpointError|not whole|damaged"),
+    "a bit of the header": (lambda path: flip(first_file(path), 12), "the header of"),
+    "another shape in the header": (
+        lambda path: first_file(path).write_bytes(first_file(path).read_bytes().replace(b"[1,1]", b"[1,0]")),
+        "the header of",
+    ),
 }
 
 
