@@ -41,8 +41,10 @@ def _show(
     shell: Any, kind: type[BaseException], error: BaseException, traceback: Any, tb_offset: int | None = None
 ) -> Any:
     own = getattr(error, "_render_traceback_", None)
-    if own is not None and isinstance(error, SyntaxError | BaseExceptionGroup):  # IPython does not ask these
-        text = own()
+    # IPython does not ask errors of these types, and of those that it asks it forgets `%xmode Minimal`.
+    minimal = shell.InteractiveTB.mode == "Minimal"
+    if own is not None and (minimal or isinstance(error, SyntaxError | BaseExceptionGroup)):
+        text = shell.InteractiveTB.get_exception_only(kind, error) if minimal else own()
         shell._showtraceback(kind, error, text)
         return text
     if own is not None:

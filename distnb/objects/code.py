@@ -169,9 +169,14 @@ def function_state(function: types.FunctionType) -> dict[str, Any]:
         "__kwdefaults__": function.__kwdefaults__,
         "__annotations__": function.__annotations__,
         "__doc__": function.__doc__,
-        "__module__": function.__module__,
+        "__module__": _one_string(function.__module__),
         "__dict__": function.__dict__,
     }
+
+
+def _one_string(module: str | None) -> str | None:
+    """A module's name, as one object wherever it stands: the digest of a class tells which of its strings are one."""
+    return sys.intern(module) if type(module) is str else module
 
 
 def fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
@@ -262,6 +267,7 @@ def reduce_class(cls: type, classes: Classes) -> Any:
         # These can only be given when the class is made; cloudpickle sets slots afterwards, to no effect. It also makes
         # the class of the bases as they are written, of which those of a NamedTuple would make everything anew.
         given = {name: cls.__dict__[name] for name in ("__slots__", "__orig_bases__") if name in cls.__dict__}
+        given["__module__"] = _one_string(cls.__module__)
         args = (*args[:2], cls.__bases__, {**args[3], **given}, *args[4:])
     where = None if "." in cls.__qualname__ else cls.__name__
     state = class_state(cls)
@@ -277,6 +283,7 @@ def class_state(cls: type) -> dict[str, Any]:
         own = {name: value for name, value in vars(cls).items() if name != "_abc_impl" and not name.startswith("__")}
         state = own | _cloudpickle._class_getstate(cls)[0]
     state.pop("__slotnames__", None)  # a cache that pickling an instance leaves
+    state.pop("__module__", None)  # given when the class is made
     if "__slots__" in state:
         del state["__slots__"]
         state = {name: value for name, value in state.items() if type(value) is not types.MemberDescriptorType}

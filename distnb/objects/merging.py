@@ -109,7 +109,7 @@ class Merge:
                 if name == "_abc_impl":
                     for each in merged:
                         cls.register(each)  # type: ignore[attr-defined]
-                elif name not in old or not _same([merged], [old[name]]):
+                elif name not in old or merged is not old[name]:  # equal strings, too: a look tells which are one
                     with contextlib.suppress(AttributeError, TypeError):  # what Python itself sets
                         setattr(cls, name, merged)
 

@@ -171,6 +171,18 @@ def test_a_class_from_a_path_that_only_the_replicas_have(world: World, tmp_path:
     assert world.ns["k"] == 7
 
 
+def test_classes_that_a_smaller_team_was_sent_too_are_what_they_were(world: World) -> None:
+    world.here(
+        "class Base: pass\nclass Sub(Base):\n    kind = 'some words'\n    def __init__(self, kind=kind):\n"
+        "        super().__init__()\n        self.of_the_base = isinstance(self, Base)"
+    )
+    made = world.ns["Sub"]
+    for spec in (SPEC, StrategySpec("mirrored", num_replicas=1), SPEC):
+        world.session.run_cell("right = Sub().of_the_base", spec, filename="<cell>")
+        assert world.ns["right"] is True
+        assert world.ns["Sub"] is made, "no handle of classes that differ"
+
+
 def test_an_error_of_a_class_of_ones_own(world: World) -> None:
     text = "class Own(Exception):\n    def __init__(self, code, *, where):\n        super().__init__(code)\n        self.where = where"
     for define, run in ((world.here, "raise Own(3, where=[4])"), (world.there, "raise Own(5, where=[4])")):

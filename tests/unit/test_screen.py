@@ -109,3 +109,15 @@ def test_an_empty_line_below_an_empty_bar_is_a_line() -> None:
     assert screen.feed("\n\r", 0.0) == []
     lines = screen.feed("\n", 0.2) + screen.feed("b", 0.4) + screen.feed("\rc\n", 0.6) + screen.finish()
     assert lines == ["", "", "c"]
+
+
+def test_frames_of_several_lines_are_drawn_over_one_another_however_slowly() -> None:
+    """As Rich does: text comes above a frame, and the cursor is hidden as long as there are frames."""
+    screen = Screen()
+    assert feed(screen, "before\n\x1b[?25l", "\r\x1b[2Kepoch 1\n  loss 3", now=1.0) == ["before"]
+    assert feed(screen, "\r\x1b[2K\x1b[1A\x1b[2Kepoch 2\n  loss 2", now=2.0) == []
+    assert screen.rows == ["epoch 2", "  loss 2"]
+    assert feed(screen, "\r\x1b[2K\x1b[1A\x1b[2Kprinted\nepoch 2\n  loss 2", now=3.0) == []
+    last = "\r\x1b[2K\x1b[1A\x1b[2Kepoch 3\n  loss 1\n\x1b[?25h"
+    assert feed(screen, last, "after\n", now=4.0) == ["printed", "epoch 3", "  loss 1", "after"]
+    assert not screen.open

@@ -163,6 +163,15 @@ def test_a_replicas_error_shows_where_the_cell_called_it() -> None:
     assert sys.last_traceback.tb_next.tb_frame.f_locals["x"] == 3
 
 
+def test_a_replicas_error_is_as_short_as_xmode_asks(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.user_ns["raising"] = functools.partial(raise_failure, _failed(), TEAM)
+    assert shown(shell, capsys, "raising()").splitlines() == ["Replica 0 of 1 (cpu:0) raised:", "where"]
+    shell.run_line_magic("xmode", "Minimal")
+    assert shown(shell, capsys, "raising()").strip() == "RuntimeError: there"
+
+
 def _failed() -> Outcome:
     outcome = Outcome(1, (0,))
     error = pickle.dumps(RuntimeError("there"))

@@ -1,7 +1,8 @@
 """What a replica's stream looks like, line by line: newlines, carriage returns, cursor moves.
 
-A progress bar rewrites its line with a carriage return, nested bars move up and down. A `Screen` follows one
-stream of one replica and tells which lines are finished, and which are still being written.
+A progress bar rewrites its line with a carriage return, nested bars move up and down. Rich's live displays hide the
+cursor while they are there, and draw frames of several lines, each over the one before. A `Screen` follows one stream
+of one replica and tells which lines are finished, and which are still being written.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ __all__ = ["SETTLE_S", "Screen"]
 SETTLE_S = 0.15
 """A line below which the cursor went stays open for this long if a bar was drawn in it: nested bars come back up."""
 
-_CONTROLS = re.compile("(\n|\r|\x08|\x1b\\[\\d*[AJK])")
-_TERMINALS = re.compile("\x1b\\[\\??[\\d;]*[B-HSTfhl]")  # to show or hide the cursor, and the like: there is none here
+_HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
+_CONTROLS = re.compile("(\n|\r|\x08|\x1b\\[\\d*[AJK]|\x1b\\[\\?25[hl])")
+_TERMINALS = re.compile("\x1b\\[(?!\\?25[hl])\\??[\\d;]*[B-HSTfhl]")  # what else terminals do: there is none here
 _CUT = re.compile("\x1b(\\[\\??[\\d;]*)?$")  # an escape sequence of which the end has not come yet
 
 
@@ -37,6 +39,7 @@ class Screen:
         self._touched = [0.0]  # when the cursor was last in each row
         self._row = self._column = 0
         self._fresh = False  # the cursor has just come into a new line
+        self._framed = False  # the cursor is hidden: what is below the top of the latest frame is drawn again
         self._held = ""
         self._done: list[str] = []
 
@@ -60,7 +63,7 @@ class Screen:
     def settle(self, now: float) -> list[str]:
         """The lines that are finished by now: the cursor is below, and did not come back for a while."""
         count = 0
-        while count < self._row and (not self.drawn or now - self._touched[count] >= SETTLE_S):
+        while count < self._row and not self._framed and (not self.drawn or now - self._touched[count] >= SETTLE_S):
             count += 1
         self._cut_off(count, now)
         done, self._done = self._done, []
@@ -93,14 +96,17 @@ class Screen:
             self._column, self.drawn = 0, True
         elif piece == "\x08":
             self._column = max(0, self._column - 1)
+        elif piece in (_HIDE, _SHOW):
+            self._framed = piece == _HIDE
         elif _CONTROLS.fullmatch(piece) and piece[-1] == "A":
             self.drawn = True
             self._go(max(0, self._row - int(piece[2:-1] or 1)), now)
         elif _CONTROLS.fullmatch(piece):
             self.rows[self._row] = self.rows[self._row][: self._column]
         else:
-            if fresh and self.rows[self._row :] == [""]:
-                # Plain text in a new line: were this a bar below others, it would begin with a carriage return.
+            if fresh != self._framed and (self._framed or self.rows[self._row :] == [""]):
+                # Plain text in a new line: were this a bar below others, it would begin with a carriage return. Or, of
+                # frames, text where the cursor was moved to, which is the top of the next one.
                 self._cut_off(self._row, now)
             self._type(piece)
 
