@@ -11,7 +11,6 @@ import cloudpickle
 import keras
 import torch
 
-from distnb.collectives.digests import digest
 from distnb.keras import compat
 from distnb.keras.backups import Resuming
 from distnb.objects.plain import same
@@ -144,7 +143,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
     def _rare(self, name: str, *args: Any) -> None:
         if not self._any:
             return
-        before = {key: digest(value) for key, value in self._variables().items()} if self._is_chief else {}
+        before = {key: _state(value) for key, value in self._variables().items()} if self._is_chief else {}
         self._call(name, *args)
         self._take_over_all(before, args[-1])
         randomness.share(self._group)
@@ -179,11 +178,11 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
             found |= {("optimizer", place): each.value for place, each in enumerate(optimizer.variables)}
         return found
 
-    def _take_over_all(self, before: Mapping[tuple[str, int], int], logs: dict[str, Any] | None) -> None:
+    def _take_over_all(self, before: Mapping[tuple[str, int], tuple[int, int]], logs: dict[str, Any] | None) -> None:
         told: Any = None
         if self._is_chief:
             here = self._variables()
-            changed = {name: value.detach().cpu() for name, value in here.items() if before.get(name) != digest(value)}
+            changed = {name: value.detach().cpu() for name, value in here.items() if before.get(name) != _state(value)}
             told = changed, bool(self.model.stop_training), compat.initial_epoch(self.model), logs
         changed, self.model.stop_training, epoch, told_logs = broadcast_tree(self._group, told, 0)
         if self._is_chief:
@@ -196,6 +195,11 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         with torch.no_grad():
             for name, value in changed.items():
                 here[name].copy_(value)
+
+
+def _state(value: torch.Tensor) -> tuple[int, int]:
+    """It is another one when the tensor was written to, even with what it held, or is another."""
+    return id(value), -1 if value.is_inference() else value._version
 
 
 def _has(callback: Any, name: str) -> bool:

@@ -111,13 +111,16 @@ class ModelOnReplicas:
             bound.arguments["verbose"] = 0
 
     def _take_what_was_built(self) -> None:
-        """Keras builds a model when it sees the first batch: its weights are made equal then, and kept in sync."""
+        """Keras makes weights and what the optimizer keeps when it sees the first batch: all replicas' from then on."""
         process = this_process.replica
         if process is None or process.size == 1:
             return
         registration = process.runtime_of(self._strategy).registration
-        if not all(registration.owns(each.value) for each in self._model.trainable_variables):
-            registration.take(self._model)
+        optimizer = getattr(self._model, "optimizer", None)
+        kept = [each.value for each in optimizer.variables] if optimizer is not None else []
+        trained = [each.value for each in self._model.trainable_variables]
+        if not all(map(registration.owns, [*trained, *kept])):
+            registration.take(self._model, kept)
 
     # A step ---------------------------------------------------------------------------------------------------------
 

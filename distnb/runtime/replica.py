@@ -12,6 +12,7 @@ from distnb.accelerators import placed_on, torch_device
 from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.flat_packs import Packs
 from distnb.collectives.gradients.gradient_sync import GradientSync
+from distnb.collectives.gradients.optimizer_steps import note_versions
 from distnb.errors import DistributedValueError, OptionError
 from distnb.input.distribute import distribute, distribute_from_function
 from distnb.options import (
@@ -151,6 +152,7 @@ class Spmd:
             if group.size > 1:
                 self._sync.renumber()
                 resynchronise(group, self._sync.groups, self.registration.buffers())
+                note_versions(self._sync.groups, anew=True)
 
     # Computing on replicas --------------------------------------------------------------------------------------
 

@@ -89,6 +89,42 @@ def test_a_failing_callback_ends_the_cell_and_the_next_one_works(cells: Notebook
     assert "[0-1] 2" in ran.stdout
 
 
+def test_a_step_that_one_replica_alone_made_is_made_good(cells: Notebook, tmp_path: Path) -> None:
+    """What the optimizer keeps, too, is what replica 0 has, when the next program begins."""
+    cells.run(f"STEPPED = {str(tmp_path / 'stepped')!r}")
+    training = TRAINING.replace('"adam"', "keras.optimizers.SGD(0.1, momentum=0.9)").replace("verbose=2", "verbose=0")
+    ran = cells.try_run(
+        f"%%distribute mirrored{training}"
+        "plain = model.optimizer.apply\n"
+        "def apply(*args, **kwargs):\n"
+        "    if distnb.replica_id() == 0:\n"
+        "        plain(*args, **kwargs)\n"
+        "        open(STEPPED, 'w').close()\n"
+        "    else:\n"
+        "        while not os.path.exists(STEPPED):\n"
+        "            pass\n"
+        "        raise ValueError('no step')\n"
+        "model.optimizer.apply = apply\n"
+        "model.fit(X, Y, batch_size=16, verbose=0)",
+        timeout_s=90,
+    )
+    assert ran.error_name == "ValueError"
+    ran = cells.run(
+        "%%distribute mirrored\n"
+        "del model.optimizer.apply\n"
+        "kept = [float(each.value.sum()) for each in model.optimizer.variables]\n"
+        "with strategy.scope():\n    pass\n"
+        "again = [float(each.value.sum()) for each in model.optimizer.variables]\n"
+        "model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)\n"
+        "strategy.assert_in_sync(model)",
+        timeout_s=60,
+    )
+    assert "differ between replicas" not in ran.stderr
+    cells.run("strategy = distnb.MirroredStrategy()\nkept, again = map(strategy.local_results, (kept, again))")
+    assert cells.value("kept[0] != kept[1]") is True, "replica 1 had not stepped"
+    assert cells.value("again[0] == again[-1] == kept[0]") is True
+
+
 def test_a_killed_engine_in_the_middle_of_a_training(cells: Notebook, tmp_path: Path) -> None:
     """Restored from its backup, it ends as an unbroken training does."""
     cells.run(f"FOLDER = {str(tmp_path)!r}")
@@ -106,6 +142,7 @@ def test_a_killed_engine_in_the_middle_of_a_training(cells: Notebook, tmp_path: 
     )
     assert ran.error_name == "EngineDied", ran
     cells.run("%distnb restart --missing", timeout_s=60)
-    cells.run(f"%%distribute mirrored\ncallbacks = [{backup}]" + training, timeout_s=90)
+    ran = cells.run(f"%%distribute mirrored\ncallbacks = [{backup}]" + training, timeout_s=90)
+    assert "differ between replicas" not in ran.stderr, "what was made good is not told as changed"
     assert cells.value("len(losses)") == 1, "it went on with the third epoch"
     assert cells.value("np.allclose(losses, whole[2:], atol=1e-6)") is True

@@ -159,9 +159,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 # -- changes by hand ---------------------------------------------------------------------------------------------------
 
 
-def note_versions(groups: Iterable[ParameterGroup]) -> None:
-    """The parameters that were registered since are equal on all replicas now."""
+def note_versions(groups: Iterable[ParameterGroup], *, anew: bool = False) -> None:
+    """The parameters that were registered since are equal on all replicas now; `anew`: all are."""
     for group in groups:
+        if anew:
+            group.versions.clear()
         for place, parameter in _counting(group):
             group.versions.setdefault(place, parameter._version)
 

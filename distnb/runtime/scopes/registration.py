@@ -132,9 +132,9 @@ class Registration:
                 importlib.import_module(adopter).adopt(self.strategy, module)
                 self._adopted.add(module)
 
-    def take(self, model: torch.nn.Module) -> None:
-        """Register what a model that a scope made has got since. All replicas call it together."""
-        self._take([model], ())
+    def take(self, model: torch.nn.Module, beside: Iterable[torch.nn.Parameter]) -> None:
+        """Register what a model that a scope made has got since, and parameters beside it. All replicas do so."""
+        self._take([model], beside)
 
     def _is_open_here(self) -> bool:
         innermost = contexts.innermost()
