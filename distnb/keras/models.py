@@ -22,7 +22,7 @@ from distnb.runtime import step_count
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import has_distributed
 
-__all__ = ["adopt"]
+__all__ = ["adopt", "beside"]
 
 _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _FUNCTIONS = ("train", "test", "predict")
@@ -38,6 +38,12 @@ def adopt(strategy: Any, model: Any) -> None:
     if "fit" not in vars(model):
         for name in (*_METHODS, *_MAKERS):
             vars(model)[name] = _first(strategy, model, name)
+
+
+def beside(model: Any) -> list[Any]:
+    """What belongs to a model and is none of its parameters to torch: what its optimizer keeps."""
+    optimizer = getattr(model, "optimizer", None)
+    return [each.value for each in optimizer.variables] if optimizer is not None else []
 
 
 def _first(strategy: Any, model: Any, name: str) -> Callable[..., Any]:
@@ -116,8 +122,7 @@ class ModelOnReplicas:
         if process is None or process.size == 1:
             return
         registration = process.runtime_of(self._strategy).registration
-        optimizer = getattr(self._model, "optimizer", None)
-        kept = [each.value for each in optimizer.variables] if optimizer is not None else []
+        kept = beside(self._model)
         trained = [each.value for each in self._model.trainable_variables]
         if not all(map(registration.owns, [*trained, *kept])):
             registration.take(self._model, kept)

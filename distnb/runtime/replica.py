@@ -150,7 +150,6 @@ class Spmd:
                 self._optimizers.end_half_steps()
             self._generation = group.generation
             if group.size > 1:
-                self._sync.renumber()
                 resynchronise(group, self._sync.groups, self.registration.buffers())
                 note_versions(self._sync.groups, anew=True)
 

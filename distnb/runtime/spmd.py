@@ -19,6 +19,7 @@ from distnb.runtime.consistency.agreement import Agreement
 from distnb.runtime.randomness import streams
 from distnb.runtime.replica import Spmd
 from distnb.runtime.scopes import sync_batch_norm
+from distnb.runtime.scopes.registration import Place
 from distnb.runtime.this_process import this_process
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.topology import Device, Team
@@ -84,7 +85,7 @@ class SpmdProcess:
 
 
 # A new engine gets its objects before it joins a group, and gradients are kept in sync within one.
-_restored: dict[Any, list[Any]] = {}
+_restored: dict[Any, list[tuple[Any, Sequence[Place | None]]]] = {}
 
 
 def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
@@ -109,9 +110,9 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
     return process
 
 
-def register_restored(strategy: Owner, value: Any) -> None:
+def register_restored(strategy: Owner, value: Any, places: Sequence[Place | None]) -> None:
     """Keep in sync, from the next program on, what was made in a strategy's scope and copied here from a replica."""
-    _restored.setdefault(strategy, []).append(value)
+    _restored.setdefault(strategy, []).append((value, places))
 
 
 def _numbered(names: Sequence[str]) -> tuple[int, ...]:

@@ -11,19 +11,24 @@ from distnb.options import StrategySpec, VariableAggregation
 from distnb.runtime import spmd
 from distnb.runtime.consistency import sync_check
 from distnb.runtime.scopes import metric_binding
+from distnb.runtime.scopes.registration import Place, parameters_of
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import resolve
 from distnb.variables.variable import SyncOnReadVariable
 
 __all__ = [
+    "Origin",
     "drift_report",
     "is_apart",
     "is_mirrored",
     "is_read_together",
+    "origin_of",
     "read_together",
     "register_restored",
-    "spec_of",
 ]
+
+
+_MADE = (torch.Tensor, torch.nn.Module)
 
 
 def is_mirrored(value: Any) -> bool:
@@ -36,7 +41,7 @@ def is_mirrored(value: Any) -> bool:
         return value.distributed_available_fn is metric_binding.aggregates_here
     if is_read_together(value):
         return True
-    parameters = _parameters(value)
+    parameters = parameters_of(value)
     if not parameters:
         process = this_process.replica
         return isinstance(value, torch.nn.Module) and process is not None and process.strategy_of(value) is not None
@@ -68,33 +73,31 @@ def drift_report(value: Any) -> str:
     return sync_check.drift_report(this_process.replica.group, value)
 
 
-def spec_of(value: Any) -> StrategySpec | None:
-    """The strategy in whose scope a module, optimizer or parameter was made; None if there is none."""
+Origin = tuple[StrategySpec, list[Place | None]]
+"""The strategy in whose scope something was made, and what all replicas call its parameters."""
+
+
+def origin_of(value: Any) -> Origin | None:
+    """Where a module, optimizer or parameter was made, for a replica that gets a copy; None if in no scope."""
     process = this_process.replica
     if process is None or not is_mirrored(value):
         return None
-    of_its_own = [value] if isinstance(value, torch.nn.Module) else []
-    found = map(process.strategy_of, [*_parameters(value), *of_its_own])
-    return next((strategy.spec for strategy in found if strategy is not None), None)
+    parameters = parameters_of(value)
+    found = (process.strategy_of(each) for each in [*parameters, value] if isinstance(each, _MADE))
+    strategy = next((each for each in found if each is not None), None)
+    if strategy is None:
+        return None
+    return strategy.spec, list(map(process.runtime_of(strategy).registration.place_of, parameters))
 
 
-def register_restored(value: Any, spec: StrategySpec | None) -> None:
-    """Keep in sync what was copied to this engine from another replica, where `spec_of` told its strategy."""
+def register_restored(value: Any, origin: Origin | None) -> None:
+    """Keep in sync what was copied to this engine from another replica, where `origin_of` told of it."""
     if is_mirrored(value) and _is_metric(value):
         metric_binding.bind(value)
-    elif spec is not None:
-        spmd.register_restored(resolve(spec), value)
+    elif origin is not None:
+        spec, places = origin
+        spmd.register_restored(resolve(spec), value, places)
 
 
 def _is_metric(value: Any) -> bool:
     return isinstance(value, torch.nn.Module) and getattr(value, "distributed_available_fn", None) is not None
-
-
-def _parameters(value: Any) -> list[Any]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, torch.nn.Module):
-        return list(value.parameters())
-    if isinstance(value, torch.optim.Optimizer):
-        return [parameter for group in value.param_groups for parameter in group["params"]]
-    return []

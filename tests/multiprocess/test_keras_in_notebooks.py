@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(170)
 DATA = """
 import os
 os.environ["KERAS_BACKEND"] = "torch"
-import keras, numpy as np, distnb
+import keras, numpy as np, torch, distnb
 rng = np.random.default_rng(0)
 X = rng.normal(size=(50, 6)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int64")
@@ -142,6 +142,15 @@ def test_a_killed_engine_in_the_middle_of_a_training(cells: Notebook, tmp_path: 
     )
     assert ran.error_name == "EngineDied", ran
     cells.run("%distnb restart --missing", timeout_s=60)
+    # The model is there, with what its optimizer kept; and others are called alike on both replicas.
+    cells.run(
+        "%%distribute mirrored\nmodel.fit(X, Y, epochs=1, verbose=0)\nstrategy.assert_in_sync(model)\n"
+        "moments = tuple(float(each.value.double().sum()) for each in model.optimizer.variables)\n"
+        "with strategy.scope():\n    linear = torch.nn.Linear(6, 1)\n"
+        "strategy.run(lambda: linear(torch.ones(1, 6)).sum().backward())",
+        timeout_s=60,
+    )
+    assert cells.value("isinstance(moments, tuple)") is True, "the same on both"
     ran = cells.run(f"%%distribute mirrored\ncallbacks = [{backup}]" + training, timeout_s=90)
     assert "differ between replicas" not in ran.stderr, "what was made good is not told as changed"
     assert cells.value("len(losses)") == 1, "it went on with the third epoch"

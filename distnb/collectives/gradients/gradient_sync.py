@@ -23,6 +23,7 @@ from distnb.collectives.gradients.mean_loss import MeanLossCheck, are_losses_glo
 from distnb.collectives.gradients.optimizer_steps import changed_by_hand, guard_optimizers
 from distnb.collectives.gradients.parameter_groups import (
     AGGREGATED,
+    Identity,
     ParameterGroup,
     find_mirror,
     refuse_wrapping,
@@ -110,28 +111,32 @@ class GradientSync:
 
     # What strategies call ------------------------------------------------------------------------------------
 
-    def register(self, parameter: torch.nn.Parameter, key: Any) -> None:
+    def register(self, parameter: torch.nn.Parameter, key: Any, at: tuple[Identity, int] | None = None) -> None:
         """Keep a parameter in sync from now on, made on all replicas with the same values. Again it changes nothing.
 
         Parameters of one key are reduced together. Its attribute `label` names them in errors.
+
+        Args:
+            at: On a replica that takes a lost one's place: how the others call the group, and the place in it.
         """
         if find_mirror(parameter) is not None:
             return
         group = self._by_key.get(key)
         if group is None:
             self._enter_generation(self._aggregation())
-            self._made += 1
+            self._made += at is None
             owner = weakref.ref(self)
 
             def drop(group: ParameterGroup) -> None:
                 if (sync := owner()) is not None:
                     sync._drop([group])
 
-            group = ParameterGroup(self, (self._generation or 0, self._made), key, drop)
+            identity = (self._generation or 0, self._made) if at is None else at[0]
+            group = ParameterGroup(self, identity, key, drop)
             self._by_key[key] = group
         if group not in self.groups:
             self.groups.append(group)
-        group.append(parameter)
+        group.append(parameter, None if at is None else at[1])
         BACKWARD_PASSES.listen(self)
         guard_optimizers()
         refuse_wrapping()
@@ -152,12 +157,10 @@ class GradientSync:
         """
         self._slice = None if n is None or total is None else (n, total)
 
-    def renumber(self) -> None:
-        """Have all replicas call their groups alike: one that was replaced, or failed in a scope, counts otherwise."""
-        self._enter_generation(self._aggregation())
-        self._made = 0
-        for number, group in enumerate(self.groups):
-            group.identity = (-1 - (self._generation or 0), number)
+    def identity_of(self, key: Any) -> Identity | None:
+        """How all replicas call the group of a key; None if there is none."""
+        group = self._by_key.get(key)
+        return None if group is None else group.identity
 
     def changed_by_hand(self) -> dict[str, int]:
         """The parameters that something else than an optimizer's step has changed since the last look, with digests."""

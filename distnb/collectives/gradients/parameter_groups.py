@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AGGREGATED",
+    "Identity",
     "Mirror",
     "ParameterGroup",
     "find_mirror",
@@ -114,6 +115,14 @@ class _Gone:
 _GONE: Any = _Gone()
 
 
+def _nothing() -> None:
+    """The reference of a place that has no parameter on this replica."""
+
+
+Identity = tuple[int, int]
+"""What all replicas call a parameter group: the generation in which it was made, and the how manieth of it."""
+
+
 class ParameterGroup:
     """Parameters that are reduced together: those of one model, in the order in which they were made.
 
@@ -121,7 +130,7 @@ class ParameterGroup:
     depends on when a replica's garbage collector ran.
 
     Attributes:
-        identity: (generation, number), the same on every replica.
+        identity: The same on every replica.
         key: What the caller of `GradientSync.register` calls it, by a weak reference.
         references: The parameters, by place.
         params: During a backward pass, the parameters; else empty.
@@ -137,14 +146,14 @@ class ParameterGroup:
     def __init__(
         self,
         sync: GradientSync,
-        identity: tuple[int, int],
+        identity: Identity,
         key: Any,
         on_extinct: Callable[[ParameterGroup], None],
     ) -> None:
         self.identity = identity
         self.key = weakref.ref(key)
         self.description = f"{key.label} {identity[1]}"
-        self.references: list[weakref.ref[torch.nn.Parameter]] = []
+        self.references: list[Callable[[], torch.nn.Parameter | None]] = []
         self.params: list[torch.nn.Parameter] = []
         self.aside: dict[int, torch.Tensor] = {}
         self.local: set[int] = set()
@@ -158,9 +167,10 @@ class ParameterGroup:
         self._alive = 0
         self._on_extinct = on_extinct
 
-    def append(self, parameter: torch.nn.Parameter) -> None:
-        """Take a parameter in, as a mirrored one from now on."""
+    def append(self, parameter: torch.nn.Parameter, place: int | None = None) -> None:
+        """Take a parameter in, as a mirrored one from now on: as the last one, or where it is on other replicas."""
         identity = id(parameter)
+        place = len(self.references) if place is None else place
 
         def gone(_reference: object) -> None:
             _mirrors.pop(identity, None)
@@ -169,8 +179,9 @@ class ParameterGroup:
                 self._on_extinct(self)
 
         reference = weakref.ref(parameter, gone)
-        _mirrors[identity] = Mirror(self._sync, self, len(self.references))
-        self.references.append(reference)
+        _mirrors[identity] = Mirror(self._sync, self, place)
+        self.references += [_nothing] * (place + 1 - len(self.references))
+        self.references[place] = reference
         self.layout_version += 1
         self._alive += 1
 

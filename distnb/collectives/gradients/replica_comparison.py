@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from distnb.collectives.gradients.parameter_groups import ParameterGroup
+from distnb.collectives.gradients.parameter_groups import Identity, ParameterGroup
 from distnb.errors import GradientError, UnsyncedGradientError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["agree", "check_equal"]
 
-Identity = tuple[int, int]
 # (place, shape, stride, dtype, type of device)
 Layout = tuple[tuple[int, tuple[int, ...], tuple[int, ...] | None, str, str], ...]
 

@@ -17,8 +17,7 @@ from distnb.objects.code import is_code
 from distnb.objects.constructors import open_module
 from distnb.objects.modes import Environment, Moment, apply_environment, capture_environment, outside_inference
 from distnb.objects.packing import Packed
-from distnb.options import StrategySpec
-from distnb.strategies.scope import register_restored
+from distnb.strategies.scope import Origin, register_restored
 from distnb.wire.exchange import HeldArgument, Items, Keywords, Mark, NamedArgument, Result, Snapshot, TeamKey, former
 
 __all__ = ["EngineNamespace"]
@@ -40,7 +39,7 @@ class EngineNamespace:
         reserved: Names that the engine itself binds before a program runs.
 
     Attributes:
-        adopt: Called with each object restored from a survivor, and the strategy that made it, to keep it in sync.
+        adopt: Called with each object restored from a survivor, and where it was made, to keep it in sync.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class EngineNamespace:
         self.user_ns = user_ns
         self.teams = teams
         teams.user_ns = user_ns
-        self.adopt: Callable[[Any, StrategySpec | None], None] = register_restored
+        self.adopt: Callable[[Any, Origin | None], None] = register_restored
         self._engine = engine
         self._reserved = frozenset(reserved)
         self._environment: Environment | None = None

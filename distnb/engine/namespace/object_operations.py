@@ -15,7 +15,7 @@ from distnb.errors import NamespaceError, StaleHandleError
 from distnb.input.dataset import DistributedDataset, DistributedIterator
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
-from distnb.strategies.scope import drift_report, is_mirrored, read_together, spec_of
+from distnb.strategies.scope import drift_report, is_mirrored, origin_of, read_together
 from distnb.values import DistributedValues
 from distnb.wire.exchange import Described, Leaf, Request, Summary, follow
 from distnb.wire.messages import Apply, ObjectId
@@ -135,7 +135,7 @@ def _export(
     wanted = {identity: objects.owned.get(identity, NOT_THERE) for identity in request.targets}
     wanted.update({identity: obj for identity, obj in objects.owned.items() if is_mirrored(obj)})
     ready = {identity: obj for identity, obj in wanted.items() if obj is not NOT_THERE and _packable(namespace, obj)}
-    owned = {identity: (obj, spec_of(obj)) for identity, obj in ready.items()}
+    owned = {identity: (obj, origin_of(obj)) for identity, obj in ready.items()}
     return namespace.teams.copies().pack_loose({"": owned}), tuple(ready)
 
 
@@ -152,9 +152,9 @@ def _packable(namespace: EngineNamespace, obj: Any) -> bool:
 
 def _import(namespace: EngineNamespace, objects: EngineObjects, request: Request) -> None:
     assert request.pack is not None
-    for identity, (obj, spec) in objects.tracker.open_loose(request.pack)[""].items():
+    for identity, (obj, origin) in objects.tracker.open_loose(request.pack)[""].items():
         objects.own(identity, obj)
-        namespace.adopt(obj, spec)
+        namespace.adopt(obj, origin)
 
 
 _TRANSFERS: dict[str, Callable[[EngineNamespace, EngineObjects, Request], Any]] = {

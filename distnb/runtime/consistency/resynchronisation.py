@@ -12,13 +12,14 @@ taken over as well.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from distnb.collectives.digests import digest, digest_of_text
-from distnb.collectives.gradients.parameter_groups import AGGREGATED, ParameterGroup, find_mirror
+from distnb.collectives.gradients.parameter_groups import AGGREGATED, Identity, ParameterGroup, find_mirror
 from distnb.collectives.verify import callsite
 from distnb.runtime.consistency.equal_values import make_equal
 from distnb.runtime.consistency.sync_check import contents
@@ -29,31 +30,31 @@ if TYPE_CHECKING:
 
 __all__ = ["Buffers", "resynchronise"]
 
-Buffers = tuple[str, Sequence[torch.Tensor]]
-"""How people call a model, and its buffers."""
+Buffers = Mapping[Any, tuple[str, Sequence[torch.Tensor]]]
+"""By what all replicas call a model: how people call it, and its buffers."""
 
 
 class _Optimizer(NamedTuple):
-    """How all replicas call an optimizer: its class, and the (parameter group's number, place) of each parameter."""
+    """How all replicas call an optimizer: its class, and the (parameter group's identity, place) of each parameter."""
 
     name: str
-    places: tuple[tuple[int, int], ...]
+    places: tuple[tuple[Identity, int], ...]
 
 
-def resynchronise(group: Group, groups: Sequence[ParameterGroup], buffers: Sequence[Buffers] = ()) -> None:
+def resynchronise(group: Group, groups: Sequence[ParameterGroup], buffers: Buffers = MappingProxyType({})) -> None:
     """Compare what the replicas hold of one strategy; where it differs take over what replica 0 holds, and warn.
 
-    Every replica calls it at the same place of its program, between steps, when a generation of the group is new. The
-    parameter groups and the models' buffers are in the order of making.
+    Every replica calls it at the same place of its program, between steps, when a generation of the group is new. What
+    some replicas have and others have not, or otherwise, is left to the first pass that reaches it, which tells of it.
     """
     optimizers = _optimizers_of(groups) if groups else {}
     told: list[dict[Any, Any]] = group.all_gather_object(_held(groups, optimizers, buffers))
     unlike = {what for what, first in told[0].items() if any(other.get(what) != first for other in told)}
-    if "layouts" in unlike:
-        return  # models that differ are found, and told of, by the first pass that reaches them
+    own = {each.identity: each for each in groups}
     changed = []
-    for number, parameters in enumerate(groups):
-        if what := _take_over(group, parameters, ("values", number) in unlike, ("gradients", number) in unlike):
+    for identity in [what[1] for what in told[0] if what[0] == "layout" and what not in unlike]:
+        parameters = own[identity]
+        if what := _take_over(group, parameters, ("values", identity) in unlike, ("gradients", identity) in unlike):
             changed.append(f"{parameters.description}'s {' and '.join(what)}")
     for key in [key for key in told[0] if isinstance(key, _Optimizer) and key in unlike]:
         optimizer = optimizers.get(key)
@@ -62,8 +63,9 @@ def resynchronise(group: Group, groups: Sequence[ParameterGroup], buffers: Seque
             optimizer.load_state_dict(state)
         changed.append(f"{key.name}'s state")
     half_way = bool(changed)
-    for number, (name, tensors) in enumerate(buffers if "buffers" not in unlike else ()):
-        if tensors and (half_way or ("counts", number) in unlike):
+    for model in [what[1] for what in told[0] if what[0] == "buffers" and what not in unlike]:
+        name, tensors = buffers[model]
+        if tensors and (half_way or ("counts", model) in unlike):
             make_equal(group, [(name, tensor) for tensor in tensors])
             changed.append(f"{name}'s buffers")
     if changed:
@@ -95,21 +97,22 @@ def _take_over(group: Group, parameters: ParameterGroup, values: bool, gradients
 def _held(
     groups: Sequence[ParameterGroup],
     optimizers: dict[_Optimizer, torch.optim.Optimizer],
-    buffers: Sequence[Buffers],
+    buffers: Buffers,
 ) -> dict[Any, Any]:
     """What this replica holds, by digests."""
-    held: dict[Any, Any] = {"layouts": [], "buffers": [_layout(tensors) for _, tensors in buffers]}
-    for number, group in enumerate(groups):
+    held: dict[Any, Any] = {}
+    for group in groups:
         living = [parameter for _, parameter in group.living()]
-        held["layouts"].append(_layout(living))
-        held["values", number] = list(map(digest, living))
-        held["gradients", number] = [None if p.grad is None else digest(p.grad) for p in living]
+        held["layout", group.identity] = _layout(living)
+        held["values", group.identity] = list(map(digest, living))
+        held["gradients", group.identity] = [None if p.grad is None else digest(p.grad) for p in living]
     for key, optimizer in optimizers.items():
         # Each replica may have come to the parameters in its own order.
         held[key] = digest_of_text(repr(sorted(contents(optimizer).items())))
-    for number, (_, tensors) in enumerate(buffers):
+    for model, (_, tensors) in buffers.items():
         counts = [tensor for tensor in tensors if not (tensor.is_floating_point() or tensor.is_complex())]
-        held["counts", number] = list(map(digest, counts))
+        held["buffers", model] = _layout(tensors)
+        held["counts", model] = list(map(digest, counts))
     return held
 
 
@@ -118,13 +121,13 @@ def _layout(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _optimizers_of(groups: Sequence[ParameterGroup]) -> dict[_Optimizer, torch.optim.Optimizer]:
-    numbers = {group: number for number, group in enumerate(groups)}
+    known = set(groups)
     found: dict[_Optimizer, torch.optim.Optimizer] = {}
     # Optimizers are known to nobody but their users; this runs once per generation.
     # (Their types are asked, since isinstance would look behind weak proxies, which may be dead.)
     for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]:
         mirrors = [find_mirror(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        places = tuple((numbers[m.group], m.place) for m in mirrors if m is not None and m.group in numbers)
+        places = tuple((m.group.identity, m.place) for m in mirrors if m is not None and m.group in known)
         if places and len(places) == len(mirrors):
             found.setdefault(_Optimizer(type(optimizer).__name__, places), optimizer)
     return found

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distnb.collectives.gradients.optimizer_steps import note_versions
-from distnb.collectives.gradients.parameter_groups import find_mirror
+from distnb.collectives.gradients.parameter_groups import Identity, find_mirror
 from distnb.errors import ContextError
 from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
     from distnb.runtime.central.shared_variables import SharedVariables
 
-__all__ = ["Registration", "is_scope_buffer", "same_everywhere"]
+__all__ = ["Place", "Registration", "is_scope_buffer", "parameters_of", "same_everywhere"]
 
 _LARGE_NBYTES = 4096
 # What sees to the models of other libraries that a scope makes; it is not loaded before they are.
@@ -42,6 +42,33 @@ _buffers = WeakIdKeyDictionary()
 def is_scope_buffer(value: object) -> bool:
     """Whether a tensor is a buffer of a model that a scope of some strategy made: each replica has its own."""
     return value in _buffers
+
+
+class Place(NamedTuple):
+    """What all replicas call a parameter: its group, how errors call that, and the place in it."""
+
+    identity: Identity
+    place: int
+    label: str
+
+
+def parameters_of(value: Any) -> list[Any]:
+    """A parameter itself; those of a module or an optimizer, and what belongs to a model of another library."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, torch.nn.Module):
+        return [*value.parameters(), *(each for adopter in _adopters_of(value) for each in adopter.beside(value))]
+    if isinstance(value, torch.optim.Optimizer):
+        return [parameter for group in value.param_groups for parameter in group["params"]]
+    return []
+
+
+def _adopters_of(module: torch.nn.Module) -> list[Any]:
+    """What sees to a module that is another library's model."""
+    models = ((getattr(sys.modules.get(library), name, None), where) for (library, name), where in _ADOPTERS.items())
+    return [
+        importlib.import_module(where) for model, where in models if model is not None and isinstance(module, model)
+    ]
 
 
 class _GroupKey:
@@ -82,12 +109,15 @@ class Registration:
         mirror = find_mirror(parameter)
         return mirror is not None and mirror.sync() is self._sync
 
-    def buffers(self) -> list[tuple[str, list[torch.Tensor]]]:
-        """The buffers of each model, in the order of making, with the model's name."""
-        return [
-            (key.label, [each for each in root.buffers() if not is_lazy(each) and each.layout is torch.strided])
-            for root, key in list(self._keys.items())
-        ]
+    def buffers(self) -> dict[Any, tuple[str, list[torch.Tensor]]]:
+        """The buffers of each model, by what all replicas call its parameters, with the model's name."""
+        return {
+            self._sync.identity_of(key) or (key.label, number): (
+                key.label,
+                [each for each in root.buffers() if not is_lazy(each) and each.layout is torch.strided],
+            )
+            for number, (root, key) in enumerate(list(self._keys.items()))
+        }
 
     def average_statistics(self, keys: Iterable[Any]) -> None:
         """A backward pass has reached the parameters of these keys, on every replica."""
@@ -126,11 +156,9 @@ class Registration:
             self._take(roots, loose)
 
     def _adopt(self, module: torch.nn.Module) -> None:
-        for (library, name), adopter in _ADOPTERS.items():
-            model = getattr(sys.modules.get(library), name, None)
-            if model is not None and isinstance(module, model):
-                importlib.import_module(adopter).adopt(self.strategy, module)
-                self._adopted.add(module)
+        for adopter in _adopters_of(module):
+            adopter.adopt(self.strategy, module)
+            self._adopted.add(module)
 
     def take(self, model: torch.nn.Module, beside: Iterable[torch.nn.Parameter]) -> None:
         """Register what a model that a scope made has got since, and parameters beside it. All replicas do so."""
@@ -140,32 +168,45 @@ class Registration:
         innermost = contexts.innermost()
         return innermost is not None and innermost[0] is self.strategy and innermost[1] is None
 
-    def take_restored(self, values: Iterable[Any]) -> None:
-        """Register modules, optimizers and parameters that were copied from another replica, values included."""
-        modules: list[torch.nn.Module] = []
-        loose: list[torch.nn.Parameter] = []
-        for value in values:
-            for variable in value.parameters() if isinstance(value, torch.nn.Module) else [value]:
-                if isinstance(variable, Variable):
-                    self._made_variables = max(self._made_variables, variable.number)
-                    if isinstance(variable, SyncOnReadVariable) and variable.aggregation is VariableAggregation.SUM:
-                        component_of(variable).zero_()  # a copy of another replica's component would be added twice
-            if isinstance(value, torch.nn.Module):
-                modules.append(value)
-            elif isinstance(value, torch.optim.Optimizer):
-                loose += [parameter for group in value.param_groups for parameter in group["params"]]
-            elif isinstance(value, torch.nn.Parameter):
-                loose.append(value)
-        self._take(_roots_of(modules), loose, equalise=False)
-        for module in modules:
-            self._adopt(module)
+    def place_of(self, made: torch.Tensor) -> Place | None:
+        """Where a parameter is that is kept in sync, for a replica that gets a copy."""
+        mirror = find_mirror(made)
+        if mirror is None or mirror.sync() is not self._sync:
+            return None
+        group, key = mirror.group, mirror.group.key()
+        return Place(group.identity, mirror.place, key.label if key is not None else "parameters")
 
-    def _take(
-        self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter], *, equalise: bool = True
-    ) -> None:
+    def take_restored(self, values: Sequence[tuple[Any, Sequence[Place | None]]]) -> None:
+        """Register modules, optimizers and parameters that were copied from another replica, as they are there.
+
+        Args:
+            values: Each with what `place_of` said there of its `parameters_of`.
+        """
+        roots = _roots_of([value for value, _ in values if isinstance(value, torch.nn.Module)])
+        names = {id(parameter): f".{name}" for root in roots for name, parameter in _named(root)}
+        keys: dict[Identity, _GroupKey] = {}
+        for value, places in values:
+            for parameter, place in zip(parameters_of(value), places, strict=True):
+                if isinstance(parameter, Variable):
+                    self._made_variables = max(self._made_variables, parameter.number)
+                    if isinstance(parameter, SyncOnReadVariable) and parameter.aggregation is VariableAggregation.SUM:
+                        component_of(parameter).zero_()  # a copy of another replica's component would be added twice
+                if place is not None:
+                    key = keys.setdefault(place.identity, _GroupKey(place.label))
+                    self._register(parameter, key, names.get(id(parameter), ""), place)
+            if isinstance(value, torch.nn.Module):
+                self._adopt(value)
+        for root in roots:
+            mirrors = [mirror for mirror in map(find_mirror, root.parameters()) if mirror is not None]
+            key = (mirrors and mirrors[0].group.key()) or _GroupKey(type(root).__name__)
+            key.model, key.has_statistics = weakref.ref(root), running_statistics.has_statistics(root)
+            self._keys[root] = key
+            _buffers.update((each, True) for each in root.buffers())
+
+    def _take(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]) -> None:
         """Register what modules hold, that of each to be reduced together, and parameters of no module.
 
-        All replicas do so in the same order, and take over the values of replica 0 if `equalise` says so.
+        All replicas do so in the same order, and take over the values of replica 0.
         """
         new: list[tuple[str, torch.Tensor]] = []
         lazy: list[torch.nn.Module] = []
@@ -173,15 +214,14 @@ class Registration:
             model = type(root).__name__
             key = self._keys.setdefault(root, _GroupKey(model, root))
             key.has_statistics = running_statistics.has_statistics(root)
-            named = [(same_everywhere(name, n), each) for n, (name, each) in enumerate(root.named_parameters())]
-            new += [(f"{model}.{name}", each) for name, each in named if self._register(each, key, f".{name}")]
+            new += [(f"{model}.{name}", each) for name, each in _named(root) if self._register(each, key, f".{name}")]
             buffers = [(f"{model}.{name}", each) for name, each in root.named_buffers() if each not in _buffers]
             _buffers.update((each, True) for _, each in buffers)
             new += buffers
             lazy += [part for part in root.modules() if any(map(is_lazy, part.parameters(recurse=False)))]
         key = _GroupKey("parameters")
         new += [("Parameter", parameter) for parameter in loose if self._register(parameter, key)]
-        if not equalise or self.group.size == 1:
+        if self.group.size == 1:
             return
         for part in lazy:
             _equalise_when_materialised(part, self._group)
@@ -198,7 +238,7 @@ class Registration:
         plain = [(name, value) for name, value in options if isinstance(value, (str, bool, CommunicationOptions))]
         return f"{self.strategy.spec.kind}({', '.join(f'{name}={value!r}' for name, value in plain)})"
 
-    def _register(self, parameter: torch.nn.Parameter, key: _GroupKey, name: str = "") -> bool:
+    def _register(self, parameter: torch.nn.Parameter, key: _GroupKey, name: str = "", at: Place | None = None) -> bool:
         """Whether it is new, and is kept in sync from now on."""
         if parameter.is_meta:
             return False  # another takes its place when there is data
@@ -215,7 +255,7 @@ class Registration:
                 "Mixing different Strategy objects: a parameter that another strategy made was registered in the "
                 f"scope of {self.strategy!r}. Make the model in the scope of the strategy that trains it."
             )
-        self._sync.register(parameter, key)
+        self._sync.register(parameter, key, None if at is None else (at.identity, at.place))
         # What is small, and never trained, is not worth sharing.
         worth_it = parameter.requires_grad or is_lazy(parameter) or parameter.nbytes >= _LARGE_NBYTES
         if self.shared is not None and worth_it:
@@ -224,9 +264,17 @@ class Registration:
 
 
 def same_everywhere(name: str, number: int) -> str:
-    """The name of a model's parameter or buffer, and which it is. Keras's names count the layers of a process: one that
-    was replaced counts anew, and the chief may have made models alone."""
-    return f"{re.sub(r'_[0-9]+(?=/)', '', name)} {number}" if _OF_KERAS in name else name
+    """The name of a model's parameter or buffer, and which it is.
+
+    Keras's names are paths, `sequential_1/dense_2/bias`, with counts of the layers that a process has made; a copy's
+    lack their beginning. What is left is the same on a replica that was replaced, or made models alone.
+    """
+    before, of_keras, path = name.partition(f"{_OF_KERAS}.")
+    return f"{before}{re.sub(r'_[0-9]+(?=/)', '', '/'.join(path.split('/')[-2:]))} {number}" if of_keras else name
+
+
+def _named(root: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(same_everywhere(name, number), each) for number, (name, each) in enumerate(root.named_parameters())]
 
 
 def _roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

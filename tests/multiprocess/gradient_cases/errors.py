@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distnb.collectives.gradients.parameter_groups import AGGREGATED
+from distnb.collectives.gradients.parameter_groups import AGGREGATED, find_mirror
 from distnb.errors import GradientError, MeanLossError, UnsyncedGradientError
 from distnb.runtime.consistency.resynchronisation import resynchronise
 from tests.multiprocess.gradient_cases.replica import Replica, case, loss_of, mlp, same
@@ -166,12 +167,19 @@ def a_half_done_step_is_made_equal(r: Replica) -> None:
 
 
 @case
-def replicas_that_counted_their_models_differently(r: Replica) -> None:
-    extra = [r.make(mlp) for _ in range(r.rank)]
-    del extra  # as on a replica that has seen more, or less, than the others
+def a_replica_that_took_a_lost_ones_place(r: Replica) -> None:
+    """It has copies of some models, in an order of its own, and its places say which these are."""
     pairs = [r.make(mlp, seed) for seed in range(3)]
-    r.sync.renumber()
-    for model, plain in (pairs[1], pairs[0], pairs[2]):
+    kept = [pairs[2], pairs[0]]
+    if r.rank:
+        places = [[find_mirror(each) for each in model.parameters()] for model, _ in kept]
+        kept = [(copy.deepcopy(model), plain) for model, plain in kept]
+        r.use()
+        for (model, _), its in zip(kept, places, strict=True):
+            model.label = "restored"
+            for parameter, mirror in reversed(list(zip(model.parameters(), its, strict=True))):
+                r.sync.register(parameter, model, at=(mirror.group.identity, mirror.place))
+    for model, plain in kept:
         loss_of(model, r.batch(5)[1], 5).backward()
         loss_of(plain, r.batch(5)[0], 5).backward()
         same(model, plain)
