@@ -120,7 +120,8 @@ def _fetch(namespace: EngineNamespace, objects: EngineObjects, request: Request)
     except Exception as error:
         shown = type(values[0]).__qualname__
         raise NamespaceError(
-            f"An object of type {shown} cannot be copied to the notebook: {error}. Work with it in a distributed cell."
+            f"An object of type {shown} cannot be copied to the notebook: {str(error).rstrip('.')}. Work with it in a "
+            "distributed cell."
         ) from error
 
 
