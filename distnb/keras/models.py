@@ -25,8 +25,10 @@ from distnb.values.structure import has_distributed
 __all__ = ["adopt", "beside"]
 
 _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_SAVES = ("save", "save_weights", "export")
 _FUNCTIONS = ("train", "test", "predict")
 _MAKERS = tuple(f"make_{kind}_function" for kind in _FUNCTIONS)
+_ALL = (*_METHODS, *_SAVES, *_MAKERS)
 
 
 def adopt(strategy: Any, model: Any) -> None:
@@ -36,7 +38,7 @@ def adopt(strategy: Any, model: Any) -> None:
     class.
     """
     if "fit" not in vars(model):
-        for name in (*_METHODS, *_MAKERS):
+        for name in _ALL:
             vars(model)[name] = _first(strategy, model, name)
 
 
@@ -51,7 +53,7 @@ def _first(strategy: Any, model: Any, name: str) -> Callable[..., Any]:
 
     @functools.wraps(getattr(model, name))
     def method(*args: Any, **kwargs: Any) -> Any:
-        for each in (*_METHODS, *_MAKERS):
+        for each in _ALL:
             vars(model).pop(each)
         ModelOnReplicas(strategy, model)
         return getattr(model, name)(*args, **kwargs)
@@ -70,6 +72,8 @@ class ModelOnReplicas:
         compat.keep_ddp_away(model)
         for name in _METHODS:
             setattr(model, name, self._on_replicas(getattr(model, name)))
+        for name in _SAVES:
+            setattr(model, name, _on_chief_alone(getattr(model, name)))
         for kind, name in zip(_FUNCTIONS, _MAKERS, strict=True):
             setattr(model, name, self._made_with(getattr(model, name), f"{kind}_function"))
         self._added: list[torch.Tensor] = []
@@ -224,6 +228,17 @@ class ModelOnReplicas:
         self._added.clear()
         process.group.all_reduce(added)
         return loss + added.to(loss.dtype)
+
+
+def _on_chief_alone(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that writes a file, which one replica does: all may call it, or the chief alone."""
+
+    @functools.wraps(plain)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        process = this_process.replica
+        return plain(*args, **kwargs) if process is None or process.rank == 0 else None
+
+    return method
 
 
 def _refuse_distributed(method: str, given: Mapping[str, Any]) -> None:

@@ -63,7 +63,13 @@ def differences(one: Any, other: Any, tolerance: float, path: str = "") -> list[
 
 
 @pytest.mark.parametrize(
-    ("replicas", "keras"), [(2, "release"), (3, "release"), pytest.param(2, "nightly", marks=needs_nightly)]
+    ("replicas", "keras"),
+    [
+        (2, "release"),
+        (3, "release"),
+        pytest.param(4, "release", marks=pytest.mark.soak),
+        pytest.param(2, "nightly", marks=needs_nightly),
+    ],
 )
 @pytest.mark.parametrize("case", [*CASES, *CALLBACK_CASES])
 def test_it_has_one_process_numbers(ran: Ran, case: str, replicas: int, keras: str) -> None:
