@@ -129,23 +129,33 @@ def describe(process: psutil.Process) -> str:
 
 def stacks(pids: list[int]) -> str:
     """The Python stacks of processes, as py-spy sees them from outside (no help from the process is needed)."""
+    deadline = time.monotonic() + _STACKS_S
+    told: dict[int, str] = {}
+    # A process is not stopped to be read, so one that moves may show no thread: it is asked again.
+    while time.monotonic() < deadline and (left := [pid for pid in pids if "Thread" not in told.get(pid, "")]):
+        told.update(_asked(left, deadline))
+        if not any("Python v" in told[pid] for pid in left if "Thread" not in told[pid]):
+            break
+    return "\n".join(told[pid] for pid in pids)
+
+
+def _asked(pids: list[int], deadline: float) -> dict[int, str]:
     # All at once: who asks, after a limit, has a minute until the whole run is ended.
     command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--nonblocking", "--pid"]
     asked = {
         pid: subprocess.Popen([*command, str(pid)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for pid in pids
     }
-    deadline = time.monotonic() + _STACKS_S
-    parts = []
+    told = {}
     for pid, process in asked.items():
         try:
-            told, trouble = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
-            parts.append(told or f"pid {pid}: {trouble.strip()}")
+            shown, trouble = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
+            told[pid] = shown or f"pid {pid}: {trouble.strip()}"
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            parts.append(f"pid {pid}: no stack within {_STACKS_S:.0f} s")
-    return "\n".join(parts)
+            told[pid] = f"pid {pid}: no stack within {_STACKS_S:.0f} s"
+    return told
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str = "") -> None:
