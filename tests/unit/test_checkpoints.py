@@ -82,6 +82,12 @@ def test_what_cannot_be_held_is_named_and_leaves_nothing(tmp_path: Path, tree: A
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("kind", [distnb.Mirrored, distnb.PerReplica])
+def test_values_of_replicas_are_refused_before_anything_is_written(kind: Any) -> None:
+    with pytest.raises(OptionError, match=f"cannot hold value: it is a {kind.__name__}"):
+        distnb.Checkpoint(value=kind([torch.ones(2), torch.ones(2)]))
+
+
 def test_slices_are_one_tensor_again_whoever_reads(tmp_path: Path) -> None:
     table, rows = torch.arange(39.0).reshape(13, 3), [3, 3, 3, 2, 2]
     shards = Shards(list(table.split(rows)))
