@@ -29,8 +29,8 @@ def check_object(value: Any, name: str) -> None:
             check_object(each, f"{name}[{number}]")
     elif type(value) is Mirrored:
         raise OptionError(
-            f"A checkpoint cannot hold {name}: it is a Mirrored, which cannot be restored in place. Give a tensor, or a "
-            "distnb.Variable that is made in `with strategy.scope():`."
+            f"A checkpoint cannot hold {name}: it is a Mirrored, which cannot be restored in place. Give a tensor, or "
+            "a distnb.Variable that is made in `with strategy.scope():`."
         )
     elif isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
         raise OptionError(
