@@ -125,6 +125,23 @@ def test_a_step_that_one_replica_alone_made_is_made_good(cells: Notebook, tmp_pa
     assert cells.value("again[0] == again[-1] == kept[0]") is True
 
 
+def test_replicas_that_have_counted_their_layers_differently(cells: Notebook) -> None:
+    """`dense_9` and `dense_10` on one, `dense_50` and `dense_51` on the other: by name they sort differently."""
+    cells.run(
+        "%%distribute mirrored\nimport keras\nkeras.backend.clear_session()\n"
+        "for _ in range(9 if distnb.replica_id() else 50):\n    keras.layers.Dense(1)\n"
+        "with strategy.scope():\n"
+        "    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(1)])\n"
+        "    model.compile('sgd', 'mse')\n"
+        "names = [each.path for each in model.variables]\n"
+        "model.fit(X, Y, batch_size=16, verbose=0)\n"
+        "strategy.assert_in_sync(model)",
+        timeout_s=60,
+    )
+    cells.run("first, second = distnb.MirroredStrategy().local_results(names)")
+    assert cells.value("first[0][-15:] != second[0][-15:]") is True, "the counts differ"
+
+
 def test_a_killed_engine_in_the_middle_of_a_training(cells: Notebook, tmp_path: Path) -> None:
     """Restored from its backup, it ends as an unbroken training does."""
     cells.run(f"FOLDER = {str(tmp_path)!r}")

@@ -88,7 +88,7 @@ def _named_leaves(value: Any) -> dict[str, Any]:
     for path, leaf in _by_path(value).items():
         if isinstance(leaf, torch.nn.Module):
             state = leaf.state_dict(keep_vars=True)  # with what is here, not with what it would be as a whole
-            inner = {same_everywhere(key, n): part for n, (key, part) in enumerate(_by_path(state).items())}
+            inner = dict(same_everywhere(_by_path(state).items()))
         elif isinstance(leaf, torch.optim.Optimizer):
             inner = _by_path(leaf.state_dict())
         else:

@@ -263,18 +263,30 @@ class Registration:
         return True
 
 
-def same_everywhere(name: str, number: int) -> str:
-    """The name of a model's parameter or buffer, and which it is.
+def same_everywhere(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """A model's parameters or buffers, in an order and by names that are the same on all replicas.
 
     Keras's names are paths, `sequential_1/dense_2/bias`, with counts of the layers that a process has made; a copy's
-    lack their beginning. What is left is the same on a replica that was replaced, or made models alone.
+    lack their beginning. What is left is the same on a replica that was replaced, or made models alone. torch keeps
+    them sorted by name, where `dense_10` is before `dense_9`.
     """
-    before, of_keras, path = name.partition(f"{_OF_KERAS}.")
-    return f"{before}{re.sub(r'_[0-9]+(?=/)', '', '/'.join(path.split('/')[-2:]))} {number}" if of_keras else name
+    split = [(*name.partition(f"{_OF_KERAS}."), value) for name, value in named]
+    if not any(of_keras for _, of_keras, _, _ in split):
+        return [(before, value) for before, _, _, value in split]
+    split.sort(key=lambda each: _counts_in(each[2]))
+    return [
+        (f"{before}{re.sub(r'_[0-9]+(?=/)', '', '/'.join(path.split('/')[-2:]))} {number}" if of_keras else before, value)
+        for number, (before, of_keras, path, value) in enumerate(split)
+    ]
+
+
+def _counts_in(path: str) -> list[tuple[str, int]]:
+    """What sorts paths by the numbers in them."""
+    return [(text, int(number or -1)) for text, number in re.findall(r"([^0-9]*)([0-9]*)", path)]
 
 
 def _named(root: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(same_everywhere(name, number), each) for number, (name, each) in enumerate(root.named_parameters())]
+    return same_everywhere(root.named_parameters())
 
 
 def _roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
