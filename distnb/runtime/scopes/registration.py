@@ -263,19 +263,22 @@ class Registration:
         return True
 
 
-def same_everywhere(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def same_everywhere(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """A model's parameters or buffers, in an order and by names that are the same on all replicas.
 
     Keras's names are paths, `sequential_1/dense_2/bias`, with counts of the layers that a process has made; a copy's
     lack their beginning. What is left is the same on a replica that was replaced, or made models alone. torch keeps
     them sorted by name, where `dense_10` is before `dense_9`.
     """
-    split = [(*name.partition(f"{_OF_KERAS}."), value) for name, value in named]
+    split = [(*name.partition(f"{_OF_KERAS}."), value) for name, value in given]
     if not any(of_keras for _, of_keras, _, _ in split):
         return [(before, value) for before, _, _, value in split]
     split.sort(key=lambda each: _counts_in(each[2]))
     return [
-        (f"{before}{re.sub(r'_[0-9]+(?=/)', '', '/'.join(path.split('/')[-2:]))} {number}" if of_keras else before, value)
+        (
+            f"{before}{re.sub(r'_[0-9]+(?=/)', '', '/'.join(path.split('/')[-2:]))} {number}" if of_keras else before,
+            value,
+        )
         for number, (before, of_keras, path, value) in enumerate(split)
     ]
 
