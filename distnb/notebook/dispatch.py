@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from distnb.errors import EngineDied, ReplicaStuck
-from distnb.notebook.interrupts import Interrupts, drain
+from distnb.runtime.interrupts import Interrupts, drain
 from distnb.notebook.supervision import GiveUpOn
 from distnb.notebook.supervisor import Supervisor
 from distnb.topology import Team
