@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from distnb.coordinator.link import ClusterLink
     from distnb.runtime.base import Owner, Runtime
     from distnb.runtime.spmd import SpmdProcess
 
@@ -24,6 +25,8 @@ class _ThisProcess:
         remote: Gives the runtime of a strategy whose replicas are engines, and starts a cluster when there is none.
             Set by the session in a notebook.
         machines: Names the other machines of these engines; empty where there are none. Set with `remote`.
+        cluster_link: Gives the coordinator its way to workers and parameter servers; NoClusterError where there are
+            none. Set with `remote`.
         live_sink: Takes what `distnb.live` is given: the values, and (training step, call of `run`). Set by an engine,
             which sends them, and by a notebook, which draws them; None: to the terminal.
         note_names: Called when a scope opens; what it returns, when one ends by an error: names assigned in it are not
@@ -34,6 +37,7 @@ class _ThisProcess:
         self.replica: SpmdProcess | None = None
         self.remote: Callable[[Owner], Runtime] | None = None
         self.machines: Callable[[], tuple[str, ...]] = tuple
+        self.cluster_link: Callable[[], ClusterLink] | None = None
         self.live_sink: Callable[[dict[str, Any], tuple[int, int]], None] | None = None
         self.note_names: Callable[[], Callable[[], None]] = lambda: lambda: None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from distnb.options import StrategySpec
-from distnb.topology import Team
+from distnb.topology import Task, Team
 
 __all__ = [
     "Abort",
@@ -101,15 +101,14 @@ class TakeTask(NamedTuple):
     The reply to a parameter server's gives the address of its service.
 
     Attributes:
-        tasks: What each engine is: ("worker" or "ps", which of them).
-        number: Under which each worker is known to the parameter servers.
+        tasks: What each engine is.
         listener_name, listener_token, url: Where workers reach the coordinator.
         servers: The address of each parameter server.
     """
 
     program: int
     team: Team
-    tasks: Mapping[int, tuple[str, int]]
+    tasks: Mapping[int, Task]
     listener_name: str = ""
     listener_token: str = ""
     url: str = ""
@@ -128,6 +127,7 @@ class RunClosure(NamedTuple):
         definitions: What it needs that the worker has not been sent yet: numbers, and packed values.
         data, buffers: The function and its arguments, packed.
         inputs: Results of other closures that are among the arguments: their numbers, and packed values.
+        seed: Of the worker's random numbers, with the first closure that it gets.
     """
 
     program: int
@@ -137,6 +137,7 @@ class RunClosure(NamedTuple):
     data: Any
     buffers: tuple[Any, ...]
     inputs: tuple[tuple[int, Any], ...] = ()
+    seed: int | None = None
 
 
 # -- program channel, engine to notebook -------------------------------------------------------------------------
