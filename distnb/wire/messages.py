@@ -104,6 +104,7 @@ class TakeTask(NamedTuple):
         tasks: What each engine is.
         listener_name, listener_token, url: Where workers reach the coordinator.
         servers: The address of each parameter server.
+        spread: Whether engines are on several machines.
     """
 
     program: int
@@ -113,6 +114,7 @@ class TakeTask(NamedTuple):
     listener_token: str = ""
     url: str = ""
     servers: Mapping[int, Any] = {}
+    spread: bool = False
 
 
 # -- closure channel, coordinator to worker ----------------------------------------------------------------------
