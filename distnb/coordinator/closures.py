@@ -63,7 +63,7 @@ class ClosureResult(NamedTuple):
 
 
 class Packer:
-    """Packs closures by value. A function that was packed before, as it is now, is not sent to the same worker again."""
+    """Packs closures by value. A function that was packed before, as it is now, is sent to a worker once."""
 
     def __init__(self) -> None:
         self._definitions: dict[int, bytes] = {}

@@ -39,7 +39,7 @@ from distnb.coordinator.per_worker import (
 )
 from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Order, Send, TakeBack, TellNobodyRuns
 from distnb.coordinator.remote_values import RemoteValue
-from distnb.coordinator.status import CoordinatorStatus, WorkerStatus
+from distnb.coordinator.status import CoordinatorStatus, WorkerState, WorkerStatus
 from distnb.errors import ClosureCancelled, NoClusterError, OptionError, ServerLost
 from distnb.runtime.interrupts import Interrupts, drain
 from distnb.runtime.this_process import this_process
@@ -93,7 +93,9 @@ class ClusterCoordinator:
 
     strategy: Strategy
 
-    def __new__(cls, strategy: Strategy, *, max_queued: int = 4096, max_queued_nbytes: int = 1 << 30) -> ClusterCoordinator:
+    def __new__(
+        cls, strategy: Strategy, *, max_queued: int = 4096, max_queued_nbytes: int = 1 << 30
+    ) -> ClusterCoordinator:
         if not isinstance(strategy, Strategy) or strategy.spec.kind != _KIND:
             raise OptionError(
                 f"ClusterCoordinator needs a ParameterServerStrategy; got {strategy!r}. Other strategies run on all "
@@ -292,7 +294,7 @@ class ClusterCoordinator:
                     continue
                 closure = self._closures.get(found.closure) if found.closure is not None else None
                 name, seconds = (closure.value.name, now - found.began) if closure else ("", 0.0)
-                state = "stuck" if found.stuck else "running" if closure else "idle"
+                state: WorkerState = "stuck" if found.stuck else "running" if closure else "idle"
                 workers.append(WorkerStatus(worker, state, name, seconds, found.done))
             stale = tuple(self._staleness)
             mean = sum(stale) / len(stale) if stale else 0.0
@@ -520,13 +522,11 @@ class ClusterCoordinator:
         self._programs[program] = (order.closure, order.worker)
         seed = None if known else self._seed_of(order.worker)
         known.update(packed.needs)
-        message = RunClosure(
-            program, order.closure, _oldest(), definitions, packed.data, packed.buffers, inputs, seed
-        )
+        message = RunClosure(program, order.closure, _oldest(), definitions, packed.data, packed.buffers, inputs, seed)
         self._link.send(order.worker, message)
 
     def _seed_of(self, worker: int) -> int:
-        """What a worker's random numbers begin with: each draws others, and all follow from the seed that is set here."""
+        """What a worker's random numbers begin with: each draws others, and all follow from this process's."""
         if self._seed is None:
             import torch
 

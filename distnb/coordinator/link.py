@@ -129,7 +129,7 @@ class ClusterLink(Protocol):
         """Show what workers have written so far."""
 
     def subscribe(
-        self, listener: Callable[[Event], None], deadline: Callable[[], float | None]
+        self, listener: Callable[[Event | None], None], deadline: Callable[[], float | None]
     ) -> Callable[[], None]:
         """Tell of events from now on, one after another; first of those workers that are there.
 

@@ -48,14 +48,14 @@ class PerWorkerDataset(PerWorkerValues):
 
 
 class PerWorkerIterator(PerWorkerValues, Iterator[Any]):
-    """Stands for one iterator on each worker: `next(iterator)` in a scheduled function gives the worker's next element."""
+    """Stands for one iterator on each worker: in a scheduled function `next(iterator)` gives its next element."""
 
     def __iter__(self) -> PerWorkerIterator:
         return self
 
     def __next__(self) -> Any:
         raise ProgramError(
-            "next() was called on a per-worker iterator here, on the coordinator; the elements are on the workers. Pass "
+            "next() was called on a per-worker iterator on the coordinator, and the elements are on the workers. Pass "
             "the iterator to a scheduled function, which calls next(): coordinator.schedule(step, args=(iterator,))."
         )
 
@@ -120,7 +120,11 @@ def takes_context(function: Callable[..., Any]) -> bool:
         return False
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [each for each in parameters if each.kind in kinds]
-    needed = [each for each in parameters if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    needed = [
+        each
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
     if len(needed) > 1 or any(each.kind == each.KEYWORD_ONLY for each in needed):
         raise OptionError(
             f"A dataset function takes no argument, or an InputContext; {getattr(function, '__name__', function)!s}"

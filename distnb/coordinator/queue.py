@@ -12,7 +12,17 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-__all__ = ["Cancel", "ClosureQueue", "Counts", "Interrupt", "Order", "Send", "TakeBack", "TellNobodyRuns", "WorkerState"]
+__all__ = [
+    "Cancel",
+    "ClosureQueue",
+    "Counts",
+    "Interrupt",
+    "Order",
+    "Send",
+    "TakeBack",
+    "TellNobodyRuns",
+    "WorkerState",
+]
 
 _PATIENCE_S = 0.02  # a closure that is about to start where it is need not be taken back, which costs a round trip
 

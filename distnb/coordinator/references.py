@@ -52,7 +52,7 @@ def collecting() -> Iterator[Found]:
 
 
 def found(what: str) -> Found:
-    """To be called where something is pickled that only makes sense in a closure. CannotTravelError: it is elsewhere."""
+    """What is being packed, for something that only makes sense in a closure. CannotTravelError: it is elsewhere."""
     current: Found | None = getattr(_packing, "found", None)
     if current is None:
         raise CannotTravelError(

@@ -16,7 +16,7 @@ from distnb.objects.modes import RANDOM, Environment, apply_environment, capture
 from distnb.runtime.randomness import streams
 from distnb.runtime.servers.client import Servers
 from distnb.runtime.servers.service import Service
-from distnb.topology import PS, Device, Team
+from distnb.topology import Device, Team
 from distnb.wire import unix_socket
 from distnb.wire.channel import Link, ProgramLink
 from distnb.wire.messages import RunClosure, TakeTask

@@ -18,8 +18,8 @@ from typing import Any
 
 import zmq
 
-from distnb.runtime.interrupts import drain
 from distnb.notebook.supervision import EndProgram, GiveUpOn, Order, Supervision
+from distnb.runtime.interrupts import drain
 from distnb.wire.channel import receive_from, send_frames
 from distnb.wire.codec import encode
 from distnb.wire.messages import Abort, Died, DumpStacks, Flush, Flushed, Hello, ProgramEnded, Stacks, TakeBack

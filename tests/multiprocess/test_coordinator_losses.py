@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import distnb
 from distnb.coordinator import ClusterCoordinator, RemoteValue
-from distnb.errors import ClosureCancelled, NoClusterError
+from distnb.errors import ClosureCancelled, NoClusterError, ServerLost
 from distnb.notebook.compose import require
+from distnb.runtime.servers.messages import Create, Describe
 from tests.multiprocess.coordinators import OnTwoWorkers
 from tests.processes import wait_until
 
@@ -89,3 +91,32 @@ def test_the_end_of_the_cluster_ends_a_join(coordinator: ClusterCoordinator) -> 
         value.fetch()
     with pytest.raises(NoClusterError):
         coordinator.schedule(whoami)
+
+
+def test_a_lost_server_is_an_error_at_once_until_another_takes_its_place() -> None:
+    distnb.start(workers=2, ps=2)
+    try:
+        coordinator = ClusterCoordinator(OnTwoWorkers())
+        servers = coordinator._link.servers
+        create = Create((1, 0), "v", torch.ones(2))
+        servers.exchange({0: [create], 1: [create]})
+        assert coordinator.schedule(whoami).fetch() in {row.pid for row in require().status()[:2]}
+        running = coordinator.schedule(time.sleep, args=(60,))
+        wait_until(lambda: running.state == "running", _WITHIN_S)
+        os.kill(require().status()[3].pid, signal.SIGKILL)
+        with pytest.raises(ServerLost, match=r"Parameter server 1 .*checkpoint"):
+            coordinator.join()
+        with pytest.raises(ClosureCancelled, match="Parameter server 1"):
+            running.fetch()
+        for _ in range(2):
+            with pytest.raises(ServerLost, match="Parameter server 1"):
+                coordinator.schedule(whoami)
+        with pytest.raises(ServerLost):
+            servers.exchange({1: [Describe()]})
+        assert coordinator.status().lost_servers == (1,)
+        require().restart(missing=True)
+        assert servers.exchange({0: [Describe()], 1: [Describe()]})[1] == ((),)
+        assert coordinator.schedule(whoami).fetch()
+        coordinator.join()
+    finally:
+        distnb.stop()
