@@ -49,7 +49,7 @@ from distnb.wire.messages import RunClosure
 
 __all__ = ["ClusterCoordinator"]
 
-_DEPTH = 2
+_DEPTH = 3  # of empty closures two workers do 1.5 times as many as with 1, and 1.3 times as many as with 2
 _LATEST_STEPS = 256
 _KIND = "parameter_server"
 
