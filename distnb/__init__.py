@@ -21,6 +21,7 @@ _WHERE = {
     "estimator": "distnb.estimator:",
     "cluster_resolver": "distnb.cluster_resolver:",
     "keras": "distnb.keras:",
+    "partitioners": "distnb.partitioners:",
     "experimental": "distnb.strategies.aliases:experimental",
     "live": "distnb.strategies.live",
     "Strategy": "distnb.strategies.base",

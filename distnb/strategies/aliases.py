@@ -32,6 +32,7 @@ _EXPERIMENTAL = {
         "MultiWorkerMirroredStrategy",
         "TPUStrategy",
         "ValueContext",
+        "partitioners",
         "set_strategy",
     )
 } | {"CollectiveCommunication": "CommunicationImplementation", "CollectiveHints": "CommunicationOptions"}
