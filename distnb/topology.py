@@ -7,11 +7,11 @@ import pickle
 import re
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from distnb.errors import OptionError
 
-__all__ = ["Device", "Team", "device_names", "parse_device"]
+__all__ = ["PS", "WORKER", "Device", "Task", "Team", "device_names", "parse_device"]
 
 _PLAIN = re.compile(r"(?P<type>[a-z]+)(?::(?P<index>\d+))?")
 
@@ -61,6 +61,24 @@ def device_names(devices: Iterable[str | Device] | str | None, argument: str) ->
     if not given:
         raise OptionError(f"{argument} is empty. Name at least one device, or leave it out to take all that there are.")
     return tuple(str(parse_device(device)) for device in given)
+
+
+WORKER, PS = "worker", "ps"
+
+
+class Task(NamedTuple):
+    """The role of an engine in a cluster with parameter servers; `str` gives "worker 0".
+
+    Attributes:
+        job: WORKER or PS.
+        index: Which of that job's tasks it is, from 0.
+    """
+
+    job: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.job} {self.index}"
 
 
 @dataclass(frozen=True)

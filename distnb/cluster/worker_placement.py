@@ -20,6 +20,7 @@ __all__ = [
     "WorkerPlacement",
     "Worker",
     "host_of",
+    "is_loopback",
     "network_environment",
     "own_interface",
     "placement_of",
@@ -178,14 +179,15 @@ def _resolve(host: str, worker: Worker) -> list[str]:
 
 def _check_reachable(placement: WorkerPlacement, host: str, address: str) -> None:
     hosts = {host_of(worker.address) for worker in placement.workers}
-    if ip_address(address).is_loopback and len(hosts) > 1 and not all(map(_is_loopback, hosts)):
+    if ip_address(address).is_loopback and len(hosts) > 1 and not all(map(is_loopback, hosts)):
         raise StartError(
             f"{placement.me}: on this machine {host!r} means {address}, where other machines cannot reach it (often by "
             "a line of /etc/hosts). Give the cluster this machine's address on the network."
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine, and reached from nowhere else."""
     if host == "localhost":
         return True
     try:

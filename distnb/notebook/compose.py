@@ -71,6 +71,8 @@ def start(
     n: int | None = None,
     devices: str | Sequence[str | Device] | None = None,
     *,
+    workers: int | None = None,
+    ps: int | None = None,
     oversubscribe: bool = False,
     hosts: str | Sequence[str] | None = None,
     per_host: int | None = None,
@@ -93,6 +95,9 @@ def start(
     Args:
         n: How many. Nothing given: one per GPU, else two on the CPU.
         devices: Their devices, as a sequence or as text with commas ("cuda:0,cuda:1"); with `hosts` those of each.
+        workers, ps: In place of `n`, for a ParameterServerStrategy: how many workers, which compute, and how many
+            parameter servers, which keep the variables, on the CPU. Workers are the first engines. With `hosts`,
+            workers are dealt to the machines in turn, and then servers likewise, each from the first machine on.
         oversubscribe: Let several engines share one device; and let so many start that they crowd their machine: more
             than eight and more than two for each of its cores, or more than its memory takes. What its administrator
             allows (DISTNB_MAX_ENGINES, /etc/distnb/max_engines) holds all the same.
@@ -106,9 +111,12 @@ def start(
         ssh_args: More arguments for ssh.
         cluster_resolver: Instead of `hosts`: the cluster's chief and workers. Each runs a `distnb.Server`, unless
             `launcher` reaches them otherwise; a SlurmClusterResolver's are reached by srun. What the resolver tells of
-            accelerators says how many engines they get.
+            accelerators says how many engines they get. With ps tasks among them, each worker and each ps is one
+            engine, a server (or a machine, for other launchers) at its own address, and this process is the chief: it
+            is the coordinator, and listens nowhere of its own. Servers that do not listen yet are waited for, 60
+            seconds or as long as DISTNB_START_TIMEOUT says.
         secret: The secret file (mode 0600) that those servers have too; None for the one that the environment
-            variable DISTNB_SECRET_FILE names.
+            variable DISTNB_SECRET_FILE names; where all servers listen on loopback, else one of the user's own.
         launcher_args: More arguments for srun or mpiexec.
         on_progress: Told, in words, how far the start is.
 
@@ -128,8 +136,10 @@ def start(
     """
     global _session
     from distnb.cluster.remote.hosts import read_host_options
+    from distnb.cluster.tasks import tasks_of
     from distnb.notebook.session import Session
 
+    tasks = tasks_of(workers, ps, n)
     with _lock:
         running = current()
         if running is not None:
@@ -142,6 +152,7 @@ def start(
         options = read_host_options(
             n=n,
             launcher=launcher,
+            tasks=tasks,
             hosts=hosts,
             per_host=per_host,
             interface=interface,
@@ -155,6 +166,7 @@ def start(
             devices,
             oversubscribe=oversubscribe,
             options=options,
+            tasks=tasks,
             user_ns=_user_namespace(),
             on_progress=on_progress,
         )

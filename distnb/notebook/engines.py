@@ -20,7 +20,7 @@ from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.supervisor import Supervisor
 from distnb.notebook.teams import Teams
 from distnb.options import StrategySpec
-from distnb.topology import Team
+from distnb.topology import PS, Task, Team
 from distnb.wire.channel import Switchboard
 
 __all__ = ["EngineStatus", "Engines"]
@@ -36,6 +36,7 @@ class EngineStatus:
 
     Attributes:
         state: "idle", "busy" (with a program that was ended and goes on), or how the process ended.
+        task: "worker 0" or "ps 0" in a cluster with parameter servers; "" in others.
     """
 
     engine: int
@@ -43,16 +44,22 @@ class EngineStatus:
     pid: int
     host: str
     state: str
+    task: str = ""
 
 
 class Engines:
     """Owns the processes, both channels to them, and the store where those on other machines find each other.
 
     It tells the namespace of engines that end, and of those that take their place.
+
+    Attributes:
+        tasks: The role of each engine; empty where all are alike.
     """
 
     def __init__(self, plan: HostPlan, namespace: NotebookNamespace) -> None:
         self._plan = plan
+        self.tasks: dict[int, Task] = dict(enumerate(plan.tasks))
+        self._servers = frozenset(engine for engine, task in self.tasks.items() if task.job == PS)
         self._namespace = namespace
         self._keys = make_keys()
         self._switchboard = Switchboard(
@@ -64,7 +71,7 @@ class Engines:
         self.supervisor = Supervisor(self._switchboard.control, self._engine_ready)
         self.dispatch = Dispatch(self._switchboard.programs, self.supervisor)
         self._store = RendezvousStore(host=plan.address) if plan.hosts else None
-        self.teams = Teams(self._store)
+        self.teams = Teams(self._store, self._servers)
         self._cluster: Cluster | None = None
         self._closed = False
 
@@ -144,7 +151,8 @@ class Engines:
             busy = f"busy with program {stuck[engine]}, which was ended" if engine in stuck else "idle"
             hello = hellos.get(engine)
             pid, host = (hello.pid, hello.host) if hello else (process.pid, self.cluster.launcher.host(engine))
-            rows.append(EngineStatus(engine, str(process.device), pid, host, process.ended or busy))
+            task = str(self.tasks.get(engine, ""))
+            rows.append(EngineStatus(engine, str(process.device), pid, host, process.ended or busy, task))
         return tuple(rows)
 
     def hosts(self) -> tuple[str, ...]:
@@ -174,8 +182,9 @@ class Engines:
 
     def _on_exit(self, engine: int, pid: int, status: str) -> None:
         """An engine's process has ended unasked; in the watcher's thread."""
-        self._namespace.engine_died(engine)
-        self.teams.renew()  # before anyone who waits for the news can ask for a team
+        if engine not in self._servers:
+            self._namespace.engine_died(engine)
+            self.teams.renew()  # before anyone who waits for the news can ask for a team
         self.supervisor.engine_died(engine, pid, status)
 
     def choose(self, engines: Iterable[int] | None, *, missing: bool) -> tuple[int, ...]:
@@ -196,7 +205,8 @@ class Engines:
         With `awaited` they may have calls under way, whose replies will not come.
         """
         ended = self._ended
-        survivors = tuple(engine for engine in self.ids if engine not in chosen and engine not in ended)
+        replicas = [engine for engine in self.ids if engine not in self._servers]
+        survivors = tuple(engine for engine in replicas if engine not in chosen and engine not in ended)
         self.supervisor.forget(chosen)
         if awaited:
             self._lose(chosen)
@@ -208,8 +218,9 @@ class Engines:
             raise
         for engine in chosen:
             self.dispatch.engine_replaced(engine)
-        self.teams.renew()
-        self._namespace.engines_replaced(chosen, survivors)
+        if lost := [engine for engine in replicas if engine in chosen]:
+            self.teams.renew()
+            self._namespace.engines_replaced(lost, survivors)
 
     def _lose(self, engines: Iterable[int]) -> None:
         """Tell of engines that ended, or are about to, by our own doing."""

@@ -18,7 +18,7 @@ from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.pending import BesideCall, PendingCall, Unsettled
 from distnb.options import StrategySpec
-from distnb.topology import Device, Team
+from distnb.topology import Device, Task, Team
 from distnb.wire.exchange import Snapshot
 from distnb.wire.messages import Apply, CallFunction, ObjectId, RunCell, Status
 
@@ -73,14 +73,16 @@ class Session:
         *,
         oversubscribe: bool = False,
         options: HostOptions | None = None,
+        tasks: tuple[Task, ...] = (),
         user_ns: dict[str, Any],
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> Session:
         """Start a cluster and wait until every engine is ready; what it raises leaves nothing behind.
 
-        `options` name the machines where they run, None this one; `on_progress` is told in words how far the start is.
+        `options` name the machines where they run, None this one, whose engines may have roles, `tasks`; `on_progress`
+        is told in words how far the start is.
         """
-        plan = make_plan(n, devices, options, on_progress, oversubscribe=oversubscribe)
+        plan = make_plan(n, devices, options, on_progress, oversubscribe=oversubscribe, tasks=tasks)
         for notice in plan.notices:
             print(f"distnb: {notice}", file=sys.stderr)
         session = cls(user_ns, plan)
@@ -95,6 +97,11 @@ class Session:
         """End every process of the cluster and free what it held. Calling it again does nothing."""
         if os.getpid() == self._owner:  # a forked child must not end its parent's engines
             self._engines.stop()
+
+    @property
+    def tasks(self) -> dict[int, Task]:
+        """The role of each engine in a cluster with parameter servers, by engine id; empty in an ordinary cluster."""
+        return self._engines.tasks
 
     @property
     def alive(self) -> bool:
@@ -113,6 +120,7 @@ class Session:
         Args:
             engines: Which; None for all of them (or, with `missing`, those that have ended).
             missing: Only engines whose process has ended; mirrored objects are restored to them from a survivor.
+                A parameter server comes back empty.
 
         Returns:
             The engines that were replaced.

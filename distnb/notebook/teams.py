@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from distnb.cluster.lifecycle import Cluster
 from distnb.cluster.rendezvous_store import RendezvousStore, free_port
@@ -17,11 +18,13 @@ __all__ = ["Teams", "choose_engines"]
 class Teams:
     """The teams of a session's programs. Each generation of them forms process groups of its own.
 
-    Its engines find each other at the store; without one, by files in the cluster's private directory.
+    Its engines find each other at the store; without one, by files in the cluster's private directory. Parameter
+    servers belong to none.
     """
 
-    def __init__(self, store: RendezvousStore | None) -> None:
+    def __init__(self, store: RendezvousStore | None, servers: AbstractSet[int]) -> None:
         self._store = store
+        self._servers = servers
         # Nobody listens there: it is what programs that make a store of their own look for in MASTER_PORT.
         self._address = (store.host, store.port) if store is not None else ("127.0.0.1", free_port())
         self._teams: dict[StrategySpec, Team] = {}
@@ -35,7 +38,7 @@ class Teams:
         if known is not None and known.generation == self._generation:
             return known  # every engine that comes or goes makes a new generation
         generation = self._generation  # before it is looked who is there: who ends meanwhile makes this one old
-        engines = sorted(cluster.engines.items())
+        engines = [each for each in sorted(cluster.engines.items()) if each[0] not in self._servers]
         ended = {engine for engine, process in engines if process.ended}
         alive = {engine: process.device for engine, process in engines if engine not in ended}
         chosen = choose_engines(spec, alive)

@@ -97,7 +97,7 @@ def test_whose_machines_the_workers_are(monkeypatch: pytest.MonkeyPatch) -> None
 def test_how_many_engines_a_machine_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Capacity(cores=16, memory_nbytes=2**40)
     found = {"a": (4, room), "b": (0, Capacity(cores=1, memory_nbytes=2**40))}
-    monkeypatch.setattr("distnb.cluster.remote.hosts.probe", lambda names, way: found)
+    monkeypatch.setattr("distnb.cluster.remote.hosts.probe", lambda names, way, tell: found)
     monkeypatch.setattr("distnb.cluster.remote.hosts.listening_address", lambda names, interface: "10.0.0.1")
 
     notices: list[str] = []

@@ -40,7 +40,6 @@ __all__ = ["NODE_AGENT", "Hosts", "Transport", "probe"]
 NODE_AGENT = (*PYTHON_MODULE, "distnb.cluster.remote.node_agent")
 """The node agent's command, the same on every machine."""
 
-_PROBE_TIMEOUT_S = 90.0
 _ENDING_S = 10.0
 _SAID_CHARS = 2000
 _CHUNK = 1 << 16
@@ -57,6 +56,13 @@ class Transport(ABC):
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
         """The environment of the commands, but for what lets them import this distnb; `directory`: for their files."""
         return os.environ
+
+    patience_s = 90.0
+    """How long a machine may take to answer the first question."""
+
+    def machine(self, host: str) -> str:
+        """What is equal for those hosts that are one machine."""
+        return host
 
     @abstractmethod
     def network_name(self, host: str) -> str:
@@ -101,7 +107,8 @@ class Hosts(Launcher):
 
     def _start_node_agent(self, order: EngineOrder, processes: Processes, ended: EngineEnded) -> int:
         host = self._hosts[order.engine]
-        sharing = self._hosts.count(host)
+        machines = [*map(self._transport.machine, self._hosts)]
+        sharing = machines.count(machines[order.engine])
         assignment = Assignment(
             self._connection, self._address, order.engine, str(order.device), sharing, order.agent, hash_seed()
         )
@@ -229,8 +236,13 @@ def _end_with_all_below(process: subprocess.Popen[Any]) -> None:
 # -- before the start ------------------------------------------------------------------------------------------------
 
 
-def probe(hosts: Sequence[str], transport: Transport) -> dict[str, tuple[int, Capacity]]:
-    """Ask each machine, all at once, how many GPUs it has, and how many engines it takes."""
+def probe(
+    hosts: Sequence[str], transport: Transport, on_progress: Callable[[str], None] = lambda text: None
+) -> dict[str, tuple[int, Capacity]]:
+    """Ask each machine, all at once, how many GPUs it has, and how many engines it takes.
+
+    Raises StartError that names every machine which did not answer.
+    """
     asked: dict[str, subprocess.Popen[str]] = {}
     try:
         for host in hosts:
@@ -246,8 +258,18 @@ def probe(hosts: Sequence[str], transport: Transport) -> dict[str, tuple[int, Ca
                 )
             except OSError as error:
                 raise StartError(f"{transport.unreached(host, LOST)} It cannot be started: {error}.") from error
-        deadline = time.monotonic() + _PROBE_TIMEOUT_S
-        return {host: _answer(host, process, deadline, transport) for host, process in asked.items()}
+        deadline = time.monotonic() + transport.patience_s
+        found: dict[str, tuple[int, Capacity]] = {}
+        failures: list[str] = []
+        for place, (host, process) in enumerate(asked.items()):
+            on_progress(f"waiting for {', '.join([*asked][place:])}")
+            try:
+                found[host] = _answer(host, process, deadline, transport)
+            except StartError as error:
+                failures.append(str(error))
+        if failures:
+            raise StartError("\n".join(failures))
+        return found
     finally:
         for process in asked.values():
             process.terminate()  # it ends what it has started
@@ -263,7 +285,7 @@ def _answer(host: str, process: subprocess.Popen[str], deadline: float, transpor
     try:
         out, err = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        raise StartError(f"{host} did not answer within {_PROBE_TIMEOUT_S:.0f} s.") from None
+        raise StartError(f"{host} did not answer within {transport.patience_s:.0f} s.") from None
     # Among what a shell of theirs prints at its start.
     found = next((line for line in out.splitlines() if line.startswith("{")), None)
     if found is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
 from distnb.cluster.launcher import Launcher
-from distnb.cluster.local.capacity import check_capacity, this_machine
+from distnb.cluster.local.capacity import Capacity, check_capacity, this_machine
 from distnb.cluster.local.forking import ThisMachine
 from distnb.cluster.remote.base import Hosts, Transport, probe
 from distnb.cluster.remote.mpiexec import MPI
@@ -21,9 +21,10 @@ from distnb.cluster.remote.server_transport import ServerTransport
 from distnb.cluster.remote.srun import Slurm, allotted_nodes, tasks_of_nodes
 from distnb.cluster.remote.ssh import SSH
 from distnb.cluster.resolvers import ClusterResolver, SlurmClusterResolver
+from distnb.cluster.tasks import tasks_told
 from distnb.cluster.worker_placement import Worker, host_of, split_address, workers_of
 from distnb.errors import DistnbError, OptionError
-from distnb.topology import Device
+from distnb.topology import WORKER, Device, Task
 
 __all__ = ["HostOptions", "HostPlan", "are_workers", "make_plan", "read_host_options"]
 
@@ -37,6 +38,7 @@ _TAKES = {
 
 _TRANSPORTS: dict[str, Callable[[Sequence[str]], Transport]] = {"ssh": SSH, "slurm": Slurm, "mpi": MPI}
 _NAME = re.compile(r"[^\s,-][^\s,]*")
+_SERVERS_DEVICE = Device("cpu")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class HostOptions:
         launcher: "ssh", "slurm", "mpi" or "server".
         secret: The secret file, where the machines run servers.
         without_gpus: How many engines each gets that has no GPUs, in place of two.
+        tasks: In a cluster with parameter servers: the machine of each worker and each server, in engine order. These
+            are all of its engines.
     """
 
     hosts: tuple[str, ...]
@@ -61,17 +65,24 @@ class HostOptions:
     launcher: str = "ssh"
     secret: Path | None = None
     without_gpus: Mapping[str, int] = field(default_factory=dict)
+    tasks: Mapping[Task, str] = field(default_factory=dict)
 
     def transport(self) -> Transport:
         """How the machines are reached."""
-        return _TRANSPORTS[self.launcher](self.arguments) if self.secret is None else ServerTransport(self.secret)
+        if self.secret is None:
+            return _TRANSPORTS[self.launcher](self.arguments)
+        return ServerTransport(self.secret, {address: str(task) for task, address in self.tasks.items()})
 
 
 # -- what the user says ------------------------------------------------------------------------------------------------
 
 
-def read_host_options(*, n: int | None = None, launcher: str | None = None, **given: Any) -> HostOptions | None:
+def read_host_options(
+    *, n: int | None = None, launcher: str | None = None, tasks: Sequence[Task] = (), **given: Any
+) -> HostOptions | None:
     """Read what `distnb.start` was given of other machines; None where the engines are to run on this one.
+
+    `tasks` are dealt to the machines in turn: workers from the first one on, and then servers from the first one on.
 
     Example:
         >>> read_host_options(hosts="a,b", per_host=2).hosts
@@ -102,14 +113,19 @@ def read_host_options(*, n: int | None = None, launcher: str | None = None, **gi
     if n is not None:
         raise OptionError(f"n={n} counts engines on this machine. On others, per_host says how many each one gets.")
     _check_given(chosen, given)
-    machines = _machines(chosen, hosts, resolver)
+    machines = _with_tasks(_machines(chosen, hosts, resolver), tasks)
+    if machines.tasks and per_host is not None:
+        raise OptionError(
+            f"per_host={per_host} for a cluster of {', '.join(map(str, machines.tasks))}: each of these is one engine. "
+            "Leave it out."
+        )
     return replace(
         machines,
         per_host=machines.per_host if per_host is None else per_host,
         interface=given.get("interface"),
         arguments=(*given.get("ssh_args", ()), *given.get("launcher_args", ())),
         launcher=chosen,
-        secret=secret_path(given.get("secret")) if chosen == "server" else None,
+        secret=secret_path(given.get("secret"), machines.hosts) if chosen == "server" else None,
     )
 
 
@@ -174,8 +190,30 @@ def _machines(launcher: str, hosts: str | Sequence[str] | None, resolver: Cluste
     return replace(machines, hosts=machines.hosts or nodes, without_gpus=machines.without_gpus or tasks_of_nodes())
 
 
+def _with_tasks(machines: HostOptions, tasks: Sequence[Task]) -> HostOptions:
+    """Machines to which tasks were dealt."""
+    if not tasks:
+        return machines
+    if machines.tasks:
+        raise OptionError(
+            f"{len(tasks)} workers and servers were asked for, and the cluster_resolver names those that there are: "
+            f"{', '.join(map(str, machines.tasks))}. Leave out one of the two."
+        )
+    return replace(machines, tasks={task: machines.hosts[task.index % len(machines.hosts)] for task in tasks})
+
+
 def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
-    """The addresses of a cluster's chief and workers, without this process's own."""
+    """The addresses of a cluster's workers and servers; without servers, of its chief and workers but this process."""
+    if tasks := tasks_told(resolver):
+        addresses = tuple(tasks.values())
+        for task, address in tasks.items():
+            split_address(address)
+            if addresses.count(address) > 1:
+                raise OptionError(
+                    f"The cluster gives several tasks the address of {task}, {address}. Each has one of its own; those "
+                    "of one machine have different ports."
+                )
+        return HostOptions(addresses, tasks=tasks)
     found = {worker.address: [worker] for worker in _workers(resolver) if not _is_own(worker, resolver)}
     if not found:
         raise OptionError(
@@ -187,7 +225,11 @@ def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
 
 
 def _machines_of(resolver: ClusterResolver) -> HostOptions:
-    """The machines of a cluster's chief and workers, without their ports; without GPUs, one engine for each task."""
+    """The machines of a cluster's chief and workers, without their ports; without GPUs, one engine for each task. With
+    parameter servers, those of its workers and servers."""
+    if told := tasks_told(resolver):
+        placed = {task: host_of(address) for task, address in told.items()}
+        return HostOptions(tuple(dict.fromkeys(placed.values())), tasks=placed)
     by_host: dict[str, list[Worker]] = {}
     for worker in _workers(resolver):
         by_host.setdefault(host_of(worker.address), []).append(worker)
@@ -243,6 +285,7 @@ class HostPlan:
         hosts: The machine of each engine; empty for this one.
         transport: How they are reached.
         notices: What the user should know before they start.
+        tasks: The role of each engine; empty where all are alike.
     """
 
     devices: tuple[Device, ...]
@@ -250,6 +293,7 @@ class HostPlan:
     hosts: tuple[str, ...] = ()
     transport: Transport | None = None
     notices: tuple[str, ...] = ()
+    tasks: tuple[Task, ...] = ()
 
     def launcher(self, connection: Connection) -> Launcher:
         """What starts the engines of a cluster with this connection."""
@@ -265,18 +309,28 @@ def make_plan(
     on_progress: Callable[[str], None],
     *,
     oversubscribe: bool,
+    tasks: tuple[Task, ...] = (),
 ) -> HostPlan:
-    """Decide how many engines run where: here, or on each of the machines, which are asked what they have."""
+    """Decide how many engines run where: here, or on each of the machines, which are asked what they have.
+
+    `tasks` are the roles of engines that run here. Workers get devices as engines do that are all alike; a server
+    computes on the CPU.
+    """
     if options is None:
-        here = plan_devices(n, devices, oversubscribe=oversubscribe)
-        return HostPlan(here, notices=check_capacity(len(here), this_machine(), oversubscribe=oversubscribe))
-    on_progress(f"asking {', '.join(options.hosts)}")
+        workers = [task for task in tasks if task.job == WORKER]
+        here = plan_devices(len(workers) if tasks else n, devices, oversubscribe=oversubscribe)
+        here += (_SERVERS_DEVICE,) * (len(tasks) - len(workers))
+        notices = check_capacity(len(here), this_machine(), oversubscribe=oversubscribe)
+        return HostPlan(here, notices=notices, tasks=tasks)
     transport = options.transport()
     address = listening_address(map(transport.network_name, options.hosts), options.interface)
+    found = probe(options.hosts, transport, on_progress)
+    if options.tasks:
+        return _plan_tasks(options.tasks, found, devices, transport, address, oversubscribe=oversubscribe)
     hosts: list[str] = []
     planned: list[Device] = []
     notices: list[str] = []
-    for host, (gpus, capacity) in probe(options.hosts, transport).items():
+    for host, (gpus, capacity) in found.items():
         count = options.per_host
         if not isinstance(count, int):
             # What a resolver tells of GPUs is not meant where devices are named.
@@ -290,3 +344,31 @@ def make_plan(
         hosts += [host] * len(there)
         planned += there
     return HostPlan(tuple(planned), address, tuple(hosts), transport, tuple(notices))
+
+
+def _plan_tasks(
+    tasks: Mapping[Task, str],
+    found: Mapping[str, tuple[int, Capacity]],
+    devices: str | Sequence[str | Device] | None,
+    transport: Transport,
+    address: str,
+    *,
+    oversubscribe: bool,
+) -> HostPlan:
+    """One engine for each task; the workers of one machine share its GPUs out among them."""
+    by_machine: dict[str, list[Task]] = {}
+    for task, host in tasks.items():
+        by_machine.setdefault(transport.machine(host), []).append(task)
+    planned = dict.fromkeys(tasks, _SERVERS_DEVICE)
+    notices: list[str] = []
+    for machine, theirs in by_machine.items():
+        gpus, capacity = found[tasks[theirs[0]]]
+        workers = [task for task in theirs if task.job == WORKER]
+        try:
+            if workers:
+                there = plan_devices(len(workers), devices, oversubscribe=oversubscribe, gpus=gpus)
+                planned |= zip(workers, there, strict=True)
+            notices += check_capacity(len(theirs), capacity, machine, oversubscribe=oversubscribe)
+        except DistnbError as error:
+            raise type(error)(f"{machine}: {error}") from None
+    return HostPlan(tuple(planned.values()), address, tuple(tasks.values()), transport, tuple(notices), tuple(tasks))

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
 from zmq.utils import z85
 
 from distnb.cluster.connection import Keys, read_private_file
+from distnb.cluster.worker_placement import host_of, is_loopback
 from distnb.errors import StartError
 
 __all__ = ["SECRET_VARIABLE", "read_secret", "secret_path"]
@@ -24,12 +29,39 @@ _CURE = (
 )
 
 
-def secret_path(given: str | os.PathLike[str] | None) -> Path:
-    """The file that was named, else the one that the environment names."""
+def secret_path(given: str | os.PathLike[str] | None, addresses: Sequence[str] = ()) -> Path:
+    """The file that was named, else the one that the environment names.
+
+    Where all addresses of the cluster are loopback ones, else the user's own, which is made if there is none: whoever
+    can read it is the same user on this machine.
+    """
     path = given if given is not None else os.environ.get(SECRET_VARIABLE)
-    if not path:
-        raise StartError(f"A server and its notebook authenticate by a secret file, and none is named. {_CURE}")
-    return Path(path).expanduser()
+    if path:
+        return Path(path).expanduser()
+    if addresses and all(is_loopback(host_of(address)) for address in addresses):
+        return _users_own()
+    raise StartError(f"A server and its notebook authenticate by a secret file, and none is named. {_CURE}")
+
+
+def _users_own() -> Path:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "distnb"
+    path = folder / "loopback-secret"
+    if path.exists():
+        return path
+    new = None
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, new = tempfile.mkstemp(dir=folder)  # of mode 0600
+        with open(descriptor, "w") as file:
+            file.write(secrets.token_urlsafe(48))
+        with suppress(FileExistsError):  # another process was first: its secret holds
+            os.link(new, path)
+    except OSError as error:
+        raise StartError(f"No secret file for servers on loopback could be made: {error}. {_CURE}") from error
+    finally:
+        if new is not None:
+            os.unlink(new)
+    return path
 
 
 def read_secret(path: Path) -> Keys:

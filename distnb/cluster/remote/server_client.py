@@ -19,9 +19,9 @@ from zmq.utils.monitor import recv_monitor_message
 from distnb.cluster.connection import Keys
 from distnb.cluster.remote.heartbeat import LOST
 from distnb.cluster.remote.secret import read_secret
-from distnb.errors import StartError
+from distnb.errors import OptionError, StartError
 
-__all__ = ["ALIVE", "END", "ERROR", "INPUT", "OUTPUT", "START", "STATUS", "main"]
+__all__ = ["ALIVE", "END", "ERROR", "INPUT", "OUTPUT", "START", "STATUS", "connect_patience_s", "main"]
 
 START: Final = b"start"
 INPUT: Final = b"input"
@@ -32,8 +32,24 @@ STATUS: Final = b"status"
 ALIVE: Final = b"alive"
 """Asks for nothing: that it cannot be sent tells the server that its client is gone."""
 
-_CONNECT_S = 10.0
+_VARIABLE = "DISTNB_START_TIMEOUT"
+"""Environment variable: for how many seconds a server is waited for that does not listen yet."""
+
+_USUAL_PATIENCE_S = 60.0
+_HANDSHAKE_S = 10.0
 _CHUNK = 1 << 16
+
+
+def connect_patience_s() -> float:
+    """How long a server is waited for that does not listen yet. Raises OptionError where the variable is no number."""
+    said = os.environ.get(_VARIABLE, "")
+    try:
+        patience_s = float(said or _USUAL_PATIENCE_S)
+    except ValueError:
+        patience_s = -1.0
+    if not 0 < patience_s < float("inf"):
+        raise OptionError(f"{_VARIABLE}={said!r}: give the seconds for which a server is waited for, such as 60.")
+    return patience_s
 
 
 def _connect(socket: zmq.Socket[bytes], address: str, keys: Keys) -> zmq.Socket[bytes]:
@@ -43,7 +59,9 @@ def _connect(socket: zmq.Socket[bytes], address: str, keys: Keys) -> zmq.Socket[
     socket.curve_publickey = keys.client_public.encode()
     socket.curve_secretkey = keys.client_secret.encode()
     socket.linger = 500
-    monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+    monitor: zmq.Socket[bytes] = socket.get_monitor_socket(
+        zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+    )
     socket.connect(f"tcp://{address}")
     return monitor
 
@@ -54,7 +72,8 @@ def _converse(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> int | st
     for source in (socket, 0, monitor):
         poller.register(source, zmq.POLLIN)
     connected = ended = False
-    deadline = time.monotonic() + _CONNECT_S
+    patience_s = connect_patience_s()
+    deadline = time.monotonic() + patience_s
     while not ended:
         ready = dict(poller.poll(None if connected else max(0, int(1000 * (deadline - time.monotonic())))))
         if 0 in ready:
@@ -64,8 +83,13 @@ def _converse(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> int | st
                 poller.unregister(0)
         # Before what came last is read: a server that ends in order says the node agent's status first.
         if monitor in ready:
-            begins = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            ended, connected = connected and not begins, connected or begins  # one that never was is tried again
+            event = recv_monitor_message(monitor)["event"]
+            if event == zmq.EVENT_CONNECTED:
+                if patience_s > _HANDSHAKE_S:  # who listens there answers soon, if it is the one that is meant
+                    patience_s, deadline = _HANDSHAKE_S, min(deadline, time.monotonic() + _HANDSHAKE_S)
+            else:
+                begins = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                ended, connected = connected and not begins, connected or begins  # one that never was is tried again
         while socket.poll(0):
             kind, *rest = socket.recv_multipart()
             if kind == STATUS:
@@ -75,7 +99,7 @@ def _converse(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> int | st
                 while left:
                     left = left[os.write(1 if kind == OUTPUT else 2, left) :]
         if not connected and time.monotonic() > deadline:
-            return f"did not answer within {_CONNECT_S:.0f} s. Does it run there, with the same secret?"
+            return f"did not answer within {patience_s:.0f} s. Does it run there, with the same secret?"
     return "ended the connection, or is not reached any more"
 
 

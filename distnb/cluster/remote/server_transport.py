@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from distnb.cluster.process_environment import PYTHON_MODULE
 from distnb.cluster.remote.base import Transport
 from distnb.cluster.remote.secret import read_secret
+from distnb.cluster.remote.server_client import connect_patience_s
 from distnb.cluster.worker_placement import split_address
 
 __all__ = ["ServerTransport"]
 
+_ANSWER_S = 30.0
+
 
 class ServerTransport(Transport):
-    """Machines whose servers share a secret file with this notebook; hosts are their addresses, host:port."""
+    """Machines whose servers share a secret file with this notebook; hosts are their addresses, host:port.
 
-    def __init__(self, secret: Path) -> None:
+    `tasks` names the task at each address.
+    """
+
+    def __init__(self, secret: Path, tasks: Mapping[str, str] | None = None) -> None:
         read_secret(secret)
         self._secret = secret.absolute()
+        self._tasks = tasks or {}
+        self.patience_s = connect_patience_s() + _ANSWER_S
 
     def command(self, host: str, task: str) -> list[str]:
         """A client, which gets the secret's path, never the secret."""
@@ -29,4 +38,9 @@ class ServerTransport(Transport):
 
     def unreached(self, host: str, status: int) -> str:
         """What has to be so."""
-        return f"There is no connection to the server at {host}."
+        task = f" of {self._tasks[host]}" if host in self._tasks else ""
+        return f"There is no connection to the server{task} at {host}."
+
+    def machine(self, host: str) -> str:
+        """Servers of one machine have different ports."""
+        return self.network_name(host)

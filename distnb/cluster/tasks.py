@@ -1,0 +1,83 @@
+"""The tasks of a cluster with parameter servers: which engines it has, workers first, then servers."""
+
+from __future__ import annotations
+
+from distnb.cluster.resolvers.base import ClusterResolver
+from distnb.cluster.resolvers.spec import ClusterSpec
+from distnb.cluster.worker_placement import workers_of
+from distnb.errors import OptionError
+from distnb.topology import PS, WORKER, Task
+
+__all__ = ["tasks_in", "tasks_of", "tasks_told"]
+
+_JOBS = (WORKER, PS)
+
+
+def tasks_of(workers: int | None, ps: int | None, n: int | None = None) -> tuple[Task, ...]:
+    """As many workers and servers as a user wants; none where that was not said, and engines are all alike.
+
+    Raises:
+        OptionError: One of the two is missing, or is no number from 1; or `n` counts engines as well.
+
+    Example:
+        >>> tasks_of(1, 2)
+        (Task(job='worker', index=0), Task(job='ps', index=0), Task(job='ps', index=1))
+    """
+    if workers is None and ps is None:
+        return ()
+    counts = {"workers": workers, "ps": ps}
+    for name, count in counts.items():
+        other = next(each for each in counts if each != name)
+        if count is None:
+            raise OptionError(
+                f"{other}={counts[other]!r} without {name}: a cluster with parameter servers has workers, which "
+                "compute, and servers, which keep the variables. Give both, as in %distnb start --workers 2 --ps 1; "
+                "engines that are all alike are %distnb start -n 2."
+            )
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise OptionError(f"{name}={count!r}: give a whole number, from 1.")
+    if n is not None:
+        raise OptionError(f"n={n} with workers={workers} and ps={ps}, which say how many engines there are. Give no n.")
+    assert workers is not None
+    assert ps is not None
+    return tuple(Task(job, index) for job, count in ((WORKER, workers), (PS, ps)) for index in range(count))
+
+
+def tasks_told(resolver: ClusterResolver | None) -> dict[Task, str]:
+    """The workers and servers that a resolver tells of, and their addresses; none where it tells of no server.
+
+    Raises:
+        OptionError: The cluster is not one with parameter servers that this process could be the coordinator of.
+    """
+    spec = None if resolver is None else resolver.cluster_spec()
+    if resolver is None or spec is None or PS not in spec.jobs or not spec.task_indices(PS):
+        return {}
+    tasks = tasks_in(spec)
+    if resolver.task_type in _JOBS:
+        raise OptionError(
+            f"This process is {resolver.task_type} {resolver.task_id} of its cluster, and the one that starts it is "
+            "the coordinator: the task \"chief\", or a process that is no task. On a worker and a server run "
+            "`distnb worker`."
+        )
+    return tasks
+
+
+def tasks_in(spec: ClusterSpec) -> dict[Task, str]:
+    """The workers and servers of a cluster, and their addresses: its engines, in their order.
+
+    Raises:
+        OptionError: It has no worker or no server, several chiefs, an unknown job, or tasks not numbered from 0.
+    """
+    workers_of(spec)
+    tasks: dict[Task, str] = {}
+    for job in _JOBS:
+        indices = spec.task_indices(job) if job in spec.jobs else []
+        if not indices:
+            raise OptionError(
+                f"The cluster {spec.as_dict()} has no {job}. One with parameter servers has at least one worker and "
+                "one ps."
+            )
+        if indices != list(range(len(indices))):
+            raise OptionError(f"The {job} tasks of the cluster are {indices}: number them from 0, without a gap.")
+        tasks |= {Task(job, index): spec.task_address(job, index) for index in indices}
+    return tasks
