@@ -30,6 +30,8 @@ _WHERE = {
     "MultiWorkerMirroredStrategy": "distnb.strategies.multi_worker",
     "CentralStorageStrategy": "distnb.strategies.central_storage",
     "TPUStrategy": "distnb.strategies.tpu",
+    "ParameterServerStrategy": "distnb.strategies.parameter_server",
+    "ShardedVariable": "distnb.runtime.servers.server_variable",
     "CrossDeviceOps": "distnb.collectives.algorithms.base",
     "NcclAllReduce": "distnb.collectives.algorithms.nccl",
     "HierarchicalCopyAllReduce": "distnb.collectives.algorithms.hierarchical_copy",
@@ -112,6 +114,8 @@ if TYPE_CHECKING:
     from distnb.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from distnb.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from distnb.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+    from distnb.runtime.servers.server_variable import ShardedVariable as ShardedVariable
+    from distnb.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
     from distnb.strategies.tpu import TPUStrategy as TPUStrategy
     from distnb.strategies.variable_class import Variable as Variable
     from distnb.values import DistributedValues as DistributedValues

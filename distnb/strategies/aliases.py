@@ -30,6 +30,7 @@ _EXPERIMENTAL = {
         "CentralStorageStrategy",
         "CommunicationOptions",
         "MultiWorkerMirroredStrategy",
+        "ParameterServerStrategy",
         "TPUStrategy",
         "ValueContext",
         "partitioners",
