@@ -189,21 +189,25 @@ class ServerAccess:
             change: Changes a piece in place. torch draws the same numbers for pieces of a multiple of 16 as for all.
             of_old: Whether it looks at what is there.
         """
-        row_nbytes = max(1, stored.like()[:1].numel() * stored.dtype.itemsize) if stored.shape else 1
+        if not stored.shape:
+            value = self.read(stored) if of_old else torch.empty((), dtype=stored.dtype)
+            with torch.no_grad():
+                change(value)
+            self.write(stored, "assign", value)
+            return
+        row_nbytes = max(1, stored.like()[:1].numel() * stored.dtype.itemsize)
         step = max(16, _PIECE_NBYTES // row_nbytes // 16 * 16)
-        for shard, part in stored.shards():
-            last = part.last if stored.shape else 1
-            for first in range(part.first, last, step):
-                rows = torch.arange(first, min(first + step, last)) - part.first
-                shape = (len(rows), *stored.shape[1:]) if stored.shape else ()
-                piece = torch.empty(shape, dtype=stored.dtype)
-                if of_old:
-                    ((_, old),) = self.exchange({part.server: [PullRows(shard, rows)]})[part.server]
-                    piece.copy_(old)
-                with torch.no_grad():
-                    change(piece)
-                method, where = ("assign_rows", first - part.first) if stored.shape else ("assign", None)
-                self.exchange({part.server: [Write(shard, method, piece, where, self.token())]})
+        for first in range(0, stored.shape[0], step):
+            rows = torch.arange(first, min(first + step, stored.shape[0]))
+            piece = self.read_rows(stored, rows) if of_old else torch.empty((len(rows), *stored.shape[1:]), dtype=stored.dtype)
+            with torch.no_grad():
+                change(piece)
+            requests: dict[int, list[Any]] = {}
+            for shard, part, inside in self._by_part(stored, rows):
+                place = int(inside[0])
+                own = piece[part.first + place - first :][: len(inside)].cpu().contiguous()
+                requests.setdefault(part.server, []).append(Write(shard, "assign_rows", own, place, self.token()))
+            self.exchange(requests)
         self._stale.add(stored.number)
 
     # Copies ---------------------------------------------------------------------------------------------------------
