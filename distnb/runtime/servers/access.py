@@ -44,7 +44,7 @@ class Copy:
         tensor: Its memory stays the same; a leaf of graphs if the variable is trainable.
         versions: Of each part, as it was when it was read.
         noted: torch's own count of changes in place, after it was read: another one tells of a change made here.
-        base: What was read, of variables without gradients, whose changes in place are sent as differences.
+        base: What was read, of buffers, and of other variables without gradients on a worker, which sends differences.
     """
 
     stored: Stored
@@ -52,6 +52,20 @@ class Copy:
     versions: list[int]
     noted: int = 0
     base: torch.Tensor | None = None
+
+    def is_changed(self) -> bool:
+        """Whether it was changed in place since it was read. Of buffers torch does not count all changes."""
+        if self.tensor._version != self.noted:
+            return True
+        if self.base is None or isinstance(self.tensor, torch.nn.Parameter):
+            return False
+        return not torch.equal(self.tensor, self.base)
+
+    def note(self) -> None:
+        """It is as it was read, or as the servers have been told."""
+        self.noted = self.tensor._version
+        if self.base is not None:
+            self.base.copy_(self.tensor.detach())
 
 
 @dataclass
@@ -216,7 +230,7 @@ class ServerAccess:
         """A parameter or buffer that holds the value already is this process's copy of a variable."""
         unread = [_UNKNOWN] * len(stored.parts)
         copy = self._copies[stored.number] = Copy(stored, tensor, unread, tensor._version)
-        if self.is_worker and not stored.trainable:
+        if not isinstance(tensor, torch.nn.Parameter) or (self.is_worker and not stored.trainable):
             copy.base = tensor.detach().clone()
         self._stored[tensor] = stored
 
@@ -263,10 +277,7 @@ class ServerAccess:
                     copy.versions[number] = version
                     touched.add(variable)
         for variable in touched:
-            copy = self._copies[variable]
-            copy.noted = copy.tensor._version
-            if copy.base is not None:
-                copy.base.copy_(copy.tensor)
+            self._copies[variable].note()
         self._stale.difference_update(copy.stored.number for copy in copies)
 
     def versions(self, shards: Iterable[Shard]) -> dict[Shard, int]:
@@ -294,7 +305,7 @@ class ServerAccess:
         optimizers and `assign` alone.
         """
         for copy in list(self._copies.values()):
-            if copy.tensor._version == copy.noted:
+            if not copy.is_changed():
                 continue
             stored, value = copy.stored, copy.tensor.detach()
             if not self.is_worker:
@@ -311,7 +322,7 @@ class ServerAccess:
                     "hold. Change it by the optimizer, or outside scheduled functions, or make it a distnb.Variable, "
                     "whose assign, assign_add and scatter_* go to the servers."
                 )
-            copy.noted = copy.tensor._version
+            copy.note()
 
     # Optimizers -----------------------------------------------------------------------------------------------------
 

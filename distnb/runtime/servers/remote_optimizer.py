@@ -186,18 +186,14 @@ def make_remote(optimizer: Any) -> None:
     """Have the servers take an optimizer's steps, from now on. All of its parameters live there.
 
     Raises:
-        OptionError: Some parameters do not, or it has taken steps, or it needs to compute losses again and again.
+        ContextError: Some parameters do not.
+        OptionError: It computes losses again and again.
     """
     servers = this_process.servers
     if isinstance(optimizer, torch.optim.LBFGS):
         raise OptionError(
             "LBFGS computes the loss several times in each step, and the servers that take steps compute no losses. "
             "Use another optimizer with ParameterServerStrategy."
-        )
-    if optimizer.state:
-        raise OptionError(
-            f"This {type(optimizer).__name__} has taken steps already. Make a new one in strategy.scope(), and give "
-            "it the old one's state: load_state_dict(old.state_dict())."
         )
     found = [[servers.stored_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
     if not all(each for group in found for each in group):
@@ -208,8 +204,12 @@ def make_remote(optimizer: Any) -> None:
     groups = tuple(tuple(stored for stored in group if stored is not None) for group in found)
     remote = _Remote(next(_numbers), groups)
     servers.make_optimizer(remote.number, _factory(optimizer), groups)
+    before = optimizer.state_dict() if optimizer.state else None  # Adagrad has something in the beginning
+    optimizer.state.clear()
     optimizer.__class__ = _remote_class(type(optimizer))
     optimizer._remote = remote
+    if before is not None:
+        optimizer.load_state_dict(before)
 
 
 def _template(optimizer: Any) -> tuple[type, dict[str, Any], list[dict[str, Any]]]:
