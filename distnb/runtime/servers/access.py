@@ -230,7 +230,7 @@ class ServerAccess:
         """A parameter or buffer that holds the value already is this process's copy of a variable."""
         unread = [_UNKNOWN] * len(stored.parts)
         copy = self._copies[stored.number] = Copy(stored, tensor, unread, tensor._version)
-        if not isinstance(tensor, torch.nn.Parameter) or (self.is_worker and not stored.trainable):
+        if not stored.trainable and (self.is_worker or not isinstance(tensor, torch.nn.Parameter)):
             copy.base = tensor.detach().clone()
         self._stored[tensor] = stored
 
