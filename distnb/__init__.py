@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from distnb.options import ValueContext as ValueContext
     from distnb.options import VariableAggregation as VariableAggregation
     from distnb.options import VariableSynchronization as VariableSynchronization
+    from distnb.runtime.servers.server_variable import ShardedVariable as ShardedVariable
     from distnb.strategies.base import Strategy as Strategy
     from distnb.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
     from distnb.strategies.context import ReplicaContext as ReplicaContext
@@ -114,7 +115,6 @@ if TYPE_CHECKING:
     from distnb.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from distnb.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from distnb.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
-    from distnb.runtime.servers.server_variable import ShardedVariable as ShardedVariable
     from distnb.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
     from distnb.strategies.tpu import TPUStrategy as TPUStrategy
     from distnb.strategies.variable_class import Variable as Variable

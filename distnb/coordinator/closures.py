@@ -26,9 +26,18 @@ from distnb.runtime.servers import remote_optimizer
 from distnb.runtime.servers.access import ClosureRun, ServerAccess
 from distnb.runtime.servers.placement import Stored
 from distnb.runtime.servers.server_variable import ServerVariable, stand_in
-from distnb.runtime.this_process import this_process
 
-__all__ = ["ClosureResult", "Later", "Packed", "PackedClosure", "Packer", "Resource", "Runner", "WorkerContext", "open_packed"]
+__all__ = [
+    "ClosureResult",
+    "Later",
+    "Packed",
+    "PackedClosure",
+    "Packer",
+    "Resource",
+    "Runner",
+    "WorkerContext",
+    "open_packed",
+]
 
 _numbers = itertools.count(1)
 _FUNCTIONS = 256  # that are remembered, to be known when they are scheduled again
@@ -103,7 +112,11 @@ class Later:
 def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     """How a tensor is pickled: its bytes, without a graph."""
     if tensor.layout is not torch.strided:
-        return _open_sparse, (tensor.detach().coalesce().indices(), tensor.detach().coalesce().values(), tuple(tensor.shape))
+        return _open_sparse, (
+            tensor.detach().coalesce().indices(),
+            tensor.detach().coalesce().values(),
+            tuple(tensor.shape),
+        )
     host = tensor.detach().cpu().contiguous()
     data = pickle.PickleBuffer(host.view(-1).view(torch.uint8).numpy()) if host.numel() else b""
     return _open_tensor, (data, host.dtype, tuple(host.shape), tensor.requires_grad and tensor.is_leaf)
@@ -278,7 +291,12 @@ class Packer:
             if stored is None:
                 return None
             if isinstance(obj, ServerVariable):
-                settings = (obj._settings, obj.distribute_strategy, type(obj) is not ServerVariable, obj.sparse_gradients)
+                settings = (
+                    obj._settings,
+                    obj.distribute_strategy,
+                    type(obj) is not ServerVariable,
+                    obj.sparse_gradients,
+                )
                 return _open_stand_in, (stored, *settings)
             return _open_copy, (stored, isinstance(obj, torch.nn.Parameter), obj.requires_grad)
         if isinstance(obj, torch.nn.Module):
@@ -347,7 +365,7 @@ class Packer:
             packed, needs = self._packed(describe(), type(obj).__name__, root=obj)
             needs.pop(number, None)
             # Of what it refers to nothing is held but by itself: an optimizer holds its parameters, not their model.
-            self._known[number] = _Known(packed, {each: None for each in needs})
+            self._known[number] = _Known(packed, dict.fromkeys(needs))
         return number
 
 
@@ -434,7 +452,9 @@ class Runner:
         with self.access.running(ClosureRun(closure, oldest), variables) as running:
             value = function(*args, **kwargs)
         contributions = {
-            each: (metric._update_count, metric.metric_state) for each, metric in metrics.items() if metric._update_count
+            each: (metric._update_count, metric.metric_state)
+            for each, metric in metrics.items()
+            if metric._update_count
         }
         return ClosureResult(_dump(value)[0], contributions, tuple(running.staleness))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from distnb.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
 from distnb.errors import OptionError

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ from distnb.coordinator.closures import ClosureResult, Packer, Runner, WorkerCon
 from distnb.partitioners import FixedShardsPartitioner
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.access import ServerAccess
-from distnb.runtime.servers.messages import Request
+from distnb.runtime.servers.messages import Describe, Request
 from distnb.runtime.servers.store import ShardStore
 from distnb.runtime.this_process import this_process
 
@@ -28,12 +30,14 @@ class InHouse:
         self.count = count
         self.stores = [ShardStore() for _ in range(count)]
         self.sent: list[tuple[int, Any]] = []
+        self._thread = ThreadPoolExecutor(1)  # in which no scope is open
 
     def exchange(self, requests: Mapping[int, Sequence[Any]], oldest: int = 0) -> dict[int, tuple[Any, ...]]:
         found = {}
         for server, operations in requests.items():
             self.sent += [(server, each) for each in operations]
-            answer = self.stores[server].handle(pickle.loads(pickle.dumps(Request(1, oldest, tuple(operations)))))
+            request = pickle.loads(pickle.dumps(Request(1, oldest, tuple(operations))))
+            answer = self._thread.submit(self.stores[server].handle, request).result()
             if answer.error is not None:
                 raise answer.error
             found[server] = pickle.loads(pickle.dumps(answer.results))
@@ -300,3 +304,35 @@ def test_no_trace_is_left_of_lambdas_that_differ(strategy: Any, servers: InHouse
         assert worker.run(packer, number, lambda number=number: number) == number
     assert len(packer._known) < 300
     assert len(worker.runner._objects) < 300
+
+
+def test_the_memory_of_what_is_gone_is_freed(strategy: Any, servers: InHouse) -> None:
+    def held() -> int:
+        return sum(len(store.handle(Request(1, 0, (Describe(),))).results[0]) for store in servers.stores)
+
+    with strategy.scope():
+        kept = distnb.Variable(1.0)
+        model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        other = distnb.Variable(2.0)
+    assert held() == 5
+    del model, optimizer, other
+    gc.collect()
+    strategy.runtime.access.send_changes()
+    assert held() == 1
+    assert float(kept) == 1
+
+
+def test_a_server_that_is_new_gets_what_the_coordinator_knows(strategy: Any, servers: InHouse) -> None:
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        numbers = [distnb.Variable(float(each)) for each in range(3)]
+    before = model.weight.detach().clone()
+    for server in range(3):
+        servers.stores[server] = ShardStore(first_version=100)
+        strategy.runtime.access.recreate(server)
+    assert torch.equal(model.state_dict()["weight"], before)
+    assert [float(each) for each in numbers] == [0, 0, 0], "they are the checkpoint's to say"
+    step(model, optimizer, torch.ones(1, 2), torch.ones(1, 2))
+    assert optimizer.iterations == 1

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from distnb.errors import ProgramError
 from distnb.runtime.servers.messages import (
     Create,
     Describe,
+    Drop,
     GetOptimizer,
     MakeOptimizer,
     Pull,
@@ -25,7 +26,7 @@ from distnb.runtime.servers.messages import (
     Token,
     Write,
 )
-from distnb.runtime.servers.placement import Stored
+from distnb.runtime.servers.placement import Part, Stored
 
 if TYPE_CHECKING:
     from distnb.runtime.servers.client import Servers
@@ -41,17 +42,24 @@ class Copy:
     """This process's copy of a variable's whole value.
 
     Attributes:
-        tensor: Its memory stays the same; a leaf of graphs if the variable is trainable.
+        reference: Gives the tensor. Its memory stays the same; it is a leaf of graphs if the variable is trainable.
         versions: Of each part, as it was when it was read.
         noted: torch's own count of changes in place, after it was read: another one tells of a change made here.
         base: What was read, of buffers, and of other variables without gradients on a worker, which sends differences.
     """
 
     stored: Stored
-    tensor: torch.Tensor
+    reference: Callable[[], torch.Tensor | None]
     versions: list[int]
     noted: int = 0
     base: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The copy itself."""
+        tensor = self.reference()
+        assert tensor is not None, "copies whose tensors are gone are dropped before they are looked at"
+        return tensor
 
     def is_changed(self) -> bool:
         """Whether it was changed in place since it was read. Of buffers torch does not count all changes."""
@@ -83,6 +91,12 @@ class ClosureRun:
     changes: int = 0
 
 
+def _creation(stored: Stored, shard: Shard, part: Part, value: torch.Tensor | None) -> Create:
+    name = stored.name if len(stored.parts) == 1 else f"{stored.name}/part_{shard[1]}"
+    own = None if value is None else stored.piece(value.detach().cpu(), part).contiguous()
+    return Create(shard, name, own, stored.part_shape(part), stored.dtype, stored.trainable)
+
+
 class ServerAccess:
     """The variables on the servers, as this process reads and changes them.
 
@@ -102,13 +116,17 @@ class ServerAccess:
         self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._stale: set[int] = set()
         self._row_versions: dict[Shard, int] = {}
+        self._owners: dict[Stored, TensorWeakRef] = {}
+        self._optimizers: dict[int, tuple[bytes, Sequence[Sequence[Stored]]]] = {}
         self.stand_ins: dict[Stored, Any] = {}
 
     # Talking to the servers -----------------------------------------------------------------------------------------
 
     def exchange(self, requests: dict[int, list[Any]]) -> dict[int, tuple[Any, ...]]:
         """Send each server its operations, in one message, and wait for all answers."""
-        return self.servers.exchange(requests, self.closure.oldest if self.closure is not None else 0) if requests else {}
+        return (
+            self.servers.exchange(requests, self.closure.oldest if self.closure is not None else 0) if requests else {}
+        )
 
     def token(self) -> Token | None:
         """Names a change, so that the same one of a closure that runs again is not applied twice."""
@@ -131,18 +149,46 @@ class ServerAccess:
     # Whole values ---------------------------------------------------------------------------------------------------
 
     def create(self, stored: Stored, value: torch.Tensor | None) -> None:
-        """Make a variable on its servers, of a value, or of zeros."""
+        """Make a variable on its servers, of a value, or of zeros. It is there as long as its owner (`own`) is."""
+        self._each_part(stored, lambda shard, part: _creation(stored, shard, part, value))
 
-        def operation(shard: Shard, part: Any) -> Create:
-            name = stored.name if len(stored.parts) == 1 else f"{stored.name}/part_{shard[1]}"
-            own = None if value is None else stored.piece(value.detach().cpu(), part).contiguous()
-            return Create(shard, name, own, stored.part_shape(part), stored.dtype, stored.trainable)
+    def own(self, stored: Stored, owner: torch.Tensor) -> None:
+        """This tensor of the coordinator's stands for a variable: once it is gone, the servers' memory is free."""
+        self._owners[stored] = TensorWeakRef(owner)
+        self._stored[owner] = stored
 
-        self._each_part(stored, operation)
+    def free_what_is_gone(self) -> None:
+        """Have the servers drop variables whose owners are gone."""
+        gone = [stored for stored, owner in self._owners.items() if owner() is None]
+        if not gone:
+            return
+        requests: dict[int, list[Any]] = {}
+        for stored in gone:
+            del self._owners[stored]
+            self._copies.pop(stored.number, None)
+            for shard, part in stored.shards():
+                requests.setdefault(part.server, []).append(Drop((shard,)))
+        self.exchange(requests)
+
+    def recreate(self, server: int) -> None:
+        """A server is new and empty: make anew what was on it, of what the coordinator knows, or of zeros."""
+        for stored, owner in self._owners.items():
+            tensor = owner()
+            value = None if tensor is None or tensor.is_meta else tensor
+            requests = [
+                _creation(stored, shard, part, value) for shard, part in stored.shards() if part.server == server
+            ]
+            self.exchange({server: requests} if requests else {})
+        for number, (factory, groups) in self._optimizers.items():
+            self.make_optimizer(number, factory, groups, (server,))
 
     def read(self, stored: Stored) -> torch.Tensor:
         """Its value now, a new tensor."""
-        parts = [found[1] for found in self._each_part(stored, lambda shard, part: Pull({shard: _UNKNOWN})) for found in found.values()]
+        parts = [
+            found[1]
+            for found in self._each_part(stored, lambda shard, part: Pull({shard: _UNKNOWN}))
+            for found in found.values()
+        ]
         whole = parts[0].clone() if len(parts) == 1 else torch.cat(parts)
         return whole.to(self.device)
 
@@ -213,7 +259,11 @@ class ServerAccess:
         step = max(16, _PIECE_NBYTES // row_nbytes // 16 * 16)
         for first in range(0, stored.shape[0], step):
             rows = torch.arange(first, min(first + step, stored.shape[0]))
-            piece = self.read_rows(stored, rows) if of_old else torch.empty((len(rows), *stored.shape[1:]), dtype=stored.dtype)
+            piece = (
+                self.read_rows(stored, rows)
+                if of_old
+                else torch.empty((len(rows), *stored.shape[1:]), dtype=stored.dtype)
+            )
             with torch.no_grad():
                 change(piece)
             requests: dict[int, list[Any]] = {}
@@ -226,10 +276,14 @@ class ServerAccess:
 
     # Copies ---------------------------------------------------------------------------------------------------------
 
-    def adopt(self, stored: Stored, tensor: torch.Tensor) -> None:
-        """A parameter or buffer that holds the value already is this process's copy of a variable."""
+    def adopt(self, stored: Stored, tensor: torch.Tensor, *, keep: bool = True) -> None:
+        """A parameter or buffer that holds the value already is this process's copy of a variable.
+
+        With `keep` it is not freed before this object is.
+        """
         unread = [_UNKNOWN] * len(stored.parts)
-        copy = self._copies[stored.number] = Copy(stored, tensor, unread, tensor._version)
+        reference = (lambda: tensor) if keep else TensorWeakRef(tensor)
+        copy = self._copies[stored.number] = Copy(stored, reference, unread, tensor._version)
         if not stored.trainable and (self.is_worker or not isinstance(tensor, torch.nn.Parameter)):
             copy.base = tensor.detach().clone()
         self._stored[tensor] = stored
@@ -262,7 +316,8 @@ class ServerAccess:
 
     def refresh(self, numbers: Iterable[int] | None = None) -> None:
         """Bring copies up to date: those of some variables, or all. One message for each server."""
-        copies = self._copies.values() if numbers is None else [self._copies[each] for each in numbers if each in self._copies]
+        self.free_what_is_gone()
+        copies = [self._copies[each] for each in (self._copies if numbers is None else numbers) if each in self._copies]
         known: dict[int, dict[Shard, int]] = {}
         for copy in copies:
             for shard, part in copy.stored.shards():
@@ -285,7 +340,9 @@ class ServerAccess:
         found = {}
         for variable, place in shards:
             copy = self._copies.get(variable)
-            found[variable, place] = self._row_versions.get((variable, place), _UNKNOWN) if copy is None else copy.versions[place]
+            found[variable, place] = (
+                self._row_versions.get((variable, place), _UNKNOWN) if copy is None else copy.versions[place]
+            )
         return found
 
     def note_stale(self, numbers: Iterable[int]) -> None:
@@ -304,6 +361,7 @@ class ServerAccess:
         On a worker they are differences, so that those of several workers add up; what has gradients is changed by
         optimizers and `assign` alone.
         """
+        self.free_what_is_gone()
         for copy in list(self._copies.values()):
             if not copy.is_changed():
                 continue
@@ -326,9 +384,14 @@ class ServerAccess:
 
     # Optimizers -----------------------------------------------------------------------------------------------------
 
-    def make_optimizer(self, number: int, factory: bytes, groups: Sequence[Sequence[Stored]]) -> None:
-        """Make an optimizer on each server that holds something of its variables."""
+    def make_optimizer(
+        self, number: int, factory: bytes, groups: Sequence[Sequence[Stored]], only: Iterable[int] | None = None
+    ) -> None:
+        """Make an optimizer on each server that holds something of its variables, or on some of them."""
+        self._optimizers[number] = factory, groups
         servers = {part.server for group in groups for stored in group for part in stored.parts}
+        if only is not None:
+            servers &= set(only)
         self.exchange(
             {
                 server: [
@@ -354,7 +417,10 @@ class ServerAccess:
 
     def optimizer_states(self, number: int, servers: Iterable[int]) -> dict[int, Any]:
         """What an optimizer keeps, by server."""
-        return {server: found for server, (found,) in self.exchange({each: [GetOptimizer(number)] for each in servers}).items()}
+        return {
+            server: found
+            for server, (found,) in self.exchange({each: [GetOptimizer(number)] for each in servers}).items()
+        }
 
     def set_optimizer_states(self, states: dict[int, SetOptimizer]) -> None:
         """Give an optimizer what it kept."""

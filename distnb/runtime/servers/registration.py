@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,36 +51,45 @@ class RefreshHook:
 
 
 class ServerRegistration:
-    """Makes variables on the servers, for one strategy.
-
-    Attributes:
-        roots: The models that were made, the latest last.
-    """
+    """Makes variables on the servers, for one strategy."""
 
     def __init__(self, strategy: Any, access: ServerAccess, placement: Placement) -> None:
         self.strategy = strategy
         self.access = access
         self.placement = placement
-        self.roots: list[Any] = []
+        self._roots: list[weakref.ref[torch.nn.Module]] = []
+
+    @property
+    def roots(self) -> list[torch.nn.Module]:
+        """The models that were made, the latest last."""
+        return [root for each in self._roots if (root := each()) is not None]
 
     def make_variable(self, value: torch.Tensor, settings: Settings) -> ServerVariable:
         """A variable that a scope makes."""
         name = settings.name or ""
         stored = self.placement.place(name, value.shape, value.dtype, trainable=settings.trainable)
         self.access.create(stored, value)
-        return stand_in(stored, settings, self.strategy)
+        made = stand_in(stored, settings, self.strategy)
+        self.access.own(stored, made)
+        return made
 
     def make_table(self, shape: tuple[int, ...], dtype: torch.dtype, name: str, *, trainable: bool) -> ServerVariable:
         """A variable of zeros of which rows are read; it takes no memory here."""
         stored = self.placement.place(name, shape, dtype, trainable=trainable)
         self.access.create(stored, None)
         settings = Settings(trainable, name, VariableSynchronization.AUTO, VariableAggregation.NONE)
-        return stand_in(stored, settings, self.strategy, rows_apart=True)
+        made = stand_in(stored, settings, self.strategy, rows_apart=True)
+        self.access.own(stored, made)
+        return made
 
     @contextmanager
     def take_what_is_made(self) -> Iterator[None]:
         """Put what this thread makes within on the servers, once it ends well."""
-        with _tables_made_by(self), _optimizers() as optimizers, watching(self._is_open_here, lambda module: None) as made:
+        with (
+            _tables_made_by(self),
+            _optimizers() as optimizers,
+            watching(self._is_open_here, lambda module: None) as made,
+        ):
             yield
         if made:
             gc.collect()  # what was made and dropped has no place on the servers
@@ -108,15 +118,16 @@ class ServerRegistration:
             hook = RefreshHook()
             root.register_forward_pre_hook(hook)
             root.register_state_dict_pre_hook(hook.before_state_dict)
-        self.roots = [each for each in self.roots if each is not root and each not in set(root.modules())]
-        self.roots.append(root)
+        within = set(root.modules())
+        self._roots = [*(weakref.ref(each) for each in self.roots if each not in within), weakref.ref(root)]
 
     def _take_tensor(self, tensor: torch.Tensor, name: str, *, trainable: bool) -> None:
         if tensor.is_meta or self.access.stored_of(tensor) is not None:
             return
         stored = self.placement.place(name, tensor.shape, tensor.dtype, trainable=trainable, whole=not trainable)
         self.access.create(stored, tensor)
-        self.access.adopt(stored, tensor)
+        self.access.own(stored, tensor)
+        self.access.adopt(stored, tensor, keep=False)
 
     def _is_open_here(self) -> bool:
         innermost = contexts.innermost()

@@ -67,7 +67,9 @@ class RemoteSteps:
                 wants_sparse = not isinstance(parameter, ServerVariable) or parameter.sparse_gradients
                 for (shard, part), piece in _by_part(stored, gradient.detach(), wants_sparse):
                     gradients.setdefault(part.server, {})[shard] = piece
-        options = tuple({name: value for name, value in group.items() if name != "params"} for group in self.param_groups)
+        options = tuple(
+            {name: value for name, value in group.items() if name != "params"} for group in self.param_groups
+        )
         servers = this_process.servers
         servers.step(
             {
@@ -98,7 +100,10 @@ class RemoteSteps:
                 state[place] = {name: _joined(stored, [part[name] for part in parts]) for name in parts[0]}
         numbers = iter(range(len(variables)))
         groups = [
-            {**{name: value for name, value in group.items() if name != "params"}, "params": [next(numbers) for _ in its]}
+            {
+                **{name: value for name, value in group.items() if name != "params"},
+                "params": [next(numbers) for _ in its],
+            }
             for group, its in zip(self.param_groups, self._remote.groups, strict=True)
         ]
         return {"state": state, "param_groups": groups, "iterations": self._steps_in(states)}
@@ -174,7 +179,9 @@ def _steps_of(state: dict[Any, Any]) -> int:
 
 @functools.cache
 def _remote_class(cls: type) -> type:
-    return type(cls.__name__, (RemoteSteps, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "of": cls})
+    return type(
+        cls.__name__, (RemoteSteps, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "of": cls}
+    )
 
 
 def is_remote(optimizer: Any) -> bool:

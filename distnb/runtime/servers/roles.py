@@ -21,6 +21,7 @@ from distnb.variables.settings import Settings
 
 __all__ = ["Coordinating", "ServerHome", "Working", "runtime_of"]
 
+
 class ServerHome(Home):
     """The variables of a ParameterServerStrategy, as the coordinator and the workers see them: once, elsewhere."""
 

@@ -21,7 +21,9 @@ __all__ = ["ServerVariable", "ShardedVariable", "lookup", "stand_in"]
 _FILLING = frozenset({"normal_", "uniform_", "constant_", "trunc_normal_", "ones_", "zeros_", "zero_", "fill_"})
 _BY_ELEMENT = frozenset(
     {*_FILLING, "add_", "sub_", "mul_", "div_", "pow_", "clamp_", "clamp_min_", "clamp_max_", "neg_", "abs_", "sqrt_"}
-) | frozenset({"exp_", "log_", "sign_", "round_", "floor_", "ceil_", "exponential_", "cauchy_", "log_normal_", "random_"})
+) | frozenset(
+    {"exp_", "log_", "sign_", "round_", "floor_", "ceil_", "exponential_", "cauchy_", "log_normal_", "random_"}
+)
 _SMALL_NBYTES = 1 << 20  # below, all is read where some rows would do
 
 
@@ -115,7 +117,9 @@ class ServerVariable(Variable):
         """Whether only the rows that are asked for are read."""
         return self.numel() * self.dtype.itemsize > _SMALL_NBYTES
 
-    def lookup(self, rows: torch.Tensor, *, sparse: bool | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def lookup(
+        self, rows: torch.Tensor, *, sparse: bool | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Read some rows, each once, from all servers that have some at once.
 
         Args:
