@@ -14,6 +14,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -87,7 +88,8 @@ class ClosureResult(NamedTuple):
     staleness: tuple[int, ...] = ()
 
 
-class WorkerContext(NamedTuple):
+@dataclass(frozen=True)
+class WorkerContext:
     """Where a resource is made: worker `index` of `count`."""
 
     index: int
@@ -118,7 +120,8 @@ def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
             tuple(tensor.shape),
         )
     host = tensor.detach().cpu().contiguous()
-    data = pickle.PickleBuffer(host.view(-1).view(torch.uint8).numpy()) if host.numel() else b""
+    shown: Any = host.view(-1).view(torch.uint8).numpy()
+    data = pickle.PickleBuffer(shown) if host.numel() else b""
     return _open_tensor, (data, host.dtype, tuple(host.shape), tensor.requires_grad and tensor.is_leaf)
 
 
@@ -192,7 +195,7 @@ class Packer:
         self._roots = roots
         self._access = access
         self._known: dict[int, _Known] = {}
-        self._functions: dict[tuple[bytes, ...], int] = {}
+        self._functions: dict[bytes, int] = {}
         self._numbers: dict[int, tuple[Any, int]] = {}  # by identity: a weak reference, and the number
         self._metrics: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()

@@ -99,7 +99,7 @@ def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> to
     """
     from distnb.runtime.servers.server_variable import lookup
 
-    rows = lookup(params, ids)
+    rows: torch.Tensor = lookup(params, ids)
     if max_norm is None:
         return rows
     norms = torch.linalg.vector_norm(rows.flatten(torch.as_tensor(ids).dim()), dim=-1)

@@ -59,8 +59,8 @@ class ParameterServerStrategy(Strategy):
             )
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise OptionError(
-                f"variable_partitioner={variable_partitioner!r}: give one of distnb.partitioners, or a function of shape "
-                "and dtype."
+                f"variable_partitioner={variable_partitioner!r}: give one of distnb.partitioners, or a function of "
+                "shape and dtype."
             )
         options = () if variable_partitioner is None else (("variable_partitioner", variable_partitioner),)
         strategy = cls._of(StrategySpec(cls.kind, (), 0, options))

@@ -95,7 +95,8 @@ def test_variables_are_dealt_out_in_turn(strategy: Any) -> None:
     with strategy.scope():
         made = [distnb.Variable(float(number)) for number in range(4)]
     first = [int(each.device.split("task:")[1][0]) for each in made]
-    assert made[0].device.startswith("/job:ps/replica:0/task:") and made[0].device.endswith("/device:CPU:0")
+    assert made[0].device.startswith("/job:ps/replica:0/task:")
+    assert made[0].device.endswith("/device:CPU:0")
     assert first == [(first[0] + number) % 3 for number in range(4)]
     assert [float(each) for each in made] == [0, 1, 2, 3]
 
@@ -115,7 +116,8 @@ def test_a_variable_is_read_and_assigned(strategy: Any) -> None:
     with torch.no_grad():
         v.mul_(2).add_(torch.ones(2))
     assert v.tolist() == [23, 15]
-    assert v.shape == (2,) and v.name == "v"
+    assert v.shape == (2,)
+    assert v.name == "v"
     with pytest.raises(ValueError, match="shape"):
         v.assign([1.0, 2.0, 3.0])
 
@@ -129,7 +131,8 @@ def test_a_sharded_variable(servers: InHouse) -> None:
     assert [each.name for each in v.variables] == [f"emb/part_{n}" for n in range(5)]
     assert len({each.device for each in v.variables}) == 3
     whole = torch.arange(26.0).reshape(13, 2)
-    assert torch.equal(v.read_value(), whole) and torch.equal(v + 0, whole)
+    assert torch.equal(v.read_value(), whole)
+    assert torch.equal(v + 0, whole)
     for index in (3, -1, slice(2, 11), slice(None, None, -3), slice(9, 2, -2), [1, 12, 1], (slice(1, 4), 1), (..., 0)):
         expected = torch.from_numpy(whole.numpy()[index].copy() if not isinstance(index, int) else whole.numpy()[index])
         assert torch.equal(v[index], expected), index
@@ -291,7 +294,7 @@ def test_changes_on_the_coordinator_reach_the_workers(strategy: Any, servers: In
 
 def test_what_is_made_outside_is_refused(strategy: Any, servers: InHouse) -> None:
     model = nn.Linear(2, 1)
-    with pytest.raises(TypeError, match="outside strategy.scope"):
+    with pytest.raises(TypeError, match=r"outside strategy\.scope"):
         packer_of(strategy).pack(lambda: model, (), {})
     with pytest.raises(distnb.errors.ContextError, match="in the scope"), strategy.scope():
         torch.optim.SGD(model.parameters(), lr=0.1)

@@ -173,14 +173,14 @@ def _tables_made_by(registration: ServerRegistration) -> Iterator[None]:
 def _optimizers() -> Iterator[list[torch.optim.Optimizer]]:
     """The optimizers of torch's that are made within."""
     made: list[torch.optim.Optimizer] = []
-    init = torch.optim.Optimizer.__init__
+    init: Any = torch.optim.Optimizer.__init__
 
     @functools.wraps(init)
     def noting(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         init(optimizer, *args, **kwargs)
         made.append(optimizer)
 
-    torch.optim.Optimizer.__init__ = noting  # type: ignore[method-assign]
+    torch.optim.Optimizer.__init__ = noting  # type: ignore[assignment,method-assign]
     try:
         yield made
     finally:

@@ -156,10 +156,11 @@ def _by_part(stored: Stored, gradient: torch.Tensor, wants_sparse: bool) -> Iter
 def _joined(stored: Stored, parts: Sequence[Any]) -> Any:
     """What was kept for a whole variable, of what was kept for its parts."""
     first = parts[0]
-    if len(stored.parts) > 1 and len(parts) == len(stored.parts) and isinstance(first, torch.Tensor):
-        if all(each.shape == stored.part_shape(part) for each, part in zip(parts, stored.parts, strict=True)):
-            return torch.cat(list(parts))
-    return first.clone() if isinstance(first, torch.Tensor) else first
+    if not isinstance(first, torch.Tensor):
+        return first
+    shapes = [stored.part_shape(part) for part in stored.parts]
+    by_row = len(shapes) > 1 and [tuple(each.shape) for each in parts] == shapes
+    return torch.cat(list(parts)) if by_row else first.clone()
 
 
 def _piece_of_state(stored: Stored, part: Any, value: Any) -> Any:
@@ -178,7 +179,7 @@ def _steps_of(state: dict[Any, Any]) -> int:
 
 
 @functools.cache
-def _remote_class(cls: type) -> type:
+def _remote_class(cls: Any) -> type:
     return type(
         cls.__name__, (RemoteSteps, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "of": cls}
     )
@@ -231,7 +232,7 @@ def _template(optimizer: Any) -> tuple[type, dict[str, Any], list[dict[str, Any]
     return cls, {**own, "defaults": optimizer.defaults}, options
 
 
-def _built(template: tuple[type, dict[str, Any], list[dict[str, Any]]], params: Sequence[Sequence[Any]]) -> Any:
+def _built(template: tuple[Any, dict[str, Any], list[dict[str, Any]]], params: Sequence[Sequence[Any]]) -> Any:
     cls, own, options = template
     optimizer = cls.__new__(cls)
     optimizer.__dict__.update(own)

@@ -58,8 +58,8 @@ class ServerVariable(Variable):
 
     # What it is -----------------------------------------------------------------------------------------------------
 
-    @property
-    def device(self) -> Any:
+    @property  # type: ignore[misc]
+    def device(self) -> Any:  # type: ignore[override]
         """TensorFlow's word for the server: `/job:ps/replica:0/task:1/device:CPU:0`."""
         return self.stored.parts[0].device
 
@@ -69,7 +69,7 @@ class ServerVariable(Variable):
         return self.stored.name
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """What backward passes have added up here; sparse where single rows were read."""
         return self._gradient
 
@@ -137,8 +137,8 @@ class ServerVariable(Variable):
         unique, inverse = torch.unique(rows.long(), return_inverse=True)
         if unique.numel() and not (int(unique[0]) >= 0 and int(unique[-1]) < self.shape[0]):
             raise IndexError(
-                f"Rows {int(unique[0])} to {int(unique[-1])} were asked for of {self.stored.name or 'a variable'}, which "
-                f"has the rows 0 to {self.shape[0] - 1}."
+                f"Rows {int(unique[0])} to {int(unique[-1])} were asked for of {self.stored.name or 'a variable'}, "
+                f"which has the rows 0 to {self.shape[0] - 1}."
             )
         values = this_process.servers.read_rows(self.stored, unique)
         if sparse is not None:
@@ -238,7 +238,7 @@ class ShardedVariable(ServerVariable):
     """
 
     @property
-    def device(self) -> Any:
+    def device(self) -> Any:  # type: ignore[override]
         """Where its value, or rows of it, are in torch's operations. Where a shard lives, its own `device` tells."""
         return this_process.servers.device
 
