@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from distnb.coordinator.link import ClusterLink
     from distnb.runtime.base import Owner, Runtime
-    from distnb.runtime.servers.access import ServerAccess
     from distnb.runtime.spmd import SpmdProcess
 
 __all__ = ["this_process"]
@@ -25,9 +24,10 @@ class _ThisProcess:
             script under torchrun or `distnb run` is one for as long as it lives. Set by `spmd.enter`.
         remote: Gives the runtime of a strategy whose replicas are engines, and starts a cluster when there is none.
             Set by the session in a notebook.
-        cluster_link: Gives the coordinator's way to its workers and servers. Set by the session in a notebook.
         servers: What it does with variables on parameter servers, as their coordinator or as a worker.
         machines: Names the other machines of these engines; empty where there are none. Set with `remote`.
+        cluster_link: Gives the coordinator its way to workers and parameter servers; NoClusterError where there are
+            none. Set with `remote`.
         live_sink: Takes what `distnb.live` is given: the values, and (training step, call of `run`). Set by an engine,
             which sends them, and by a notebook, which draws them; None: to the terminal.
         note_names: Called when a scope opens; what it returns, when one ends by an error: names assigned in it are not
@@ -37,9 +37,9 @@ class _ThisProcess:
     def __init__(self) -> None:
         self.replica: SpmdProcess | None = None
         self.remote: Callable[[Owner], Runtime] | None = None
-        self.cluster_link: Callable[[], ClusterLink] | None = None
         self.servers: Any = None  # a ServerAccess: whoever asks has such a variable
         self.machines: Callable[[], tuple[str, ...]] = tuple
+        self.cluster_link: Callable[[], ClusterLink] | None = None
         self.live_sink: Callable[[dict[str, Any], tuple[int, int]], None] | None = None
         self.note_names: Callable[[], Callable[[], None]] = lambda: lambda: None
 

@@ -56,6 +56,11 @@ class Servers:
         self._poll.register(self._wake, select.EPOLLIN)
         self._connections = {server: self._connection(server, address) for server, address in addresses.items()}
 
+    @property
+    def count(self) -> int:
+        """How many there are, those that are lost among them."""
+        return len(self._connections)
+
     def exchange(self, requests: Mapping[int, Sequence[Any]], oldest: int = 0) -> dict[int, tuple[Any, ...]]:
         """Ask several servers at once, and wait for all their answers.
 
