@@ -8,6 +8,7 @@ rate) goes with each closure.
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import pickle
@@ -295,9 +296,8 @@ class Packer:
         for root in reversed(self._roots()):
             path = next((name for name, part in root.named_modules() if part is module), None)
             if path is not None:
-                opened = self._resource(
-                    root, pickler, lambda root=root: root, [each.training for each in root.modules()]
-                )
+                modes = [each.training for each in root.modules()]
+                opened = self._resource(root, pickler, functools.partial(_itself, root), modes)
                 return (_open_module, (*opened[1], path)) if path else opened
         if any(each.requires_grad for each in module.parameters()):
             raise CannotTravelError(
@@ -339,6 +339,10 @@ class Packer:
     def _drop(self, number: int) -> None:
         if self._known.pop(number, None) is not None:
             self.forgotten += 1
+
+
+def _itself(obj: Any) -> Any:
+    return obj
 
 
 _NO_ARGUMENTS = Packed(pickle.dumps(((), {}), protocol=5))

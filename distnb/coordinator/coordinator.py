@@ -545,7 +545,7 @@ class ClusterCoordinator:
         self._link.send(order.worker, message)
 
     def _seed_of(self, worker: int) -> int:
-        """What a worker's random numbers begin with: each draws others, and all follow from the seed that is set here."""
+        """What a worker's random numbers begin with: each draws others, which all follow from the seed set here."""
         if self._seed is None:
             import torch
 

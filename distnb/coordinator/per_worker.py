@@ -30,8 +30,8 @@ class PerWorkerValues:
 
     def __reduce__(self) -> Any:
         raise CannotTravelError(
-            f"A {type(self).__name__} can be sent as an argument of coordinator.schedule only, or in what the scheduled "
-            "function refers to."
+            f"A {type(self).__name__} can be sent as an argument of coordinator.schedule only, or in what the "
+            "scheduled function refers to."
         )
 
     def __repr__(self) -> str:
@@ -46,15 +46,16 @@ class PerWorkerDataset(PerWorkerValues):
 
 
 class PerWorkerIterator(PerWorkerValues, Iterator[Any]):
-    """Stands for one iterator on each worker: `next(iterator)` in a scheduled function gives the worker's next element."""
+    """Stands for one iterator on each worker: `next(iterator)` in a scheduled function gives its worker's next."""
 
     def __iter__(self) -> PerWorkerIterator:
         return self
 
     def __next__(self) -> Any:
         raise ProgramError(
-            "next() was called on a per-worker iterator here, on the coordinator; the elements are on the workers. Pass "
-            "the iterator to a scheduled function, which calls next(): coordinator.schedule(step, args=(iterator,))."
+            "next() was called on a per-worker iterator here, on the coordinator; the elements are on the workers. "
+            "Pass the iterator to a scheduled function, which calls next(): coordinator.schedule(step, "
+            "args=(iterator,))."
         )
 
 
