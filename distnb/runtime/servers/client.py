@@ -84,11 +84,14 @@ class Servers:
                 waiting[server] = number = next(self._requests)
                 self._connections[server].send(Request(number, oldest, tuple(operations)))
             answers = self._collect(waiting)
-        failed = {server: answer.error for server, answer in answers.items() if answer.error is not None}
-        for server, error in failed.items():
-            error.add_note(f"It was raised by parameter server {server}.")
+        failed: list[BaseException] = []
+        for server in requests:
+            error = answers[server].error
+            if error is not None:
+                error.add_note(f"It was raised by parameter server {server}.")
+                failed.append(error)
         if failed:
-            first, *others = failed.values()
+            first, *others = failed
             for other in others:
                 first.add_note(f"There was another error: {type(other).__name__}: {other}")
             raise first
