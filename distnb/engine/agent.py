@@ -378,6 +378,7 @@ class Agent:
     def _run_closure(self, message: RunClosure, replica: int) -> Reply:
         worker, program = self._worker, message.program
         assert worker is not None
+        worker.take_in(message)
 
         def body() -> Any:
             self._join(worker.alone, 0)

@@ -70,6 +70,8 @@ class WorkerTask:
         this_process.servers = access
         self._runner = Runner(access, self.index)
         self.alone = _team_of_one(message.team, engine, device)
+        self._definitions: tuple[tuple[int, Any], ...] = ()  # that have come, and may not be the runner's yet
+        self._seed: int | None = None
         self._random: tuple[Environment, list[torch.Tensor]] | None = None  # while others draw
 
     def renew(self, message: TakeTask) -> None:
@@ -79,15 +81,25 @@ class WorkerTask:
                 self._addresses[server] = address
                 self._servers.replace(server, address)
 
+    def take_in(self, message: RunClosure) -> None:
+        """Keep what comes once, whether this closure runs or was told to end before it began."""
+        self._definitions += message.definitions
+        self._seed = message.seed if message.seed is not None else self._seed
+
     def run(self, message: RunClosure) -> ClosureResult:
-        """Run a closure; raises what it does."""
-        if message.seed is not None:
-            _seed(message.seed)
+        """Run a closure that was taken in; raises what it does."""
+        if self._seed is not None:
+            _seed(self._seed)
+            self._seed = None
         elif self._random is not None:
             apply_environment(self._random[0])
             streams.write(self._random[1])
         self._random = None
-        return self._runner.run(message)
+        if not self._definitions:
+            return self._runner.run(message)
+        result = self._runner.run(message._replace(definitions=self._definitions))
+        self._definitions = ()  # not if it was ended: then it may not have them
+        return result
 
     def suspend(self) -> None:
         """Another program comes, with random numbers of its own: this worker's go on later."""
