@@ -56,7 +56,7 @@ def tasks_told(resolver: ClusterResolver | None) -> dict[Task, str]:
     if resolver.task_type in _JOBS:
         raise OptionError(
             f"This process is {resolver.task_type} {resolver.task_id} of its cluster, and the one that starts it is "
-            "the coordinator: the task \"chief\", or a process that is no task. On a worker and a server run "
+            'the coordinator: the task "chief", or a process that is no task. On a worker and a server run '
             "`distnb worker`."
         )
     return tasks
