@@ -320,8 +320,8 @@ def make_plan(
         workers = [task for task in tasks if task.job == WORKER]
         here = plan_devices(len(workers) if tasks else n, devices, oversubscribe=oversubscribe)
         here += (_SERVERS_DEVICE,) * (len(tasks) - len(workers))
-        notices = check_capacity(len(here), this_machine(), oversubscribe=oversubscribe)
-        return HostPlan(here, notices=notices, tasks=tasks)
+        crowded = check_capacity(len(here), this_machine(), oversubscribe=oversubscribe)
+        return HostPlan(here, notices=crowded, tasks=tasks)
     transport = options.transport()
     address = listening_address(map(transport.network_name, options.hosts), options.interface)
     found = probe(options.hosts, transport, on_progress)
