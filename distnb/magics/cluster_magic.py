@@ -129,9 +129,9 @@ class ClusterMagic:
         if sessions.current() is None:
             print("No cluster is running. %distnb start begins one.")
             return
-        session = sessions.require()
-        header = ("engine", *["task"] * bool(session.tasks), "device", "state", "pid", "host")
-        rows = [tuple(getattr(row, name) for name in header) for row in session.status()]
+        status = sessions.require().status()
+        header = ("engine", *["task"] * any(row.task for row in status), "device", "state", "pid", "host")
+        rows = [tuple(getattr(row, name) for name in header) for row in status]
         self._table(header, rows, numeric=("engine", "pid"))
 
     def devices(self, found: Namespace) -> None:
