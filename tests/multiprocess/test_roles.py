@@ -90,7 +90,9 @@ def test_a_server_and_a_worker_are_replaced(notebook: Notebook) -> None:
     after = notebook.value("[(row.task, row.state, row.pid) for row in cluster.status()]")
     assert [each[:2] for each in after] == [("worker 0", "idle"), ("worker 1", "idle"), ("ps 0", "idle")]
     assert [new == old for (*_, new), old in zip(after, pids, strict=True)] == [True, False, False]
-    notebook.run("%%distribute mirrored\nweights = strategy.gather(strategy.run(lambda: layer.weight.detach()), 0).tolist()")
+    notebook.run(
+        "%%distribute mirrored\nweights = strategy.gather(strategy.run(lambda: layer.weight.detach()), 0).tolist()"
+    )
     assert notebook.value("strategy.local_results(weights)[0]") == before * 2
 
 

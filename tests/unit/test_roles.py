@@ -51,7 +51,7 @@ def test_a_resolver_tells_of_tasks() -> None:
     assert tasks_told(resolver) == {W0: "a:1", W1: "a:2", PS0: "b:1"}
     assert tasks_told(SimpleClusterResolver({"worker": ["a:1"]})) == {}
     resolver.task_type = "ps"
-    with pytest.raises(OptionError, match="This process is ps 0 of its cluster.* run `distnb worker`"):
+    with pytest.raises(OptionError, match=r"This process is ps 0 of its cluster.* run `distnb worker`"):
         read_host_options(cluster_resolver=resolver)
 
 
@@ -168,7 +168,7 @@ def test_how_long_servers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_cluster_is_required() -> None:
-    with pytest.raises(NoClusterError, match="none is running. Start one with %distnb start --workers 2 --ps 1"):
+    with pytest.raises(NoClusterError, match=r"none is running\. Start one with %distnb start --workers 2 --ps 1"):
         require_tasks()
     with pytest.raises(OptionError, match="has no ps"):
         require_tasks(SimpleClusterResolver({"worker": ["a:1"]}))
