@@ -5,7 +5,8 @@
     │   ├── StartError                   `%distnb start` failed; nothing was left behind
     │   ├── NoClusterError               an operation needs engines and there are none
     │   ├── EngineDied                   an engine's process ended while it was needed
-    │   └── ReplicaStuck                 a replica sits in code that no signal reaches
+    │   ├── ReplicaStuck                 a replica sits in code that no signal reaches
+    │   └── ServerLost                   a parameter server ended; what it held is gone until recovery
     ├── ProgramError                     a distributed program could not run as written
     │   ├── ContextError      (RuntimeError)   called in the wrong context, or strategies mixed
     │   ├── StructureError    (ValueError)     replicas returned, or were given, unlike structures
@@ -56,6 +57,7 @@ __all__ = [
     "ProgramError",
     "RemoteError",
     "ReplicaStuck",
+    "ServerLost",
     "StaleHandleError",
     "StartError",
     "StructureError",
@@ -95,6 +97,10 @@ class EngineDied(ClusterError):
 
 class ReplicaStuck(ClusterError):
     """A replica sits in code that no signal reaches, and is still busy with an earlier program."""
+
+
+class ServerLost(ClusterError):
+    """A parameter server has ended; what it held is gone until recovery."""
 
 
 class ProgramError(DistnbError):

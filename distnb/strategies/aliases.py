@@ -30,8 +30,10 @@ _EXPERIMENTAL = {
         "CentralStorageStrategy",
         "CommunicationOptions",
         "MultiWorkerMirroredStrategy",
+        "ParameterServerStrategy",
         "TPUStrategy",
         "ValueContext",
+        "partitioners",
         "set_strategy",
     )
 } | {"CollectiveCommunication": "CommunicationImplementation", "CollectiveHints": "CommunicationOptions"}

@@ -92,6 +92,9 @@ def apply(method: str, own: torch.Tensor, rows: torch.Tensor, updates: torch.Ten
             return
         # torch's own functions for these are in beta, and say so in a warning.
         change = _CHANGES[method]
+        if len(rows.unique()) == len(rows):
+            own[rows] = change(own[rows], updates)
+            return
         for row, update in zip(rows.tolist(), updates, strict=True):
             own[row] = change(own[row], update)
 

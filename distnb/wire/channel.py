@@ -3,24 +3,37 @@
 The notebook binds two ROUTER sockets of ZeroMQ, over TCP with CURVE, which encrypts: a client whose public key is not
 the cluster's gets no byte through. Every engine connects a DEALER for control. Programs go to engines of the notebook's
 host by UNIX sockets (`wire.unix_socket`), several times as fast, and to all others by the second ROUTER.
+
+A parameter server is reached in the same two ways, by whoever has a number: `Peers` is what it and the notebook share.
 """
 
 from __future__ import annotations
 
 import os
 import select
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from distnb.errors import StartError
+from distnb.errors import MessageError, StartError
 from distnb.wire.codec import Frame, decode, encode
 from distnb.wire.messages import Hello
 from distnb.wire.unix_socket import Listener, Packet, UnixSocket, pack
 
-__all__ = ["Link", "OneClientKey", "ProgramLink", "Programs", "Switchboard", "receive_from", "send_frames"]
+__all__ = [
+    "Link",
+    "OneClientKey",
+    "Peers",
+    "ProgramLink",
+    "Programs",
+    "Switchboard",
+    "bind_router",
+    "receive_from",
+    "send_frames",
+]
 
 # As plain numbers: combining members of an enumeration costs as much as sending.
 _POLLIN, _SNDMORE = int(zmq.POLLIN), int(zmq.SNDMORE)
@@ -57,23 +70,10 @@ class Switchboard:
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", OneClientKey(client_public))
-        self._keys = (server_secret, server_public)
-        remote, self.program_url = self._bind(host)
+        keys = {"secret": server_secret, "public": server_public}
+        remote, self.program_url = bind_router(self._context, host, **keys)
         self.programs = Programs(remote)
-        self.control, self.control_url = self._bind(host)
-
-    def _bind(self, host: str) -> tuple[zmq.Socket[bytes], str]:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.curve_secretkey, socket.curve_publickey = self._keys
-        socket.curve_server = True
-        # Without these a ROUTER drops silently: past the high-water mark, and to peers that it does not know.
-        socket.sndhwm = socket.rcvhwm = 0
-        socket.router_mandatory = True
-        socket.router_handover = True
-        socket.linger = 0
-        socket.ipv6 = ":" in host
-        address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
-        return socket, f"{address}:{socket.bind_to_random_port(address)}"
+        self.control, self.control_url = bind_router(self._context, host, **keys)
 
     def close(self) -> None:
         """Close both ways and stop the authenticator. Waiting messages are dropped."""
@@ -83,75 +83,86 @@ class Switchboard:
         self._context.destroy(linger=0)
 
 
-class Programs:
-    """Sends programs, and receives replies: by a UNIX socket to each engine of this host, by ZeroMQ to all others.
+def bind_router(context: zmq.Context[Any], host: str, *, secret: bytes, public: bytes) -> tuple[zmq.Socket[bytes], str]:
+    """A ROUTER with these CURVE keys that listens at a host, and its address."""
+    socket = context.socket(zmq.ROUTER)
+    socket.curve_secretkey, socket.curve_publickey = secret, public
+    socket.curve_server = True
+    # Without these a ROUTER drops silently: past the high-water mark, and to peers that it does not know.
+    socket.sndhwm = socket.rcvhwm = 0
+    socket.router_mandatory = True
+    socket.router_handover = True
+    socket.linger = 0
+    socket.ipv6 = ":" in host
+    address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+    return socket, f"{address}:{socket.bind_to_random_port(address)}"
+
+
+class Peers:
+    """Talks with processes that have numbers: by a UNIX socket with each of this host, by ZeroMQ with all others.
 
     Not for several threads at once.
 
     Args:
-        remote: A bound ROUTER for engines of other hosts; closed with this.
+        remote: A bound ROUTER for those of other hosts; closed with this. None: there are none.
 
     Attributes:
-        listener: Where engines of this host connect.
+        listener: Where those of this host connect.
     """
 
-    def __init__(self, remote: zmq.Socket[bytes]) -> None:
+    def __init__(self, remote: zmq.Socket[bytes] | None) -> None:
         self.listener = Listener()
         self._remote = remote
-        self._has_remote = False
+        self._heard: zmq.Socket[bytes] | None = None  # the same, once somebody of another host is there
         self._sockets: dict[int, UnixSocket] = {}
-        self._engine_at: dict[int, int] = {}  # by the socket's descriptor
+        self._peer_at: dict[int, int] = {}  # by the socket's descriptor
         self._epoll = select.epoll()
 
     def watch(self, descriptor: int) -> None:
         """Let `wait` return when this descriptor is readable, too."""
         self._epoll.register(descriptor, select.EPOLLIN)
 
-    def meet(self, hellos: Iterable[Hello]) -> None:
-        """Engines have come up, and said hello on the other channel. StartError: one of this host is not connected."""
-        try:
-            newcomers = self.listener.let_in()
-        except OSError as error:
-            raise StartError(
-                f"The notebook cannot open a connection to its engines ({os.strerror(error.errno or 0)}). Close files, "
-                "or allow it more (ulimit -n), and start them again."
-            ) from error
-        for engine, connected in newcomers.items():
-            self._lose(engine)
-            self._sockets[engine] = connected
-            self._engine_at[connected.fileno()] = engine
-            self.watch(connected.fileno())
-        for hello in hellos:
-            if hello.near and hello.engine not in self._sockets:
-                raise StartError(f"Engine {hello.engine} came to the notebook by a UNIX socket and was not recognised.")
-            if not hello.near and not self._has_remote:
-                self._has_remote = True
-                self.watch(int(self._remote.fileno()))
+    def listen_to_remote(self) -> None:
+        """Let `wait` return, too, when there is something of another host."""
+        if self._remote is not None and self._heard is None:
+            self._heard = self._remote
+            self.watch(int(self._remote.fileno()))
 
-    def _lose(self, engine: int) -> None:
-        connected = self._sockets.pop(engine, None)
+    def let_in(self) -> None:
+        """Take in those of this host who have connected. OSError: this process has as many files open as it may."""
+        for peer, connected in self.listener.let_in().items():
+            self._lose(peer)
+            self._sockets[peer] = connected
+            self._peer_at[connected.fileno()] = peer
+            self.watch(connected.fileno())
+
+    def _lose(self, peer: int) -> None:
+        connected = self._sockets.pop(peer, None)
         if connected is not None:
-            del self._engine_at[connected.fileno()]
+            del self._peer_at[connected.fileno()]
             self._epoll.unregister(connected.fileno())
             connected.close()
 
-    def send(self, engines: Iterable[int], message: Any) -> list[int]:
-        """Send a message to engines, copied: what it refers to may change when this returns.
+    def send(self, peers: Iterable[int], message: Any) -> list[int]:
+        """Send a message to peers, copied: what it refers to may change when this returns.
 
-        Returns the engines that are not connected.
+        Returns those that are not connected.
         """
-        frames = encode(message)
+        return self.send_frames(peers, encode(message))
+
+    def send_frames(self, peers: Iterable[int], frames: Sequence[Frame]) -> list[int]:
+        """The same, of a message that has been encoded."""
         packets: Sequence[Packet] = ()
         unreached = []
-        for engine in engines:
-            connected = self._sockets.get(engine)
+        for peer in peers:
+            connected = self._sockets.get(peer)
             if connected is None:
-                reached = send_frames(self._remote, engine, frames)
+                reached = self._remote is not None and send_frames(self._remote, peer, frames)
             else:
                 packets = packets or pack(frames)
                 reached = connected.send_packets(packets)
             if not reached:
-                unreached.append(engine)
+                unreached.append(peer)
         return unreached
 
     def wait(self, timeout_s: float | None = None) -> list[int]:
@@ -160,40 +171,68 @@ class Programs:
         Returns:
             The descriptors that are readable, for `receive`, those that are watched among them.
         """
-        if self._has_remote and _has_message(self._remote):
+        if self._heard is not None and _has_message(self._heard):
             return []  # its descriptor tells of what comes after it was last found empty
         return [descriptor for descriptor, _ in self._epoll.poll(timeout_s)]
 
     def receive(self, readable: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """What has come: of each engine of this host one message, the next, and all of others. Never blocks.
+        """What has come: of each peer of this host one message, the next, and all of others. Never blocks.
 
-        `readable` is what `wait` returned. MessageError: one cannot be read.
+        `readable` is what `wait` returned. In the place of a message that cannot be read there is a MessageError.
         """
         for descriptor in readable:
-            engine = self._engine_at.get(descriptor)
-            if engine is None:
+            peer = self._peer_at.get(descriptor)
+            if peer is None:
                 continue
-            message = self._sockets[engine].receive()
+            message = _or_error(self._sockets[peer].receive)
             if message is not None:
-                yield engine, message
-            elif self._sockets[engine].ended:
-                self._lose(engine)  # the process has ended, and those who follow processes tell so
-        if self._has_remote:
-            yield from receive_from(self._remote)
+                yield peer, message
+            elif self._sockets[peer].ended:
+                self._lose(peer)  # the process has ended, and those who follow processes tell so
+        if self._heard is not None:
+            for peer, frames in _arrived(self._heard):
+                yield peer, _or_error(partial(decode, frames))
 
     def close(self) -> None:
         """Close all. What waits is dropped."""
         self.listener.close()
-        for engine in list(self._sockets):
-            self._lose(engine)
+        for peer in list(self._sockets):
+            self._lose(peer)
         self._epoll.close()
-        self._remote.close()
+        if self._remote is not None:
+            self._remote.close()
 
 
-def send_frames(socket: zmq.Socket[bytes], engine: int, frames: Sequence[Frame]) -> bool:
-    """Send a message to an engine by a ROUTER, copied. False if the engine is not connected."""
+class Programs(Peers):
+    """Sends programs to engines, and receives replies."""
+
+    def meet(self, hellos: Iterable[Hello]) -> None:
+        """Engines have come up, and said hello on the other channel. StartError: one of this host is not connected."""
+        try:
+            self.let_in()
+        except OSError as error:
+            raise StartError(
+                f"The notebook cannot open a connection to its engines ({os.strerror(error.errno or 0)}). Close files, "
+                "or allow it more (ulimit -n), and start them again."
+            ) from error
+        for hello in hellos:
+            if hello.near and hello.engine not in self._sockets:
+                raise StartError(f"Engine {hello.engine} came to the notebook by a UNIX socket and was not recognised.")
+            if not hello.near:
+                self.listen_to_remote()
+
+    def receive(self, readable: Iterable[int]) -> Iterator[tuple[int, Any]]:
+        """As `Peers.receive`. MessageError: one cannot be read."""
+        for engine, message in super().receive(readable):
+            if isinstance(message, MessageError):
+                raise message
+            yield engine, message
+
+
+def send_frames(socket: zmq.Socket[bytes], peer: int, frames: Sequence[Frame]) -> bool:
+    """Send a message by a ROUTER, copied. False if the peer is not connected."""
     try:
-        _send(socket, [b"%d" % engine, *frames])
+        _send(socket, [b"%d" % peer, *frames])
     except zmq.ZMQError as error:
         if error.errno != zmq.EHOSTUNREACH:
             raise
@@ -202,12 +241,28 @@ def send_frames(socket: zmq.Socket[bytes], engine: int, frames: Sequence[Frame])
 
 
 def receive_from(socket: zmq.Socket[bytes]) -> Iterator[tuple[int, Any]]:
-    """All messages that have arrived at a ROUTER, each with the id of its engine. Never blocks."""
+    """All messages that have arrived at a ROUTER, each with the number of its sender. Never blocks.
+
+    Raises:
+        MessageError: One cannot be read.
+    """
+    for peer, frames in _arrived(socket):
+        yield peer, decode(frames)
+
+
+def _arrived(socket: zmq.Socket[bytes]) -> Iterator[tuple[int, list[Frame]]]:
     while _has_message(socket):
         name = socket.recv()
         frames = _receive(socket)
         if name.isdigit():  # else it was said by a process whose place another has taken, and its name
-            yield int(name), decode(frames)
+            yield int(name), frames
+
+
+def _or_error(receive: Callable[[], Any]) -> Any:
+    try:
+        return receive()
+    except MessageError as error:
+        return error
 
 
 def _send(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
@@ -231,18 +286,18 @@ def _receive(socket: zmq.Socket[bytes]) -> list[Frame]:
     return frames
 
 
-# -- an engine's end ---------------------------------------------------------------------------------------------------
+# -- the other end -----------------------------------------------------------------------------------------------------
 
 
 class Link:
-    """An engine's end: one DEALER socket, whose identity is the engine's id, that reaches the notebook."""
+    """An engine's end, or another peer's: one DEALER socket, whose identity is the peer's number."""
 
     ended = False
 
     def __init__(
         self,
         context: zmq.Context[Any],
-        engine: int,
+        peer: int,
         url: str,
         *,
         server_public: bytes,
@@ -250,7 +305,7 @@ class Link:
         client_secret: bytes,
     ) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        self.socket.identity = b"%d" % engine
+        self.socket.identity = b"%d" % peer
         self.socket.curve_serverkey = server_public
         self.socket.curve_publickey = client_public
         self.socket.curve_secretkey = client_secret
@@ -265,11 +320,19 @@ class Link:
 
     def send(self, message: Any) -> None:
         """Send a message, copied: a replica goes on to change its tensors in place."""
-        _send(self.socket, encode(message))
+        self.send_frames(encode(message))
+
+    def send_frames(self, frames: Sequence[Frame]) -> None:
+        """Send a message that has been encoded, copied."""
+        _send(self.socket, frames)
 
     def receive(self, linger_ms: int = 0) -> Any:
         """The next message, or None when there is none yet: what is waited for is told by the descriptor only."""
         return decode(_receive(self.socket)) if _has_message(self.socket) else None
+
+    def close(self) -> None:
+        """Close it. What was sent goes out within a second."""
+        self.socket.close()
 
 
 ProgramLink = UnixSocket | Link

@@ -139,7 +139,11 @@ class UnixSocket:
 
     def send(self, message: Any) -> None:
         """Send a message, copied."""
-        self.send_packets(pack(encode(message)))
+        self.send_frames(encode(message))
+
+    def send_frames(self, frames: Sequence[Frame]) -> None:
+        """Send a message that has been encoded, copied."""
+        self.send_packets(pack(frames))
 
     def send_packets(self, packets: Sequence[Packet]) -> bool:
         """Send a message, now or as soon as the kernel has room. False if the other end is gone."""
@@ -240,11 +244,11 @@ class UnixSocket:
 
 
 class Listener:
-    """Where engines of the notebook's host connect: who knows its token, and is a process of the same user, is let in.
+    """Where processes of this host connect: who knows its token, and is a process of the same user, is let in.
 
     Attributes:
         name: Where it listens (an abstract address of the kernel: no file is left, however this process ends).
-        token: What an engine must know. To be told to engines in secret.
+        token: What a peer must know. To be told to peers in secret.
     """
 
     def __init__(self) -> None:
@@ -254,51 +258,73 @@ class Listener:
         self._socket.setblocking(False)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen()
+        self._silent: dict[int, socket.socket] = {}  # have connected, and did not say yet who they are
+        self._epoll = select.epoll()
+        self._epoll.register(self._socket, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """Readable when `let_in` may find somebody."""
+        return self._epoll.fileno()
 
     def let_in(self) -> dict[int, UnixSocket]:
-        """Those who have connected since this was last called, by engine. An engine connects before it says hello.
+        """Those who have connected since this was last called, by number.
 
         OSError: this process has as many files open as it may.
         """
-        found: dict[int, UnixSocket] = {}
-        while True:
-            try:
+        with contextlib.suppress(BlockingIOError):
+            while True:
                 connected = self._socket.accept()[0]
+                connected.setblocking(False)
+                if _is_ours(connected):
+                    self._silent[connected.fileno()] = connected
+                    self._epoll.register(connected, select.EPOLLIN)
+                else:
+                    connected.close()
+        found: dict[int, UnixSocket] = {}
+        for descriptor, connected in list(self._silent.items()):
+            try:
+                said = connected.recv(256)
             except BlockingIOError:
-                return found
-            engine = self._recognise(connected)
-            if engine is None:
+                continue
+            except OSError:
+                said = b""  # it is gone again
+            del self._silent[descriptor]
+            self._epoll.unregister(descriptor)
+            peer = self._recognise(said)
+            if peer is None:
                 connected.close()
                 continue
-            if engine in found:
-                found[engine].close()
-            found[engine] = UnixSocket(connected)
+            if peer in found:
+                found[peer].close()
+            found[peer] = UnixSocket(connected)
+        return found
 
-    def _recognise(self, connected: socket.socket) -> int | None:
-        """The engine that has connected; None if it is none of ours."""
-        connected.setblocking(False)
-        try:
-            token, _, engine = connected.recv(256).decode(errors="replace").partition(" ")
-        except OSError:
-            return None  # it says nothing, or is gone again
-        ours = _is_ours(connected) and hmac.compare_digest(token.encode(), self.token.encode())
-        return int(engine) if ours and engine.isdigit() else None
+    def _recognise(self, said: bytes) -> int | None:
+        """The number of who says this; None if it is none of ours."""
+        token, _, peer = said.decode(errors="replace").partition(" ")
+        return int(peer) if hmac.compare_digest(token.encode(), self.token.encode()) and peer.isdigit() else None
 
     def close(self) -> None:
         """Let nobody else in."""
+        for connected in self._silent.values():
+            connected.close()
+        self._epoll.close()
         self._socket.close()
 
 
-def connect(name: str, token: str, engine: int) -> UnixSocket | None:
-    """An engine's end; None if the notebook is not on this host (or in another container), or has no listener."""
+def connect(name: str, token: str, peer: int) -> UnixSocket | None:
+    """The other end; None if the listener is not on this host (or in another container), or there is none.
+
+    `peer` is the number of who connects.
+    """
     if not name:
         return None
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connected.setblocking(False)
         connected.connect(f"\0{name}")
-        if _is_ours(connected):  # else another user took the name of a notebook that is gone, to learn the token
-            connected.send(f"{token} {engine}".encode(), _NO_SIGNAL)
+        if _is_ours(connected):  # else another user took the name of a listener that is gone, to learn the token
+            connected.send(f"{token} {peer}".encode(), _NO_SIGNAL)
             return UnixSocket(connected)
     except OSError:
         pass

@@ -1,0 +1,225 @@
+"""How workers and the coordinator reach the parameter servers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import zmq
+
+from distnb.errors import ServerLost
+from distnb.runtime.servers.messages import Address, Answer, Request
+from distnb.wire.channel import Link, ProgramLink
+from distnb.wire.tensors import encode_tensors
+from distnb.wire.unix_socket import connect
+
+__all__ = ["ClientKeys", "Servers"]
+
+
+_CURE = "What it held is gone: wait for its recovery, and restore the last checkpoint."
+
+
+class ClientKeys(Protocol):
+    """The CURVE keys (Z85) that a cluster's clients share."""
+
+    @property
+    def client_public(self) -> str: ...
+
+    @property
+    def client_secret(self) -> str: ...
+
+
+class Servers:
+    """The parameter servers, as one of their clients has them. Several threads may use it: their exchanges take turns.
+
+    Args:
+        addresses: Where each server is.
+        number: Who this client is; no other of the cluster has it.
+        keys: For servers of other hosts.
+    """
+
+    def __init__(self, addresses: Mapping[int, Address], number: int, keys: ClientKeys) -> None:
+        self._number = number
+        self._keys = keys
+        self._context: zmq.Context[Any] | None = None
+        self._lost: dict[int, str] = {}
+        self._lock = threading.Lock()
+        self._requests = itertools.count(1)
+        self._poll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll.register(self._wake, select.EPOLLIN)
+        self._connections = {server: self._connection(server, address) for server, address in addresses.items()}
+
+    def exchange(self, requests: Mapping[int, Sequence[Any]], oldest: int = 0) -> dict[int, tuple[Any, ...]]:
+        """Ask several servers at once, and wait for all their answers.
+
+        An exception that a signal raises meanwhile passes through, and further exchanges work. Whether the servers did
+        what was asked is then not known.
+
+        Args:
+            requests: The operations (see `messages`) for each server; it does its own in one atomic turn.
+            oldest: The smallest number of a closure that is unfinished.
+
+        Returns:
+            What the operations of each server gave.
+
+        Raises:
+            ServerLost: One of them has ended.
+        """
+        with self._lock:
+            waiting: dict[int, int] = {}
+            for server, operations in requests.items():
+                self._refuse_lost((server,))
+                waiting[server] = number = next(self._requests)
+                self._connections[server].send(Request(number, oldest, tuple(operations)))
+            answers = self._collect(waiting)
+        failed = {server: answer.error for server, answer in answers.items() if answer.error is not None}
+        for server, error in failed.items():
+            error.add_note(f"It was raised by parameter server {server}.")
+        if failed:
+            first, *others = failed.values()
+            for other in others:
+                first.add_note(f"There was another error: {type(other).__name__}: {other}")
+            raise first
+        return {server: answers[server].results for server in requests}
+
+    def _collect(self, waiting: dict[int, int]) -> dict[int, Answer]:
+        """The answers to requests, given by their numbers."""
+        answers: dict[int, Answer] = {}
+        ready = list(waiting)
+        while True:
+            for server in ready:
+                for answer in self._connections[server].receive():
+                    # Others are late answers to exchanges that were interrupted.
+                    if server in waiting and answer.number in (waiting[server], -1):
+                        answers[server] = answer
+                        del waiting[server]
+                if server in waiting and self._connections[server].ended:
+                    raise ServerLost(f"Parameter server {server} has ended. {_CURE}")
+            if not waiting:
+                return answers
+            self._refuse_lost(waiting)
+            ready = self._wait()
+
+    def _wait(self) -> list[int]:
+        """Wait until something has come; the servers that it may be from."""
+        descriptors = [descriptor for descriptor, _ in self._poll.poll()]
+        if self._wake in descriptors:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        return [server for server, each in self._connections.items() if each.descriptor in descriptors]
+
+    def _refuse_lost(self, servers: Iterable[int]) -> None:
+        for server in servers:
+            how = self._lost.get(server)
+            if how is not None:
+                raise ServerLost(f"Parameter server {server} is lost: {how}. {_CURE}")
+
+    def lost(self, server: int, how: str) -> None:
+        """A server has ended, as another thread knows: exchanges with it raise ServerLost, also those under way."""
+        self._lost[server] = how
+        os.eventfd_write(self._wake, 1)
+
+    def replace(self, server: int, address: Address) -> None:
+        """Another server has come in the place of one. It holds nothing yet."""
+        with self._lock:
+            if server in self._connections:
+                self._connections[server].close()
+            self._connections[server] = self._connection(server, address)
+            self._lost.pop(server, None)
+
+    def close(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            for each in self._connections.values():
+                each.close()
+            self._connections.clear()
+            if self._context is not None:
+                self._context.destroy(linger=0)
+            self._poll.close()
+            os.close(self._wake)
+
+    def _connection(self, server: int, address: Address) -> _Connection:
+        return _Connection(partial(self._open, server, address), self._poll)
+
+    def _open(self, server: int, address: Address) -> ProgramLink:
+        link = connect(address.name, address.token, self._number)
+        if link is not None:
+            return link
+        if not address.url:
+            raise ServerLost(f"Parameter server {server} cannot be reached: nobody listens at its address. {_CURE}")
+        if self._context is None:
+            self._context = zmq.Context()
+        return Link(
+            self._context,
+            self._number,
+            address.url,
+            server_public=address.public.encode(),
+            client_public=self._keys.client_public.encode(),
+            client_secret=self._keys.client_secret.encode(),
+        )
+
+
+class _Connection:
+    """The way to a server: made when it is first used, and anew when an interrupt left it in the midst of a message.
+
+    Args:
+        make: Makes it.
+        poll: Where it is registered while something can come.
+    """
+
+    def __init__(self, make: Callable[[], ProgramLink], poll: select.epoll) -> None:
+        self._make = make
+        self._poll = poll
+        self._link: ProgramLink | None = None
+        self._within = False  # a message was begun, in either direction
+        self.descriptor = -1
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will come any more."""
+        return self._link is not None and self._link.ended
+
+    def send(self, message: Any) -> None:
+        """Send a message, copied."""
+        frames = encode_tensors(message)
+        if self._within:
+            self.close()
+        self._within = True
+        if self._link is None:
+            self._link = self._make()
+            self.descriptor = self._link.fileno()
+            self._poll.register(self.descriptor, select.EPOLLIN)
+        self._link.send_frames(frames)
+        self._within = False
+
+    def receive(self) -> Iterator[Any]:
+        """What has come. Never blocks."""
+        if self._within:
+            self.close()
+        link = self._link
+        if link is None or self.ended:
+            return
+        while True:
+            self._within = True
+            message = link.receive()
+            self._within = False
+            if message is None:
+                break
+            yield message
+        if link.ended:
+            self._poll.unregister(self.descriptor)  # it would be readable for ever
+
+    def close(self) -> None:
+        """Close it; what comes is dropped."""
+        link, self._link, self._within = self._link, None, False
+        if link is not None:
+            if not link.ended:
+                self._poll.unregister(self.descriptor)
+            link.close()

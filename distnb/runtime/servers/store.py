@@ -1,0 +1,242 @@
+"""What a parameter server holds, and how requests change it. No sockets, no threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distnb.errors import OptionError, StaleHandleError
+from distnb.runtime.servers.messages import (
+    Answer,
+    Create,
+    Describe,
+    Drop,
+    GetOptimizer,
+    MakeOptimizer,
+    Pull,
+    PullRows,
+    Request,
+    SetOptimizer,
+    Shard,
+    ShardInfo,
+    Step,
+    StepDone,
+    Token,
+    Write,
+)
+from distnb.runtime.servers.optimizers import ServerOptimizer
+from distnb.variables import scattering
+from distnb.variables.settings import value_for
+
+__all__ = ["ShardStore"]
+
+
+@dataclass
+class _Held:
+    """A shard."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    version: int
+    updates: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"variable {self.name!r}"
+
+    def changed(self) -> None:
+        self.version += 1
+        self.updates += 1
+
+
+class ShardStore:
+    """The shards and optimizers of one server. A request is answered whole before the next one: it is atomic.
+
+    Args:
+        first_version: Of new shards. A server that takes another's place gives another one, so that no client takes
+            its shards for those that it has copies of.
+    """
+
+    def __init__(self, first_version: int = 0) -> None:
+        self._first_version = first_version
+        self._shards: dict[Shard, _Held] = {}
+        self._optimizers: dict[int, ServerOptimizer] = {}
+        self._oldest = 0
+        self._applied: dict[int, set[int]] = {}  # of each unfinished closure, which of its changes were made
+        self._handlers: dict[type, Callable[[Any], Any]] = {
+            Create: self._create,
+            Drop: self._drop,
+            Pull: self._pull,
+            PullRows: self._pull_rows,
+            Write: self._write,
+            MakeOptimizer: self._make_optimizer,
+            Step: self._step,
+            GetOptimizer: self._get_optimizer,
+            SetOptimizer: self._set_optimizer,
+            Describe: self._describe,
+        }
+
+    def handle(self, request: Request) -> Answer:
+        """Do what is asked, in one turn.
+
+        An operation that raises has changed nothing and its token is unused, with one exception: an optimizer that
+        raises in the midst of its step (see `ServerOptimizer.step`). Those before it are done, those after it not.
+
+        Returns:
+            The answer. Its tensors are the store's own, to be sent before the next request is handled.
+        """
+        self._forget_closures(request.oldest)
+        results: list[Any] = []
+        try:
+            with torch.no_grad():
+                for operation in request.operations:
+                    results.append(self._handlers[type(operation)](operation))
+        except Exception as error:  # noqa: BLE001 - it is the client's
+            return Answer(request.number, tuple(results), error)
+        return Answer(request.number, tuple(results))
+
+    # -- exactly once ------------------------------------------------------------------------------------------------
+
+    def _forget_closures(self, oldest: int) -> None:
+        if oldest > self._oldest:
+            self._oldest = oldest
+            self._applied = {closure: changes for closure, changes in self._applied.items() if closure >= oldest}
+
+    def _was_applied(self, token: Token | None) -> bool:
+        """Whether a change is not to be made: it was, or its closure has ended, so another worker has made it."""
+        return token is not None and (token[0] < self._oldest or token[1] in self._applied.get(token[0], ()))
+
+    def _note_applied(self, token: Token | None) -> None:
+        if token is not None:
+            self._applied.setdefault(token[0], set()).add(token[1])
+
+    # -- shards ------------------------------------------------------------------------------------------------------
+
+    def _held(self, shard: Shard) -> _Held:
+        held = self._shards.get(shard)
+        if held is None:
+            raise StaleHandleError(
+                f"This parameter server has no shard {shard}: its variable is gone, or the server is a new one. "
+                "Restore the variables from the last checkpoint."
+            )
+        return held
+
+    def _create(self, asked: Create) -> int:
+        if asked.value is None:
+            value = torch.zeros(asked.shape, dtype=asked.dtype, device="cpu")
+        else:
+            # Its own memory: the message's may be shared with a process that ends, and counts twice once written to.
+            value = asked.value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        learns = asked.trainable and (value.is_floating_point() or value.is_complex())
+        before = self._shards.get(asked.shard)
+        self._forget(asked.shard)
+        version = self._first_version if before is None else before.version + 1
+        self._shards[asked.shard] = _Held(asked.name, torch.nn.Parameter(value, requires_grad=learns), version)
+        return version
+
+    def _drop(self, asked: Drop) -> None:
+        for shard in asked.shards:
+            self._forget(shard)
+            self._shards.pop(shard, None)
+
+    def _forget(self, shard: Shard) -> None:
+        for number, optimizer in list(self._optimizers.items()):
+            optimizer.forget(shard)
+            if not optimizer:
+                del self._optimizers[number]
+
+    def _pull(self, asked: Pull) -> dict[Shard, tuple[int, torch.Tensor]]:
+        found = {shard: self._held(shard) for shard in asked.known}
+        return {
+            shard: (held.version, held.parameter.detach())
+            for shard, held in found.items()
+            if held.version != asked.known[shard]
+        }
+
+    def _pull_rows(self, asked: PullRows) -> tuple[int, torch.Tensor]:
+        held = self._held(asked.shard)
+        return held.version, held.parameter.detach().index_select(0, asked.rows)
+
+    def _write(self, asked: Write) -> int:
+        held = self._held(asked.shard)
+        if not self._was_applied(asked.token):
+            _change(held, asked)
+            held.changed()
+            self._note_applied(asked.token)
+        return held.version
+
+    def _describe(self, asked: Describe) -> tuple[ShardInfo, ...]:
+        return tuple(
+            ShardInfo(shard, held.name, tuple(own.shape), own.dtype, own.nbytes, held.version, held.updates)
+            for shard, held in self._shards.items()
+            for own in (held.parameter,)
+        )
+
+    # -- optimizers --------------------------------------------------------------------------------------------------
+
+    def _optimizer(self, number: int) -> ServerOptimizer:
+        optimizer = self._optimizers.get(number)
+        if optimizer is None:
+            raise StaleHandleError(
+                f"This parameter server has no optimizer {number}: its parameters are gone, or the server is a new "
+                "one. Restore from the last checkpoint."
+            )
+        return optimizer
+
+    def _make_optimizer(self, asked: MakeOptimizer) -> None:
+        parameters = {shard: self._held(shard).parameter for group in asked.groups for shard in group}
+        self._optimizers[asked.optimizer] = ServerOptimizer(asked.factory, asked.groups, parameters)
+
+    def _step(self, asked: Step) -> StepDone:
+        optimizer = self._optimizer(asked.optimizer)
+        held = {shard: self._held(shard) for shard in asked.gradients}
+        applied = not self._was_applied(asked.token)
+        stale = max((each.version - asked.seen[s] for s, each in held.items() if s in asked.seen), default=0)
+        if applied:
+            before = {shard: each.parameter._version for shard, each in held.items()}
+            try:
+                optimizer.step(asked.gradients, asked.options)
+            except Exception:
+                for shard, each in held.items():
+                    if each.parameter._version != before[shard]:
+                        each.changed()  # by half a step, which everybody has to see
+                raise
+            for each in held.values():
+                each.changed()
+            self._note_applied(asked.token)
+        return StepDone({shard: each.version for shard, each in held.items()}, stale if applied else 0, applied)
+
+    def _get_optimizer(self, asked: GetOptimizer) -> dict[str, Any]:
+        optimizer = self._optimizer(asked.optimizer)
+        return {"state": optimizer.state(), "steps": optimizer.steps}
+
+    def _set_optimizer(self, asked: SetOptimizer) -> None:
+        self._optimizer(asked.optimizer).load(asked.state, asked.steps)
+
+
+def _change(held: _Held, asked: Write) -> None:
+    """Change a shard; nothing has changed where this raises."""
+    own, method = held.parameter.detach(), asked.method
+    if method.startswith("scatter_"):
+        rows, updates = scattering.rows_and_updates(own, held.label, method, asked.rows, asked.value)
+        scattering.apply(method, own, rows, updates)
+        return
+    if method == "assign_rows":
+        count = len(asked.value)
+        if not 0 <= asked.rows <= asked.rows + count <= len(own):
+            raise OptionError(
+                f"{method} of {held.label}: rows {asked.rows} to {asked.rows + count - 1} are not in its {len(own)}."
+            )
+        own = own[asked.rows : asked.rows + count]
+    value = value_for(own, held.label, method, asked.value)
+    if method == "assign_add":
+        own.add_(value)
+    elif method == "assign_sub":
+        own.sub_(value)
+    elif method in ("assign", "assign_rows"):
+        own.copy_(value)
+    else:
+        raise OptionError(f"A parameter server has no method {method!r} for {held.label}.")
