@@ -12,14 +12,14 @@ from distnb.errors import OptionError, closest
 from distnb.magics.commands import DISTRIBUTE
 from distnb.options import StrategySpec
 from distnb.runtime import script_worker
+from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.central import setup
 from distnb.runtime.this_process import this_process
 from distnb.topology import parse_device
 from distnb.values import DistributedValues
 
-__all__ = ["PARAMETER_SERVER", "WORDS", "CellRequest", "is_strategy", "read_request"]
+__all__ = ["WORDS", "CellRequest", "is_strategy", "read_request"]
 
-PARAMETER_SERVER = "parameter_server"
 WORDS = ("default", "one_device", "mirrored", "multi_worker", "central_storage", "tpu", PARAMETER_SERVER)
 _LOCAL = ("default", "one_device", PARAMETER_SERVER)  # the notebook is their only replica, or the coordinator
 

@@ -17,13 +17,13 @@ from distnb.cluster.resolvers import (
     TFConfigClusterResolver,
 )
 from distnb.errors import OptionError, closest
-from distnb.magics.cell_request import PARAMETER_SERVER
 from distnb.magics.commands import COMMANDS, asks_for_help, distnb_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
 from distnb.notebook.output.wording import html_table
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
 from distnb.options import StrategySpec
+from distnb.runtime.base import PARAMETER_SERVER
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -17,13 +17,14 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import OptionError, StartError
-from distnb.magics.cell_request import PARAMETER_SERVER, CellRequest, read_request
+from distnb.magics.cell_request import CellRequest, read_request
 from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded
 from distnb.magics.commands import DISTRIBUTE, asks_for_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
 from distnb.notebook.output.wording import cell_name
 from distnb.options import StrategySpec
+from distnb.runtime.base import PARAMETER_SERVER
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -192,17 +192,20 @@ def require_tasks(resolver: ClusterResolver | None = None) -> None:
     """See to it that a cluster with workers and parameter servers runs, for a ParameterServerStrategy.
 
     Args:
-        resolver: Tells of it; where none runs it is started. None for the one that runs.
+        resolver: Tells of it; where none runs it is started. None for the one that runs, or that TF_CONFIG tells of.
 
     Raises:
         OptionError: The resolver's cluster lacks workers or servers, or another cluster runs.
         StartError: Not every server of the cluster could be reached; the text names those.
-        NoClusterError: None runs, and there is no resolver.
+        NoClusterError: None runs, and nothing tells of one.
     """
+    from distnb.cluster.resolvers import TFConfigClusterResolver
     from distnb.cluster.tasks import tasks_in
 
-    told = None if resolver is None else set(tasks_in(resolver.cluster_spec()))
     session = current()
+    if resolver is None and session is None and TFConfigClusterResolver().cluster_spec():
+        resolver = TFConfigClusterResolver()
+    told = None if resolver is None else set(tasks_in(resolver.cluster_spec()))
     if session is None and resolver is not None:
         start(cluster_resolver=resolver, on_progress=lambda text: print(f"distnb: {text}", file=sys.stderr, flush=True))
         return

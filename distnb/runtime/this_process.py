@@ -35,8 +35,8 @@ class _ThisProcess:
         servers: What it does with variables on parameter servers, as their coordinator or as a worker.
         machines: Names the other machines of these engines; empty where there are none. Set with `remote`.
         require_tasks: Sees to it that a cluster with workers and parameter servers runs: the one that a resolver tells
-            of, which is started if none runs; None for the one that runs, or that TF_CONFIG tells of. Whoever calls it is
-            the coordinator, a plain script too.
+            of, which is started if none runs; None for the one that runs, or that TF_CONFIG tells of. This process is
+            the coordinator then, a plain script too.
         live_sink: Takes what `distnb.live` is given: the values, and (training step, call of `run`). Set by an engine,
             which sends them, and by a notebook, which draws them; None: to the terminal.
         note_names: Called when a scope opens; what it returns, when one ends by an error: names assigned in it are not
