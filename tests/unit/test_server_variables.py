@@ -76,12 +76,13 @@ class Worker:
 @pytest.fixture
 def servers() -> Iterator[InHouse]:
     house = InHouse(3)
-    before = this_process.cluster_link, this_process.servers
+    before = this_process.cluster_link, this_process.servers, this_process.require_tasks
     this_process.cluster_link = lambda: SimpleNamespace(servers=house, num_servers=3)  # type: ignore[assignment,return-value]
-    this_process.servers = None  # type: ignore[assignment]
+    this_process.servers = None
+    this_process.require_tasks = lambda resolver: None
     roles._runtimes.clear()
     yield house
-    this_process.cluster_link, this_process.servers = before
+    this_process.cluster_link, this_process.servers, this_process.require_tasks = before
     roles._runtimes.clear()
 
 
