@@ -22,6 +22,7 @@ _WHERE = {
     "coordinator": "distnb.coordinator:",
     "cluster_resolver": "distnb.cluster_resolver:",
     "keras": "distnb.keras:",
+    "partitioners": "distnb.partitioners:",
     "experimental": "distnb.strategies.aliases:experimental",
     "live": "distnb.strategies.live",
     "Strategy": "distnb.strategies.base",
@@ -30,6 +31,8 @@ _WHERE = {
     "MultiWorkerMirroredStrategy": "distnb.strategies.multi_worker",
     "CentralStorageStrategy": "distnb.strategies.central_storage",
     "TPUStrategy": "distnb.strategies.tpu",
+    "ParameterServerStrategy": "distnb.strategies.parameter_server",
+    "ShardedVariable": "distnb.runtime.servers.server_variable",
     "CrossDeviceOps": "distnb.collectives.algorithms.base",
     "NcclAllReduce": "distnb.collectives.algorithms.nccl",
     "HierarchicalCopyAllReduce": "distnb.collectives.algorithms.hierarchical_copy",
@@ -96,6 +99,7 @@ if TYPE_CHECKING:
     from distnb.options import ValueContext as ValueContext
     from distnb.options import VariableAggregation as VariableAggregation
     from distnb.options import VariableSynchronization as VariableSynchronization
+    from distnb.runtime.servers.server_variable import ShardedVariable as ShardedVariable
     from distnb.strategies.base import Strategy as Strategy
     from distnb.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
     from distnb.strategies.context import ReplicaContext as ReplicaContext
@@ -112,6 +116,7 @@ if TYPE_CHECKING:
     from distnb.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from distnb.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from distnb.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+    from distnb.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
     from distnb.strategies.tpu import TPUStrategy as TPUStrategy
     from distnb.strategies.variable_class import Variable as Variable
     from distnb.values import DistributedValues as DistributedValues

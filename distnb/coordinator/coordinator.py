@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from distnb.coordinator.closures import PackedClosure, Packer, open_value
@@ -41,7 +41,9 @@ from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Order, Sen
 from distnb.coordinator.remote_values import RemoteValue
 from distnb.coordinator.status import CoordinatorStatus, WorkerState, WorkerStatus
 from distnb.errors import ClosureCancelled, NoClusterError, OptionError, ServerLost
+from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.interrupts import Interrupts, drain
+from distnb.runtime.servers import roles
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
 from distnb.values.structure import map_structure
@@ -51,7 +53,6 @@ __all__ = ["ClusterCoordinator"]
 
 _DEPTH = 3  # of empty closures two workers do 1.5 times as many as with 1, and 1.3 times as many as with 2
 _LATEST_STEPS = 256
-_KIND = "parameter_server"
 
 _numbers = itertools.count(1)  # of closures: the servers know changes by them, whoever scheduled
 _coordinators: dict[Strategy, ClusterCoordinator] = {}
@@ -63,6 +64,15 @@ class _Closure:
     value: RemoteValue
     packed: PackedClosure
     program: int = 0
+
+
+@dataclass
+class _Sent:
+    """What a worker has been sent: the resources that it knows, of those of `Packer.forgotten` so many are gone."""
+
+    known: set[int] = field(default_factory=set)
+    forgotten: int = 0
+    seeded: bool = False
 
 
 class ClusterCoordinator:
@@ -96,7 +106,7 @@ class ClusterCoordinator:
     def __new__(
         cls, strategy: Strategy, *, max_queued: int = 4096, max_queued_nbytes: int = 1 << 30
     ) -> ClusterCoordinator:
-        if not isinstance(strategy, Strategy) or strategy.spec.kind != _KIND:
+        if not isinstance(strategy, Strategy) or strategy.spec.kind != PARAMETER_SERVER:
             raise OptionError(
                 f"ClusterCoordinator needs a ParameterServerStrategy; got {strategy!r}. Other strategies run on all "
                 "replicas together, and need no coordinator: strategy.run(fn, args)."
@@ -128,10 +138,11 @@ class ClusterCoordinator:
         self.strategy = strategy
         self._link: ClusterLink = this_process.cluster_link()
         self._queue = ClosureQueue(_DEPTH)
-        self._packer = Packer()
+        runtime = roles.coordinating(strategy)
+        self._packer = Packer(lambda: runtime.registration.roots, runtime.access)
         self._closures: dict[int, _Closure] = {}
         self._programs: dict[int, tuple[int, int]] = {}  # by number: the closure, and the worker
-        self._sent: dict[int, set[int]] = {}  # the definitions that each worker has
+        self._sent: dict[int, _Sent] = {}  # by worker
         self._lost: dict[int, str] = {}
         self._lost_servers: dict[int, str] = {}
         self._nbytes = 0
@@ -142,7 +153,6 @@ class ClusterCoordinator:
         self._waiters: list[_Waiter] = []
         self._interrupts = Interrupts()
         self._seed: int | None = None
-        self._made = itertools.count(1)
         self._link.subscribe(self._hear, self._next_deadline)
 
     # -- scheduling ------------------------------------------------------------------------------------------------
@@ -266,8 +276,8 @@ class ClusterCoordinator:
         elif not hasattr(dataset_fn, "__iter__") and not hasattr(dataset_fn, "__getitem__"):
             raise OptionError(f"A per-worker dataset is made of a function or a dataset; got {dataset_fn!r}.")
         replicas = self.strategy.num_replicas_in_sync
-        made = MakeDataset(dataset_fn, len(self._link.workers), replicas, next(self._made))
-        return PerWorkerDataset(self._packer.share(made), _name_of(dataset_fn), self._packer.share)
+        made = MakeDataset(dataset_fn, len(self._link.workers), replicas)
+        return PerWorkerDataset(made, _name_of(dataset_fn))
 
     def create_per_worker_value(self, fn: Callable[[], Any]) -> PerWorkerValues:
         """A value on each worker, which makes it when a closure first uses it.
@@ -277,7 +287,7 @@ class ClusterCoordinator:
         """
         if not callable(fn):
             raise OptionError(f"A per-worker value is made by a function without arguments; got {fn!r}.")
-        return PerWorkerValues(self._packer.share(MakeValue(fn, next(self._made))), _name_of(fn))
+        return PerWorkerValues(MakeValue(fn), _name_of(fn))
 
     # -- being looked at -------------------------------------------------------------------------------------------
 
@@ -425,7 +435,7 @@ class ClusterCoordinator:
             case WorkerUp(worker=worker):
                 self._forget_worker(worker)
                 self._lost.pop(worker, None)
-                self._sent[worker] = set()
+                self._sent[worker] = _Sent()
                 return queue.worker_up(worker, now)
             case WorkerLost(worker=worker, how=how):
                 self._forget_worker(worker)
@@ -512,21 +522,30 @@ class ClusterCoordinator:
 
     def _send(self, order: Send) -> None:
         closure = self._closures[order.closure]
-        packed, known = closure.packed, self._sent[order.worker]
+        packed, sent = closure.packed, self._sent[order.worker]
+        known = sent.known
         definitions: tuple[tuple[int, Any], ...] = ()
         if not known.issuperset(packed.needs):
             definitions = tuple((each, self._packer.definition(each)) for each in packed.needs if each not in known)
+        forget: tuple[int, ...] = ()
+        if sent.forgotten != self._packer.forgotten:
+            sent.forgotten = self._packer.forgotten
+            forget = tuple(each for each in known if not self._packer.knows(each) and each not in packed.needs)
+            known.difference_update(forget)
         inputs = tuple((each.number, each.packed) for each in packed.inputs)
         closure.program = program = self._link.number()
         closure.value.state = "running"
         self._programs[program] = (order.closure, order.worker)
-        seed = None if known else self._seed_of(order.worker)
+        seed = None if sent.seeded else self._seed_of(order.worker)
+        sent.seeded = True
         known.update(packed.needs)
-        message = RunClosure(program, order.closure, _oldest(), definitions, packed.data, packed.buffers, inputs, seed)
+        message = RunClosure(
+            program, order.closure, _oldest(), definitions, packed.data, packed.buffers, inputs, forget, seed
+        )
         self._link.send(order.worker, message)
 
     def _seed_of(self, worker: int) -> int:
-        """What a worker's random numbers begin with: each draws others, and all follow from this process's."""
+        """What a worker's random numbers begin with: each draws others, which all follow from the seed set here."""
         if self._seed is None:
             import torch
 

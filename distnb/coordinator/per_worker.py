@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
-from distnb.coordinator import references
-from distnb.errors import OptionError, ProgramError
+from distnb.errors import CannotTravelError, OptionError, ProgramError
 from distnb.options import InputContext
 
-__all__ = ["PerWorkerDataset", "PerWorkerIterator", "PerWorkerValues", "Share"]
+__all__ = ["Maker", "PerWorkerDataset", "PerWorkerIterator", "PerWorkerValues"]
 
-Share = Callable[[Any], int]
-"""Gives the number of what each worker is to be sent once."""
+
+class Maker(Protocol):
+    """Makes a worker's own value; it is sent to each worker once."""
+
+    def make_for_worker(self, worker: int) -> Any: ...
 
 
 class PerWorkerValues:
@@ -22,13 +24,15 @@ class PerWorkerValues:
     A worker that has taken a lost one's place makes it anew.
     """
 
-    def __init__(self, number: int, name: str) -> None:
-        self._number = number
+    def __init__(self, maker: Maker, name: str) -> None:
+        self.maker = maker
         self._name = name
 
-    def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
-        references.found(f"A {type(self).__name__}").needs[self._number] = None
-        return references.open_resource, (self._number,)
+    def __reduce__(self) -> Any:
+        raise CannotTravelError(
+            f"A {type(self).__name__} can be sent as an argument of coordinator.schedule only, or in what the "
+            "scheduled function refers to."
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._name}>"
@@ -37,26 +41,21 @@ class PerWorkerValues:
 class PerWorkerDataset(PerWorkerValues):
     """Stands for one dataset on each worker. `iter` gives an iterator of each, to be passed to scheduled functions."""
 
-    def __init__(self, number: int, name: str, share: Share) -> None:
-        super().__init__(number, name)
-        self._share = share
-        self._iterators = 0
-
     def __iter__(self) -> PerWorkerIterator:
-        self._iterators += 1
-        return PerWorkerIterator(self._share(_MakeIterator(self, self._iterators)), self._name)
+        return PerWorkerIterator(_MakeIterator(self), self._name)
 
 
 class PerWorkerIterator(PerWorkerValues, Iterator[Any]):
-    """Stands for one iterator on each worker: in a scheduled function `next(iterator)` gives its next element."""
+    """Stands for one iterator on each worker: `next(iterator)` in a scheduled function gives its worker's next."""
 
     def __iter__(self) -> PerWorkerIterator:
         return self
 
     def __next__(self) -> Any:
         raise ProgramError(
-            "next() was called on a per-worker iterator on the coordinator, and the elements are on the workers. Pass "
-            "the iterator to a scheduled function, which calls next(): coordinator.schedule(step, args=(iterator,))."
+            "next() was called on a per-worker iterator here, on the coordinator; the elements are on the workers. "
+            "Pass the iterator to a scheduled function, which calls next(): coordinator.schedule(step, "
+            "args=(iterator,))."
         )
 
 
@@ -67,9 +66,8 @@ class MakeValue:
         function: Called without arguments.
     """
 
-    def __init__(self, function: Callable[[], Any], number: int) -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        self._number = number  # two values of one function are two
 
     def make_for_worker(self, worker: int) -> Any:
         """The value."""
@@ -83,11 +81,10 @@ class MakeDataset:
         dataset: It, or the function that makes it, of no argument or of an InputContext.
     """
 
-    def __init__(self, dataset: Any, workers: int, replicas: int, number: int) -> None:
+    def __init__(self, dataset: Any, workers: int, replicas: int) -> None:
         self._dataset = dataset
         self._workers = workers
         self._replicas = replicas
-        self._number = number
 
     def make_for_worker(self, worker: int) -> Any:
         """The dataset."""
@@ -99,9 +96,8 @@ class MakeDataset:
 
 
 class _MakeIterator:
-    def __init__(self, dataset: PerWorkerDataset, number: int) -> None:
+    def __init__(self, dataset: PerWorkerDataset) -> None:
         self._dataset = dataset
-        self._number = number
 
     def make_for_worker(self, worker: int) -> Any:
         return iter(self._dataset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from distnb.coordinator import references
+from distnb.errors import CannotTravelError
 
 __all__ = ["RemoteValue"]
 
@@ -69,9 +69,11 @@ class RemoteValue:
         """The closure will have no result."""
         self._error, self.state = error, state
 
-    def __reduce__(self) -> tuple[Callable[[int], Any], tuple[int]]:
-        references.found("A RemoteValue").inputs[self.number] = self
-        return references.open_input, (self.number,)
+    def __reduce__(self) -> Any:
+        raise CannotTravelError(
+            "A RemoteValue can be sent as an argument of coordinator.schedule only, or in what the scheduled function "
+            "refers to. Elsewhere use its value: coordinator.fetch(...)."
+        )
 
     def __repr__(self) -> str:
         return f"<RemoteValue of {self.name}: {self.state}>"

@@ -5,17 +5,20 @@ from __future__ import annotations
 import random
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
 import zmq
 
+from distnb.accelerators import torch_device
 from distnb.coordinator.closures import ClosureResult, Runner
 from distnb.objects.modes import RANDOM, Environment, apply_environment, capture_environment
 from distnb.runtime.randomness import streams
+from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.client import Servers
 from distnb.runtime.servers.service import Service
+from distnb.runtime.this_process import this_process
 from distnb.topology import Device, Team
 from distnb.wire import unix_socket
 from distnb.wire.channel import Link, ProgramLink
@@ -63,7 +66,9 @@ class WorkerTask:
         self.link: ProgramLink = own or Link(zmq.Context(), engine, message.url, **keys)
         self._addresses = dict(message.servers)
         self._servers = Servers(self._addresses, engine + 1, connection)
-        self._runner = Runner(self._servers, self.index)
+        access = ServerAccess(self._servers, is_worker=True, device=torch_device(device))
+        this_process.servers = access
+        self._runner = Runner(access, self.index)
         self.alone = _team_of_one(message.team, engine, device)
         self._definitions: tuple[tuple[int, Any], ...] = ()  # that have come, and may not be the runner's yet
         self._seed: int | None = None

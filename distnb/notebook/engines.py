@@ -165,8 +165,10 @@ class Engines:
         return tuple(rows)
 
     def hosts(self) -> tuple[str, ...]:
-        """The other machines where engines were started, those that are lost among them; empty for this one."""
-        return tuple(dict.fromkeys(filter(None, map(self.cluster.launcher.host, self.ids))))
+        """The other machines where engines were started, those that are lost among them; empty for this one. Those of
+        parameter servers do not count."""
+        replicas = (engine for engine in self.ids if engine not in self._servers)
+        return tuple(dict.fromkeys(filter(None, map(self.cluster.launcher.host, replicas))))
 
     def team(self, spec: StrategySpec) -> Team:
         """The engines that a strategy runs on, as `Teams.of` chooses them. Who calls it has the turn."""

@@ -393,7 +393,7 @@ class Session:
         *,
         called: bool = False,
     ) -> dict[int, Any]:
-        """Run a program, a message made of its number and team, on some engines. The replies' values, by engine."""
+        """Run a program, of which a number and a team make a message, on some engines. The replies by engine."""
         with self._dispatch.turn:
             program = self._dispatch.number()
             if getattr(self._lookers, "deep", 0):

@@ -8,10 +8,13 @@ from typing import Any, Protocol
 
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
 
-__all__ = ["DEFAULT", "Owner", "Runtime", "is_in_process"]
+__all__ = ["DEFAULT", "PARAMETER_SERVER", "Owner", "Runtime", "is_in_process"]
 
 DEFAULT = "default"
 """The kind of the strategy that is in force where no other is."""
+
+PARAMETER_SERVER = "parameter_server"
+"""The kind of the strategy whose variables live on servers."""
 
 
 def is_in_process(spec: StrategySpec) -> bool:

@@ -7,7 +7,7 @@ import sys
 
 from distnb.errors import NoClusterError, OptionError
 from distnb.options import StrategySpec
-from distnb.runtime.base import Owner, Runtime, is_in_process
+from distnb.runtime.base import PARAMETER_SERVER, Owner, Runtime, is_in_process
 from distnb.runtime.central import setup
 from distnb.runtime.in_process import InProcess
 from distnb.runtime.this_process import this_process
@@ -36,6 +36,10 @@ def runtime_for(strategy: Owner) -> Runtime:
     spec = strategy.spec
     if is_in_process(spec):
         return _alone_on(strategy, spec.devices[0] if spec.devices else None)
+    if spec.kind == PARAMETER_SERVER:
+        from distnb.runtime.servers.roles import runtime_of
+
+        return runtime_of(strategy)
     process = this_process.replica
     if process is not None:
         if spec.kind in _CHECKED_KINDS or spec.devices or spec.num_replicas or spec.options or spec.device_type:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from distnb.errors import ContextError
 from distnb.options import ReduceOp
 from distnb.runtime import contexts
-from distnb.runtime.base import DEFAULT, is_in_process
+from distnb.runtime.base import DEFAULT, PARAMETER_SERVER, is_in_process
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import map_structure
 from distnb.variables.homes import Home, homes
@@ -110,6 +110,10 @@ class ReplicaHome(Home):
 
 
 def _home_of(strategy: Any) -> Home:
+    if strategy.spec.kind == PARAMETER_SERVER:
+        from distnb.runtime.servers.roles import ServerHome
+
+        return ServerHome(strategy)
     process = this_process.replica
     return _Alone(strategy) if process is None or is_in_process(strategy.spec) else process.home_of(strategy)
 

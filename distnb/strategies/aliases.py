@@ -30,9 +30,11 @@ _EXPERIMENTAL = {
         "CentralStorageStrategy",
         "CommunicationOptions",
         "MultiWorkerMirroredStrategy",
+        "ParameterServerStrategy",
         "TPUStrategy",
         "ValueContext",
         "coordinator",
+        "partitioners",
         "set_strategy",
     )
 } | {"CollectiveCommunication": "CommunicationImplementation", "CollectiveHints": "CommunicationOptions"}

@@ -29,6 +29,7 @@ _CLASSES = {
     "central_storage": "distnb.strategies.central_storage:CentralStorageStrategy",
     "multi_worker": "distnb.strategies.multi_worker:MultiWorkerMirroredStrategy",
     "tpu": "distnb.strategies.tpu:TPUStrategy",
+    "parameter_server": "distnb.strategies.parameter_server:ParameterServerStrategy",
 }
 _OF_DISTNB = ("replica_id", "is_chief", "on_chief", "live", "nn", "metrics", "get_replica_context")
 _made: dict[StrategySpec, Strategy] = {}

@@ -12,7 +12,7 @@ from distnb.runtime.replica_context import ReplicaContext
 from distnb.strategies.context import get_replica_context, get_strategy
 from distnb.values import DistributedValues
 
-__all__ = ["compute_average_loss", "scale_regularization_loss"]
+__all__ = ["compute_average_loss", "embedding_lookup", "scale_regularization_loss"]
 
 
 def compute_average_loss(
@@ -75,6 +75,36 @@ def scale_regularization_loss(regularization_loss: Any) -> torch.Tensor:
     if not loss.is_floating_point():
         loss = loss.to(torch.get_default_dtype())
     return loss.sum() / replica.num_replicas_in_sync
+
+
+def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> torch.Tensor:
+    """Some rows of a table.
+
+    Of a variable on parameter servers each row that is asked for is brought once, from all of them at the same time.
+
+    Args:
+        params: `[rows, ...]`: a tensor, a variable, a `ShardedVariable`, or the list of its shards.
+        ids: Numbers of rows, of any shape.
+        max_norm: The largest Euclidean norm of a row that is returned; longer ones are scaled. None: as they are.
+
+    Returns:
+        `[*ids.shape, ...]`, with gradients if the table has some.
+
+    Raises:
+        IndexError: There is no such row.
+
+    Example:
+        >>> embedding_lookup(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [1, 1, 0])[:, 0]
+        tensor([3., 3., 1.])
+    """
+    from distnb.runtime.servers.server_variable import lookup
+
+    rows: torch.Tensor = lookup(params, ids)
+    if max_norm is None:
+        return rows
+    norms: torch.Tensor = torch.linalg.vector_norm(rows.flatten(torch.as_tensor(ids).dim()), dim=-1)
+    scale = (max_norm / norms.clamp_min(max_norm)).reshape(*norms.shape, *[1] * (rows.dim() - norms.dim()))
+    return rows * scale
 
 
 def _tensor(function: str, loss: Any) -> torch.Tensor:

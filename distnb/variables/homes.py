@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from distnb.variables.settings import Settings
     from distnb.variables.variable import Variable
 
 __all__ = ["Home", "homes"]
@@ -52,6 +53,10 @@ class Home:
     def every(self, value: Any) -> Sequence[Any]:
         """What each replica gives, in replica order, on all of them, which all call this. Any sizes."""
         return [value]
+
+    def create(self, value: torch.Tensor, settings: Settings) -> Variable | None:
+        """A variable of a kind of the home's own, that holds this value; None: of the usual ones."""
+        return None
 
     def register(self, variable: Variable) -> None:
         """A variable was made: give it replica 0's value and keep it in sync. All replicas call this."""

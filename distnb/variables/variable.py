@@ -82,8 +82,10 @@ class Variable(torch.nn.Parameter):
         settings = parse_settings(trainable, name, component.dtype, synchronization, aggregation)
         if home.once and settings.on_read:
             settings = replace(settings, synchronization=VariableSynchronization.ON_WRITE)
-        variable = make(component, settings, strategy)
-        home.register(variable)
+        variable = home.create(component, settings)
+        if variable is None:
+            variable = make(component, settings, strategy)
+            home.register(variable)
         return variable
 
     # What it is -----------------------------------------------------------------------------------------------------
@@ -279,12 +281,12 @@ class Variable(torch.nn.Parameter):
         name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
         if not is_fact(function, name):
             target = args[0] if args else kwargs.get("tensor")  # as torch.nn.init's functions call it
-            if changes(name) and _is_parted(target):
+            if changes(name) and _is_elsewhere(target):
                 return target._change_whole(function, name, args, kwargs)
             if changes(name) and isinstance(target, (list, tuple)):  # as torch._foreach_add_ is given them
-                for each in filter(_is_parted, target):
+                for each in filter(_is_elsewhere, target):
                     raise each._refused(name)
-            if _is_parted(out := kwargs.get("out")):
+            if _is_elsewhere(out := kwargs.get("out")):
                 raise out._refused(f"{name} with out=variable")
             args, kwargs = map_structure(
                 lambda leaf: leaf._operand(name) if isinstance(leaf, Variable) else leaf, (tuple(args), kwargs)
@@ -296,6 +298,17 @@ class Variable(torch.nn.Parameter):
         """What a torch function that is not for facts takes in its place."""
         homes.of(self._strategy).in_replica(writing=False)
         return self
+
+    def _is_elsewhere(self) -> bool:
+        """Whether there is more of it, in the calling context, than what a change in place here would change."""
+        return False
+
+    def _change_whole(self, function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Do what a torch function that changes its first argument does, to the whole of a variable."""
+        raise self._refused(name)
+
+    def _refused(self, what: str) -> ContextError:
+        return ContextError(f"{what} of {self._settings.label} is not possible here. Use assign.")
 
     # Being an object ------------------------------------------------------------------------------------------------
 
@@ -354,6 +367,10 @@ class SyncOnReadVariable(Variable):
             )
         return _share(value, home.num_replicas, self._settings.label)
 
+    def _is_elsewhere(self) -> bool:
+        home = homes.of(self._strategy)
+        return not (home.in_replica(writing=True) or home.alone)
+
     def _operand(self, name: str) -> torch.Tensor:
         # What changes it in a replica is given the variable itself, and returns it.
         return self if changes(name) else self._seen(name)
@@ -378,12 +395,8 @@ class SyncOnReadVariable(Variable):
         )
 
 
-def _is_parted(value: Any) -> TypeGuard[SyncOnReadVariable]:
-    """Whether this is a variable whose components are other replicas', too, in the calling context."""
-    if not isinstance(value, SyncOnReadVariable):
-        return False
-    home = homes.of(value.distribute_strategy)
-    return not (home.in_replica(writing=True) or home.alone)
+def _is_elsewhere(value: Any) -> TypeGuard[Variable]:
+    return isinstance(value, Variable) and value._is_elsewhere()
 
 
 def _share(value: torch.Tensor, num_replicas: int, label: str) -> torch.Tensor:

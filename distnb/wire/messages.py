@@ -129,6 +129,7 @@ class RunClosure(NamedTuple):
         definitions: What it needs that the worker has not been sent yet: numbers, and packed values.
         data, buffers: The function and its arguments, packed.
         inputs: Results of other closures that are among the arguments: their numbers, and packed values.
+        forget: Definitions that nothing will need any more.
         seed: Of the worker's random numbers, with the first closure that it gets.
     """
 
@@ -139,6 +140,7 @@ class RunClosure(NamedTuple):
     data: Any
     buffers: tuple[Any, ...]
     inputs: tuple[tuple[int, Any], ...] = ()
+    forget: tuple[int, ...] = ()
     seed: int | None = None
 
 

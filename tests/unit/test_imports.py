@@ -26,7 +26,15 @@ def test_importing_distnb_loads_neither_torch_nor_ipython_and_starts_nothing():
 
 
 @pytest.mark.parametrize(
-    "module", ["distnb.errors", "distnb.topology", "distnb.options", "distnb.values", "distnb.wire.messages"]
+    "module",
+    [
+        "distnb.errors",
+        "distnb.topology",
+        "distnb.options",
+        "distnb.partitioners",
+        "distnb.values",
+        "distnb.wire.messages",
+    ],
 )
 def test_what_the_notebook_always_needs_does_without_torch(module: str):
     assert "torch" not in loaded_by(f"import {module}")

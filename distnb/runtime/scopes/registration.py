@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
     from distnb.runtime.central.shared_variables import SharedVariables
 
-__all__ = ["Place", "Registration", "is_scope_buffer", "parameters_of", "same_everywhere"]
+__all__ = [
+    "Place",
+    "Registration",
+    "adopters_of",
+    "is_scope_buffer",
+    "parameters_of",
+    "roots_of",
+    "same_everywhere",
+    "watching",
+]
 
 _LARGE_NBYTES = 4096
 # What sees to the models of other libraries that a scope makes; it is not loaded before they are.
@@ -57,13 +66,13 @@ def parameters_of(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, torch.nn.Module):
-        return [*value.parameters(), *(each for adopter in _adopters_of(value) for each in adopter.beside(value))]
+        return [*value.parameters(), *(each for adopter in adopters_of(value) for each in adopter.beside(value))]
     if isinstance(value, torch.optim.Optimizer):
         return [parameter for group in value.param_groups for parameter in group["params"]]
     return []
 
 
-def _adopters_of(module: torch.nn.Module) -> list[Any]:
+def adopters_of(module: torch.nn.Module) -> list[Any]:
     """What sees to a module that is another library's model."""
     models = ((getattr(sys.modules.get(library), name, None), where) for (library, name), where in _ADOPTERS.items())
     return [
@@ -140,7 +149,7 @@ class Registration:
         knew_metrics = "torchmetrics" in sys.modules
         if knew_metrics:
             metric_binding.install()
-        with _watching(self._is_open_here, self._adopt) as made:
+        with watching(self._is_open_here, self._adopt) as made:
             yield
         if not knew_metrics and "torchmetrics" in sys.modules:
             metric_binding.bind_all()
@@ -148,7 +157,7 @@ class Registration:
             # What was made and dropped must be gone on every replica, or none: garbage collectors run when they like.
             gc.collect()
             alive = [reference() for reference in made.values()]
-            roots = _roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
+            roots = roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
             # Keras's models hold the parameters of layers that are no modules of theirs to torch.
             roots.sort(key=lambda root: -sum(1 for _ in root.parameters()) if hasattr(root, _OF_KERAS) else 0)
             within = {id(parameter) for root in roots for parameter in root.parameters()}
@@ -156,7 +165,7 @@ class Registration:
             self._take(roots, loose)
 
     def _adopt(self, module: torch.nn.Module) -> None:
-        for adopter in _adopters_of(module):
+        for adopter in adopters_of(module):
             adopter.adopt(self.strategy, module)
             self._adopted.add(module)
 
@@ -182,7 +191,7 @@ class Registration:
         Args:
             values: Each with what `place_of` said there of its `parameters_of`.
         """
-        roots = _roots_of([value for value, _ in values if isinstance(value, torch.nn.Module)])
+        roots = roots_of([value for value, _ in values if isinstance(value, torch.nn.Module)])
         names = {id(parameter): f".{name}" for root in roots for name, parameter in _named(root)}
         keys: dict[Identity, _GroupKey] = {}
         for value, places in values:
@@ -292,7 +301,7 @@ def _named(root: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     return same_everywhere(root.named_parameters())
 
 
-def _roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Those of the modules that are in none of the others."""
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if id(module) not in inner]
@@ -314,7 +323,7 @@ def _equalise_when_materialised(part: torch.nn.Module, group: Callable[[], Group
 
 
 @contextmanager
-def _watching(
+def watching(
     is_open_here: Callable[[], bool], begin: Callable[[torch.nn.Module], None]
 ) -> Iterator[dict[int, weakref.ref[Any]]]:
     """The modules and parameters, by identity, that are made within, in the order of making.

@@ -1,1 +1,1 @@
-"""Parameter servers: what one holds and how it changes, the thread that serves it, and the client that asks it."""
+"""Variables that live on parameter servers: what a server does, and what the coordinator and the workers ask of it."""

@@ -1,0 +1,93 @@
+"""Which server holds what of a variable."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from distnb.runtime.servers.messages import Shard
+from distnb.variables.partitioning import checked_shards, shard_sizes
+
+__all__ = ["Part", "Placement", "Stored"]
+
+_numbers = itertools.count(1)  # strategies share the servers
+
+
+class Part(NamedTuple):
+    """The rows `first` to `last` (without it) of a variable, on one server."""
+
+    server: int
+    first: int
+    last: int
+
+    @property
+    def device(self) -> str:
+        """Where it is, as TensorFlow spells it."""
+        return f"/job:ps/replica:0/task:{self.server}/device:CPU:0"
+
+
+class Stored(NamedTuple):
+    """What every process knows of a variable on the servers.
+
+    Attributes:
+        number: Which of the strategy's variables it is.
+        parts: In the order of rows.
+        first_part: Which of the variable's parts the first one is, for a part that stands by itself.
+    """
+
+    number: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    parts: tuple[Part, ...]
+    first_part: int = 0
+
+    def shards(self) -> Iterator[tuple[Shard, Part]]:
+        """Its parts, each with what the servers call it."""
+        return (((self.number, self.first_part + place), part) for place, part in enumerate(self.parts))
+
+    def only(self, place: int) -> Stored:
+        """One of its parts as a variable by itself."""
+        part = self.parts[place]
+        name = f"{self.name}/part_{place}" if self.name else f"part_{place}"
+        alone = Part(part.server, 0, part.last - part.first)
+        return self._replace(name=name, shape=self.part_shape(part), parts=(alone,), first_part=place)
+
+    def piece(self, value: torch.Tensor, part: Part) -> torch.Tensor:
+        """The rows of a value that belong to a part; the value itself where there is one."""
+        return value if len(self.parts) == 1 else value[part.first : part.last]
+
+    def like(self) -> torch.Tensor:
+        """A tensor of its shape and dtype that takes no memory, and holds nothing to be read."""
+        return torch.empty((), dtype=self.dtype).expand(self.shape)
+
+    def part_shape(self, part: Part) -> tuple[int, ...]:
+        """The shape of one part."""
+        return (part.last - part.first, *self.shape[1:]) if self.shape else ()
+
+
+class Placement:
+    """Deals variables, and the parts of large ones, out to the servers in turn, in the order of making."""
+
+    def __init__(self, num_servers: int, partitioner: Any = None) -> None:
+        self.num_servers = num_servers
+        self._partitioner = partitioner
+        self._next_server = itertools.cycle(range(num_servers))
+
+    def place(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype, *, trainable: bool, whole: bool = False
+    ) -> Stored:
+        """Where a new variable goes. `whole`: it is not to be parted, whatever the partitioner says."""
+        shape = tuple(shape)
+        shards = 1
+        if self._partitioner is not None and not whole and shape and shape[0] > 1:
+            shards = checked_shards(self._partitioner, shape, dtype)
+        parts, first = [], 0
+        for size in shard_sizes(shape[0], shards) if shape else (1,):
+            parts.append(Part(next(self._next_server), first, first + size))
+            first += size
+        return Stored(next(_numbers), name, shape, dtype, trainable, tuple(parts))

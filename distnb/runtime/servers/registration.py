@@ -1,0 +1,187 @@
+"""The coordinator's side of a scope: what is made in it is made on the servers."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from distnb.errors import OptionError
+from distnb.options import VariableAggregation, VariableSynchronization
+from distnb.runtime import contexts
+from distnb.runtime.scopes.registration import roots_of, watching
+from distnb.runtime.servers.access import ServerAccess
+from distnb.runtime.servers.placement import Placement
+from distnb.runtime.servers.remote_optimizer import is_remote, make_remote
+from distnb.runtime.servers.server_variable import ServerVariable, stand_in
+from distnb.runtime.this_process import this_process
+from distnb.variables.settings import Settings
+
+__all__ = ["RefreshHook", "ServerRegistration"]
+
+_TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+
+class RefreshHook:
+    """Before a model computes, its copies are read anew: on the coordinator always, on a worker after its own steps."""
+
+    def __call__(self, module: torch.nn.Module, _args: Any) -> None:
+        servers = this_process.servers
+        if servers is None:
+            return
+        if servers.is_worker:
+            servers.refresh_stale()
+        else:
+            servers.send_changes()
+            held = (servers.stored_of(each) for each in (*module.parameters(), *module.buffers()))
+            servers.refresh(each.number for each in held if each is not None)
+
+    def before_state_dict(self, module: torch.nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        """As torch calls it."""
+        self(module, ())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RefreshHook, ()
+
+
+class ServerRegistration:
+    """Makes variables on the servers, for one strategy."""
+
+    def __init__(self, strategy: Any, access: ServerAccess, placement: Placement) -> None:
+        self.strategy = strategy
+        self.access = access
+        self.placement = placement
+        self._roots: list[weakref.ref[torch.nn.Module]] = []
+
+    @property
+    def roots(self) -> list[torch.nn.Module]:
+        """The models that were made, the latest last."""
+        return [root for each in self._roots if (root := each()) is not None]
+
+    def make_variable(self, value: torch.Tensor, settings: Settings) -> ServerVariable:
+        """A variable that a scope makes."""
+        name = settings.name or ""
+        stored = self.placement.place(name, value.shape, value.dtype, trainable=settings.trainable)
+        self.access.create(stored, value)
+        made = stand_in(stored, settings, self.strategy)
+        self.access.own(stored, made)
+        return made
+
+    def make_table(self, shape: tuple[int, ...], dtype: torch.dtype, name: str, *, trainable: bool) -> ServerVariable:
+        """A variable of zeros of which rows are read; it takes no memory here."""
+        stored = self.placement.place(name, shape, dtype, trainable=trainable)
+        self.access.create(stored, None)
+        settings = Settings(trainable, name, VariableSynchronization.AUTO, VariableAggregation.NONE)
+        made = stand_in(stored, settings, self.strategy, rows_apart=True)
+        self.access.own(stored, made)
+        return made
+
+    @contextmanager
+    def take_what_is_made(self) -> Iterator[None]:
+        """Put what this thread makes within on the servers, once it ends well."""
+        with (
+            _tables_made_by(self),
+            _optimizers() as optimizers,
+            watching(self._is_open_here, lambda module: None) as made,
+        ):
+            yield
+        if made:
+            gc.collect()  # what was made and dropped has no place on the servers
+            alive = [reference() for reference in made.values()]
+            for root in roots_of([each for each in alive if isinstance(each, torch.nn.Module)]):
+                self.take(root)
+            for each in alive:
+                if isinstance(each, torch.nn.Parameter):
+                    self._take_tensor(each, "", trainable=each.requires_grad)
+        for optimizer in optimizers:
+            if not is_remote(optimizer):
+                make_remote(optimizer)
+
+    def take(self, root: torch.nn.Module) -> None:
+        """Put a model's parameters and buffers on the servers, those that are not there yet."""
+        for name, parameter in root.named_parameters():
+            if is_lazy(parameter):
+                raise OptionError(
+                    f"{type(root).__name__}.{name} has no shape before the first batch, and the servers are told of it "
+                    "when the scope ends. Give the layer its sizes, or call the model once within the scope."
+                )
+            self._take_tensor(parameter, name, trainable=parameter.requires_grad)
+        for name, buffer in root.named_buffers():
+            self._take_tensor(buffer, name, trainable=False)
+        if not any(isinstance(hook, RefreshHook) for hook in root._forward_pre_hooks.values()):
+            hook = RefreshHook()
+            root.register_forward_pre_hook(hook)
+            root.register_state_dict_pre_hook(hook.before_state_dict)
+        within = set(root.modules())
+        self._roots = [*(weakref.ref(each) for each in self.roots if each not in within), weakref.ref(root)]
+
+    def _take_tensor(self, tensor: torch.Tensor, name: str, *, trainable: bool) -> None:
+        if tensor.is_meta or self.access.stored_of(tensor) is not None:
+            return
+        stored = self.placement.place(name, tensor.shape, tensor.dtype, trainable=trainable, whole=not trainable)
+        self.access.create(stored, tensor)
+        self.access.own(stored, tensor)
+        self.access.adopt(stored, tensor, keep=False)
+
+    def _is_open_here(self) -> bool:
+        innermost = contexts.innermost()
+        return innermost is not None and innermost[0] is self.strategy and innermost[1] is None
+
+
+@contextmanager
+def _tables_made_by(registration: ServerRegistration) -> Iterator[None]:
+    """Embeddings that are made within have their tables on the servers from the beginning: they may be too large."""
+    plain = {cls: cls.__init__ for cls in _TABLES}
+
+    def wrapped(cls: Any) -> Callable[..., None]:
+        init: Any = plain[cls]
+
+        @functools.wraps(init)
+        def make(module: Any, *args: Any, **kwargs: Any) -> None:
+            given = kwargs.get("_weight")
+            if given is not None or kwargs.get("device") is not None:
+                init(module, *args, **kwargs)
+                return
+            init(module, *args, **kwargs, device="meta")
+            weight = module.weight
+            module.weight = registration.make_table(
+                tuple(weight.shape), weight.dtype, "weight", trainable=weight.requires_grad
+            )
+            module.weight.sparse_gradients = module.sparse
+            module.reset_parameters()
+            if module.padding_idx is not None:
+                module.weight.scatter_update([module.padding_idx], torch.zeros(1, weight.shape[1], dtype=weight.dtype))
+
+        return make
+
+    for cls in _TABLES:
+        cls.__init__ = wrapped(cls)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for cls, init in plain.items():
+            cls.__init__ = init  # type: ignore[method-assign]
+
+
+@contextmanager
+def _optimizers() -> Iterator[list[torch.optim.Optimizer]]:
+    """The optimizers of torch's that are made within."""
+    made: list[torch.optim.Optimizer] = []
+    init: Any = torch.optim.Optimizer.__init__
+
+    @functools.wraps(init)
+    def noting(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        init(optimizer, *args, **kwargs)
+        made.append(optimizer)
+
+    torch.optim.Optimizer.__init__ = noting  # type: ignore[assignment,method-assign]
+    try:
+        yield made
+    finally:
+        torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]

@@ -1,0 +1,265 @@
+"""Optimizers whose steps are taken on the servers, beside the variables and what is kept for them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+
+from distnb.errors import ContextError, OptionError
+from distnb.runtime.servers.messages import Gradient, RowsGradient, SetOptimizer, Shard, Step
+from distnb.runtime.servers.placement import Stored
+from distnb.runtime.servers.server_variable import ServerVariable
+from distnb.runtime.this_process import this_process
+
+__all__ = ["RemoteSteps", "described", "is_remote", "make_remote", "opened"]
+
+_numbers = itertools.count(1)
+_NOT_SENT = frozenset({"state", "param_groups", "defaults", "_remote"})
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """What an optimizer is to the servers."""
+
+    number: int
+    groups: tuple[tuple[Stored, ...], ...]
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        return tuple(sorted({part.server for group in self.groups for stored in group for part in stored.parts}))
+
+
+class RemoteSteps:
+    """What takes the place of an optimizer's own methods; its class is made of this one and the user's.
+
+    `step` sends the gradients that are here, and the servers update. State lives there: `state_dict` asks for it.
+    Options in `param_groups`, such as the learning rate, go with each step.
+    """
+
+    _remote: _Remote
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def iterations(self) -> int:
+        """How many steps the servers have taken with it, of all workers."""
+        states = this_process.servers.optimizer_states(self._remote.number, self._remote.servers)
+        return max((found["steps"] for found in states.values()), default=0)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Send the gradients to the servers, which update the variables: each server's in one piece."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients: dict[int, dict[Shard, Gradient]] = {}
+        for group, variables in zip(self.param_groups, self._remote.groups, strict=True):
+            for parameter, stored in zip(group["params"], variables, strict=True):
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                wants_sparse = not isinstance(parameter, ServerVariable) or parameter.sparse_gradients
+                for (shard, part), piece in _by_part(stored, gradient.detach(), wants_sparse):
+                    gradients.setdefault(part.server, {})[shard] = piece
+        options = tuple(
+            {name: value for name, value in group.items() if name != "params"} for group in self.param_groups
+        )
+        servers = this_process.servers
+        servers.step(
+            {
+                server: Step(self._remote.number, mine, options, servers.versions(mine))
+                for server, mine in gradients.items()
+            }
+        )
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while it is made."""
+        if hasattr(self, "_remote"):
+            raise ContextError(
+                "add_param_group of an optimizer whose variables live on servers: it is there already. Make a new one "
+                "in strategy.scope(), with all the parameters."
+            )
+        super().add_param_group(param_group)  # type: ignore[misc]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state, as torch has it: of variables in several shards what was kept for the whole."""
+        states = this_process.servers.optimizer_states(self._remote.number, self._remote.servers)
+        kept: dict[Shard, Any] = {shard: each for found in states.values() for shard, each in found["state"].items()}
+        variables = [stored for group in self._remote.groups for stored in group]
+        state = {}
+        for place, stored in enumerate(variables):
+            parts = [kept[shard] for shard, _ in stored.shards() if kept.get(shard)]
+            if parts:
+                state[place] = {name: _joined(stored, [part[name] for part in parts]) for name in parts[0]}
+        numbers = iter(range(len(variables)))
+        groups = [
+            {
+                **{name: value for name, value in group.items() if name != "params"},
+                "params": [next(numbers) for _ in its],
+            }
+            for group, its in zip(self.param_groups, self._remote.groups, strict=True)
+        ]
+        return {"state": state, "param_groups": groups, "iterations": self._steps_in(states)}
+
+    @staticmethod
+    def _steps_in(states: dict[int, Any]) -> int:
+        return max((found["steps"] for found in states.values()), default=0)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Give the servers a state that `state_dict` gave, of this strategy's optimizer or of a plain one.
+
+        Raises:
+            ValueError: It is the state of an optimizer of other parameters.
+        """
+        variables = [stored for group in self._remote.groups for stored in group]
+        groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(its) for its in self._remote.groups]:
+            raise ValueError("loaded state dict contains other parameter groups than this optimizer has")
+        for own, given in zip(self.param_groups, groups, strict=True):
+            own.update((name, value) for name, value in given.items() if name != "params")
+        names = [name for group in groups for name in group["params"]]
+        by_server: dict[int, dict[Shard, Any]] = {server: {} for server in self._remote.servers}
+        for name, stored in zip(names, variables, strict=True):
+            kept = state_dict["state"].get(name, {})
+            for shard, part in stored.shards():
+                by_server[part.server][shard] = {
+                    key: _piece_of_state(stored, part, value) for key, value in kept.items()
+                }
+        steps = int(state_dict.get("iterations", _steps_of(state_dict["state"])))
+        this_process.servers.set_optimizer_states(
+            {server: SetOptimizer(self._remote.number, state, steps) for server, state in by_server.items()}
+        )
+
+
+def _by_part(stored: Stored, gradient: torch.Tensor, wants_sparse: bool) -> Iterable[tuple[Any, Gradient]]:
+    """What of a gradient belongs to each part of its variable; parts that get nothing are left out."""
+    if not gradient.is_sparse:
+        for each in stored.shards():
+            yield each, stored.piece(gradient, each[1]).cpu().contiguous()
+        return
+    gradient = gradient.coalesce()
+    rows, values = gradient.indices()[0].cpu(), gradient.values().cpu()
+    for each in stored.shards():
+        part = each[1]
+        first, last = torch.searchsorted(rows, torch.tensor([part.first, part.last])).tolist()
+        if last > first or not wants_sparse:
+            yield each, RowsGradient(rows[first:last] - part.first, values[first:last], wants_sparse)
+
+
+def _joined(stored: Stored, parts: Sequence[Any]) -> Any:
+    """What was kept for a whole variable, of what was kept for its parts."""
+    first = parts[0]
+    if not isinstance(first, torch.Tensor):
+        return first
+    shapes = [stored.part_shape(part) for part in stored.parts]
+    by_row = len(shapes) > 1 and [tuple(each.shape) for each in parts] == shapes
+    return torch.cat(list(parts)) if by_row else first.clone()
+
+
+def _piece_of_state(stored: Stored, part: Any, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return stored.piece(value, part).contiguous() if value.shape == stored.shape else value
+    return value
+
+
+def _steps_of(state: dict[Any, Any]) -> int:
+    """How many steps a plain optimizer has taken, where it counts them."""
+    return int(max((float(each["step"]) for each in state.values() if "step" in each), default=0))
+
+
+# -- making them -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _remote_class(cls: Any) -> type:
+    return type(
+        cls.__name__, (RemoteSteps, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "of": cls}
+    )
+
+
+def _class_of(optimizer: Any) -> Any:
+    return type(optimizer)
+
+
+def is_remote(optimizer: Any) -> bool:
+    """Whether its steps are taken on the servers."""
+    return isinstance(optimizer, RemoteSteps) and hasattr(optimizer, "_remote")
+
+
+def make_remote(optimizer: Any) -> None:
+    """Have the servers take an optimizer's steps, from now on. All of its parameters live there.
+
+    Raises:
+        ContextError: Some parameters do not.
+        OptionError: It computes losses again and again.
+    """
+    servers = this_process.servers
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptionError(
+            "LBFGS computes the loss several times in each step, and the servers that take steps compute no losses. "
+            "Use another optimizer with ParameterServerStrategy."
+        )
+    found = [[servers.stored_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    if not all(each for group in found for each in group):
+        raise ContextError(
+            f"This {type(optimizer).__name__} was made in the scope of a ParameterServerStrategy, and not all its "
+            "parameters were. Make the model in the scope too."
+        )
+    groups = tuple(tuple(stored for stored in group if stored is not None) for group in found)
+    remote = _Remote(next(_numbers), groups)
+    servers.make_optimizer(remote.number, _factory(optimizer), groups)
+    before = optimizer.state_dict() if optimizer.state else None  # Adagrad has something in the beginning
+    optimizer.state.clear()
+    optimizer.__class__ = _remote_class(_class_of(optimizer))
+    optimizer._remote = remote
+    if before is not None:
+        optimizer.load_state_dict(before)
+
+
+def _template(optimizer: Any) -> tuple[type, dict[str, Any], list[dict[str, Any]]]:
+    """Its class, its own attributes, and the options of its groups: all but parameters and state."""
+    cls = getattr(type(optimizer), "of", type(optimizer))
+    own = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _NOT_SENT and not name.startswith(("_optimizer_", "_zero_grad_profile"))
+    }
+    options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return cls, {**own, "defaults": optimizer.defaults}, options
+
+
+def _built(template: tuple[Any, dict[str, Any], list[dict[str, Any]]], params: Sequence[Sequence[Any]]) -> Any:
+    cls, own, options = template
+    optimizer = cls.__new__(cls)
+    optimizer.__dict__.update(own)
+    groups = [{"params": list(mine), **group} for mine, group in zip(params, options, strict=True)]
+    optimizer.__setstate__({"defaults": own["defaults"], "state": defaultdict(dict), "param_groups": groups})
+    return optimizer
+
+
+def _factory(optimizer: Any) -> bytes:
+    """What makes the servers' optimizers, of the parameters of each group."""
+    data: bytes = cloudpickle.dumps(functools.partial(_built, _template(optimizer)))
+    return data
+
+
+def opened(number: int, template: Any, groups: tuple[tuple[Stored, ...], ...], params: list[list[Any]]) -> Any:
+    """An optimizer of the coordinator's on a worker."""
+    optimizer = _built(template, params)
+    optimizer.__class__ = _remote_class(_class_of(optimizer))
+    optimizer._remote = _Remote(number, groups)
+    return optimizer
+
+
+def described(optimizer: Any) -> tuple[int, Any, tuple[tuple[Stored, ...], ...], list[list[Any]]]:
+    """The arguments of `opened` for an optimizer."""
+    params = [list(group["params"]) for group in optimizer.param_groups]
+    return optimizer._remote.number, _template(optimizer), optimizer._remote.groups, params

@@ -1,0 +1,104 @@
+"""A ParameterServerStrategy in the coordinator's process, and in a worker's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from distnb.errors import ContextError, NoClusterError
+from distnb.runtime import contexts
+from distnb.runtime.base import Owner
+from distnb.runtime.in_process import InProcess
+from distnb.runtime.servers.access import ServerAccess
+from distnb.runtime.servers.placement import Placement
+from distnb.runtime.servers.registration import ServerRegistration
+from distnb.runtime.this_process import this_process
+from distnb.variables.homes import Home
+from distnb.variables.settings import Settings
+
+__all__ = ["Coordinating", "ServerHome", "Working", "coordinating", "runtime_of"]
+
+
+class ServerHome(Home):
+    """The variables of a ParameterServerStrategy, as the coordinator and the workers see them: once, elsewhere."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def in_replica(self, *, writing: bool) -> bool:
+        innermost = contexts.innermost()
+        if innermost is not None and innermost[0] is not self._strategy:
+            raise contexts.mixing(innermost[0], self._strategy)
+        return innermost is not None and innermost[1] is not None
+
+    def create(self, value: torch.Tensor, settings: Settings) -> Any:
+        runtime = runtime_of(self._strategy)
+        if isinstance(runtime, Coordinating):
+            return runtime.registration.make_variable(value, settings)
+        raise ContextError(
+            "A distnb.Variable was made in a function on a worker. Make variables on the coordinator, within `with "
+            "strategy.scope():`, and use them in the function."
+        )
+
+
+class Coordinating(InProcess):
+    """The coordinator: variables are made on the servers. What `run` is called for here, is computed here."""
+
+    def __init__(self, strategy: Owner, access: ServerAccess, num_servers: int) -> None:
+        super().__init__(strategy, "cpu")
+        self.access = access
+        self.registration = ServerRegistration(
+            strategy, access, Placement(num_servers, strategy.spec.option("variable_partitioner"))
+        )
+
+    @contextmanager
+    def scope(self) -> Iterator[Owner]:
+        """What is made here is made on the servers."""
+        with contexts.enter_cross_replica(self._strategy), self.registration.take_what_is_made():
+            yield self._strategy
+
+
+class Working(InProcess):
+    """A worker, in a function that the coordinator has scheduled."""
+
+
+def coordinating(strategy: Owner) -> Coordinating:
+    """The strategy as its coordinator has it.
+
+    Raises:
+        ContextError: This process is a worker.
+    """
+    runtime = runtime_of(strategy)
+    if isinstance(runtime, Coordinating):
+        return runtime
+    raise ContextError("A ClusterCoordinator belongs to the coordinator, and this is a function on a worker.")
+
+
+_runtimes: dict[Owner, Coordinating | Working] = {}
+
+
+def runtime_of(strategy: Owner) -> Coordinating | Working:
+    """Where a ParameterServerStrategy is, from this process.
+
+    Raises:
+        NoClusterError: This process is no worker, and has no workers and servers.
+    """
+    runtime, servers = _runtimes.get(strategy), this_process.servers
+    if servers is not None and servers.is_worker:
+        if runtime is None:
+            runtime = _runtimes[strategy] = Working(strategy, str(servers.device))
+        return runtime
+    if this_process.cluster_link is None:
+        raise NoClusterError(
+            f"{strategy!r} needs workers and parameter servers, and this process has none. Start some: %distnb start "
+            "--workers 2 --ps 1, or distnb.start(workers=2, ps=1); or give the strategy a cluster_resolver."
+        )
+    link = this_process.cluster_link()
+    if servers is None or servers.servers is not link.servers:
+        servers = this_process.servers = ServerAccess(link.servers, is_worker=False)
+    if not isinstance(runtime, Coordinating) or runtime.access is not servers:
+        runtime = _runtimes[strategy] = Coordinating(strategy, servers, link.num_servers)
+    return runtime

@@ -1,0 +1,365 @@
+"""Variables whose values live on servers: what stands for them in the coordinator and in the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from distnb.errors import OptionError, StructureError
+from distnb.runtime.servers.placement import Stored
+from distnb.runtime.this_process import this_process
+from distnb.variables import scattering
+from distnb.variables.homes import homes
+from distnb.variables.settings import Settings, value_for
+from distnb.variables.variable import Variable
+
+__all__ = ["ServerVariable", "ShardedVariable", "lookup", "stand_in"]
+
+_FILLING = frozenset({"normal_", "uniform_", "constant_", "trunc_normal_", "ones_", "zeros_", "zero_", "fill_"})
+_BY_ELEMENT = frozenset(
+    {*_FILLING, "add_", "sub_", "mul_", "div_", "pow_", "clamp_", "clamp_min_", "clamp_max_", "neg_", "abs_", "sqrt_"}
+) | frozenset(
+    {"exp_", "log_", "sign_", "round_", "floor_", "ceil_", "exponential_", "cauchy_", "log_normal_", "random_"}
+)
+_SMALL_NBYTES = 1 << 20  # below, all is read where some rows would do
+
+
+def stand_in(stored: Stored, settings: Settings, strategy: Any, *, rows_apart: bool = False) -> ServerVariable:
+    """What stands for a variable in this process. `rows_apart`: it is a table, of which rows are read."""
+    cls = ShardedVariable if rows_apart or len(stored.parts) > 1 else ServerVariable
+    # Without memory: what it holds is read when it is used.
+    empty = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+    variable: ServerVariable = torch.Tensor._make_subclass(cls, empty, settings.trainable)
+    variable._settings, variable._strategy, variable.number = settings, strategy, stored.number
+    variable.stored, variable._gradient = stored, None
+    variable.sparse_gradients = False
+    return variable
+
+
+class ServerVariable(Variable):
+    """A variable on a parameter server; see `distnb.Variable`, which makes it in a ParameterServerStrategy's scope.
+
+    Every method that reads (`read_value`, `numpy`, `float`) reads the server's value of now. In torch's operations it
+    stands for its value: in a scheduled function for the one at the function's start, or after its own changes.
+    `assign`, `assign_add`, `assign_sub` and `scatter_*` change it on the server, in one piece each: of several workers'
+    none is lost, and a function that runs again after its worker was lost does not change it twice.
+
+    Attributes:
+        stored: Where it is.
+        sparse_gradients: Whether gradients of single rows are to reach the optimizer as sparse tensors.
+    """
+
+    stored: Stored
+    sparse_gradients: bool
+    _gradient: torch.Tensor | None
+
+    # What it is -----------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> Any:  # type: ignore[override]
+        """TensorFlow's word for the server: `/job:ps/replica:0/task:1/device:CPU:0`."""
+        return self.stored.parts[0].device
+
+    @property
+    def name(self) -> str | None:
+        """As given."""
+        return self.stored.name
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """What backward passes have added up here; sparse where single rows were read."""
+        return self._gradient
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self._gradient = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._gradient = None
+
+    def _add_gradient(self, gradient: torch.Tensor) -> None:
+        if self._gradient is None:
+            self._gradient = gradient
+        elif gradient.is_sparse and not self._gradient.is_sparse:
+            self._gradient = self._gradient + gradient
+        else:
+            self._gradient = gradient + self._gradient
+
+    # Reading --------------------------------------------------------------------------------------------------------
+
+    def _seen(self, method: str) -> torch.Tensor:
+        homes.of(self._strategy).in_replica(writing=False)
+        value: torch.Tensor = this_process.servers.read(self.stored)
+        return value
+
+    def read_value(self) -> torch.Tensor:
+        """Its value now, as a tensor of its own."""
+        return self._seen("read_value")
+
+    value = read_value
+
+    def _operand(self, name: str) -> torch.Tensor:
+        homes.of(self._strategy).in_replica(writing=False)
+        tensor: torch.Tensor = this_process.servers.copy_of(self.stored).tensor
+        if tensor.requires_grad and not tensor._post_accumulate_grad_hooks:
+            tensor.register_post_accumulate_grad_hook(self._take_from)
+        return tensor
+
+    def _take_from(self, leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None
+        self._add_gradient(leaf.grad)
+        leaf.grad = None
+
+    def _is_table(self) -> bool:
+        """Whether only the rows that are asked for are read."""
+        return self.numel() * self.dtype.itemsize > _SMALL_NBYTES
+
+    def lookup(
+        self, rows: torch.Tensor, *, sparse: bool | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Read some rows, each once, from all servers that have some at once.
+
+        Args:
+            rows: Their numbers, in any shape and order, each any number of times.
+            sparse: Whether their gradient is to reach the optimizer as a sparse tensor; None: as it was last said.
+
+        Returns:
+            The different numbers `[k]`, ascending; their values `[k, ...]`, with gradients for a trainable variable;
+            and which of them each of `rows` is, in their shape.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        homes.of(self._strategy).in_replica(writing=False)
+        unique, inverse = torch.unique(rows.long(), return_inverse=True)
+        if unique.numel() and not (int(unique[0]) >= 0 and int(unique[-1]) < self.shape[0]):
+            raise IndexError(
+                f"Rows {int(unique[0])} to {int(unique[-1])} were asked for of {self.stored.name or 'a variable'}, "
+                f"which has the rows 0 to {self.shape[0] - 1}."
+            )
+        values = this_process.servers.read_rows(self.stored, unique)
+        if sparse is not None:
+            self.sparse_gradients = sparse
+        if self.trainable and torch.is_grad_enabled():
+            values.requires_grad_()
+
+            def take(leaf: torch.Tensor) -> None:
+                assert leaf.grad is not None
+                indices = unique.to(leaf.grad.device)[None]
+                self._add_gradient(torch.sparse_coo_tensor(indices, leaf.grad, self.shape, check_invariants=False))
+
+            values.register_post_accumulate_grad_hook(take)
+        return unique, values, inverse
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        if not self.dim() or first is None or first is Ellipsis or (not self._is_table() and not _is_backwards(first)):
+            return self._operand("__getitem__")[index]
+        if isinstance(first, torch.Tensor):
+            first = first.cpu().numpy()
+        rows = torch.from_numpy(np.asarray(np.arange(self.shape[0])[first]).copy())
+        _, values, inverse = self.lookup(rows)
+        found = values[inverse]
+        return found[(..., *rest)] if rest and rest[0] is Ellipsis else found[(slice(None),) * rows.dim() + tuple(rest)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._operand("__iter__"))
+
+    # Assigning ------------------------------------------------------------------------------------------------------
+
+    def _write(self, method: str, value: Any) -> Any:
+        homes.of(self._strategy).in_replica(writing=True)
+        new = value_for(self.stored.like(), self._settings.label, method, value)
+        this_process.servers.write(self.stored, method, new)
+        return self
+
+    def _scatter(self, method: str, indices: Any, updates: Any = None) -> Any:
+        homes.of(self._strategy).in_replica(writing=True)
+        rows, changes = scattering.rows_and_updates(self.stored.like(), self._settings.label, method, indices, updates)
+        this_process.servers.write_rows(self.stored, method, rows, changes)
+        return self
+
+    def _is_elsewhere(self) -> bool:
+        return True
+
+    def _change_whole(self, function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        args, kwargs = tuple(args[1:]), {key: value for key, value in kwargs.items() if key != "tensor"}
+        servers = this_process.servers
+        if name == "copy_":
+            return self.assign(args[0])
+        if name == "__set__":  # of .data
+            return None if args[0] is self else self.assign(args[0])
+        alone = not any(isinstance(each, torch.Tensor) and each.dim() for each in (*args, *kwargs.values()))
+        if name in _BY_ELEMENT and alone:
+            servers.fill(self.stored, lambda piece: function(piece, *args, **kwargs), of_old=name not in _FILLING)
+            return self
+        if name == "__delete__":
+            raise self._refused(name)
+        whole = servers.read(self.stored)
+        with torch.no_grad():
+            function(whole, *args, **kwargs)
+        servers.write(self.stored, "assign", whole)
+        return self
+
+    # In torch's operations ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function in _LOOKUPS and isinstance(args[1], ServerVariable):
+            return _LOOKUPS[function](*args, **(kwargs or {}))
+        return super().__torch_function__(function, types, args, kwargs)
+
+    # Being an object ------------------------------------------------------------------------------------------------
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        where = self.stored.parts[0].device if len(self.stored.parts) == 1 else f"{len(self.stored.parts)} shards"
+        name = f" {self.stored.name!r}" if self.stored.name else ""
+        return f"<{type(self).__name__}{name} {list(self.shape)} {self.dtype} on {where}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = torch.nn.Parameter(self.read_value(), self.trainable)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.nn.Parameter, (self.read_value(), self.trainable)
+
+
+class ShardedVariable(ServerVariable):
+    """A variable whose rows are divided among several servers, or of which only some rows are read at a time.
+
+    It stands for the whole value in torch's operations, which then has to be brought here from all servers.
+    Indexing, `distnb.nn.embedding_lookup`, and `torch.nn.Embedding` bring only the rows that they need.
+    """
+
+    @property
+    def device(self) -> Any:  # type: ignore[override]
+        """Where its value, or rows of it, are in torch's operations. Where a shard lives, its own `device` tells."""
+        return this_process.servers.device
+
+    @property
+    def variables(self) -> list[ServerVariable]:
+        """Its shards, in order: variables named `name/part_0` and so on."""
+        return [_shard(self, number) for number in range(len(self.stored.parts))]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.variables)
+
+    def _write(self, method: str, value: Any) -> Any:
+        shape = np.shape(value) if not isinstance(value, torch.Tensor) else tuple(value.shape)
+        if shape not in ((), self.stored.shape):
+            raise StructureError(
+                f"{method} of the sharded {self._settings.label} got a value of shape {list(shape)}, and it has the "
+                f"shape {list(self.stored.shape)}."
+            )
+        return super()._write(method, value)
+
+    def _is_table(self) -> bool:
+        return True
+
+
+class _Shard(ServerVariable):
+    """One part of a sharded variable: a view of its rows."""
+
+    whole: ShardedVariable
+
+    def _operand(self, name: str) -> torch.Tensor:
+        return self._seen(name)
+
+
+def _shard(whole: ShardedVariable, place: int) -> ServerVariable:
+    shard: Any = stand_in(whole.stored.only(place), whole._settings, whole.distribute_strategy)
+    shard.__class__, shard.whole = _Shard, whole
+    return shard  # type: ignore[no-any-return]
+
+
+def _is_backwards(index: Any) -> bool:
+    """Whether it is a slice with a negative step, which torch does not know."""
+    return isinstance(index, slice) and index.step is not None and index.step < 0
+
+
+# -- functions of torch that look rows up ------------------------------------------------------------------------------
+
+
+def lookup(table: Any, rows: Any) -> torch.Tensor:
+    """Rows of a variable or tensor, `[*rows.shape, ...]`; see `distnb.nn.embedding_lookup`."""
+    rows = torch.as_tensor(rows)
+    if isinstance(table, (list, tuple)) and table and all(isinstance(each, _Shard) for each in table):
+        table = table[0].whole
+    if not isinstance(table, ServerVariable):
+        return torch.nn.functional.embedding(rows.long(), table)
+    _, values, inverse = table.lookup(rows)
+    return values[inverse]
+
+
+def _embedding(
+    input: torch.Tensor,
+    weight: ServerVariable,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    _refuse_renormalising(max_norm)
+    unique, values, inverse = weight.lookup(input, sparse=sparse)
+    padding = _place_of(padding_idx, unique, weight)
+    return torch.nn.functional.embedding(inverse, values, padding, None, norm_type, scale_grad_by_freq, False)
+
+
+def _embedding_bag(
+    input: torch.Tensor,
+    weight: ServerVariable,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    _refuse_renormalising(max_norm)
+    unique, values, inverse = weight.lookup(input, sparse=sparse)
+    return torch.nn.functional.embedding_bag(
+        inverse,
+        values,
+        offsets,
+        None,
+        norm_type,
+        scale_grad_by_freq,
+        mode,
+        False,
+        per_sample_weights,
+        include_last_offset,
+        _place_of(padding_idx, unique, weight),
+    )
+
+
+def _place_of(row: int | None, unique: torch.Tensor, weight: ServerVariable) -> int | None:
+    """Which of the rows that were read is one that gets no gradient."""
+    if row is None:
+        return None
+    found = (unique == row % weight.shape[0]).nonzero()
+    return int(found[0, 0]) if len(found) else None
+
+
+def _refuse_renormalising(max_norm: float | None) -> None:
+    if max_norm is not None:
+        raise OptionError(
+            "max_norm changes the rows of an embedding when they are read, and several workers read them at once. "
+            "Leave it out, or scale the rows that you have read."
+        )
+
+
+_LOOKUPS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.nn.functional.embedding: _embedding,
+    torch.nn.functional.embedding_bag: _embedding_bag,
+}

@@ -1,0 +1,77 @@
+"""Asynchronous training by workers that read and update variables on parameter servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Self
+
+from distnb.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
+from distnb.errors import OptionError
+from distnb.options import StrategySpec
+from distnb.runtime.base import PARAMETER_SERVER
+from distnb.runtime.this_process import this_process
+from distnb.strategies.base import Strategy
+
+__all__ = ["ParameterServerStrategy"]
+
+
+class ParameterServerStrategy(Strategy):
+    """Variables made in its scope live on parameter servers; workers compute, and do not wait for each other.
+
+    The process that makes it is the coordinator. It makes variables, hands functions out to the workers by a
+    `distnb.coordinator.ClusterCoordinator`, and saves checkpoints; workers may come and go meanwhile.
+
+    A model's parameters are variables like any other. In a function that is scheduled they are the worker's copy, read
+    when the function starts, and before a model that the scope made computes after a step of the function's own.
+    `optimizer.step()` sends the gradients; the servers update, each all of its variables in one piece, so that no
+    update is lost or half applied. Between servers there is no order: a worker may read one variable before, and
+    another after an update. `torch.nn.Embedding` reads, and sends gradients of, only the rows that it is asked for.
+
+    Args:
+        cluster_resolver: Tells the cluster: jobs "worker" and "ps", each of whose tasks runs a `distnb.Server`, and
+            this process, its "chief". None: the cluster that runs (`%distnb start --workers 2 --ps 1`), or the one
+            that TF_CONFIG tells of.
+        variable_partitioner: Says how variables are divided among the servers (see `distnb.partitioners`); None: not.
+
+    Raises:
+        OptionError: An argument is malformed; the cluster has no worker or no server.
+        StartError: A task's server did not answer.
+        NoClusterError: No cluster runs, and none is told of.
+
+    Example:
+        >>> import distnb
+        >>> strategy = distnb.ParameterServerStrategy()                          # doctest: +SKIP
+        >>> coordinator = distnb.coordinator.ClusterCoordinator(strategy)        # doctest: +SKIP
+    """
+
+    kind: ClassVar[str] = PARAMETER_SERVER
+    _resolver: ClusterResolver | None = None
+
+    def __new__(
+        cls,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+    ) -> Self:
+        if not isinstance(cluster_resolver, (ClusterResolver, type(None))):
+            raise OptionError(
+                f"cluster_resolver={cluster_resolver!r} is none. Give an object of distnb.cluster_resolver, such as "
+                "SimpleClusterResolver({'worker': ['a:2222'], 'ps': ['b:2222']})."
+            )
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise OptionError(
+                f"variable_partitioner={variable_partitioner!r}: give one of distnb.partitioners, or a function of "
+                "shape and dtype."
+            )
+        options = () if variable_partitioner is None else (("variable_partitioner", variable_partitioner),)
+        strategy = cls._of(StrategySpec(cls.kind, (), 0, options))
+        if cluster_resolver is not None:
+            strategy._resolver = cluster_resolver
+        if this_process.servers is None or not this_process.servers.is_worker:
+            this_process.require_tasks(strategy._resolver)
+            _ = strategy.runtime
+        return strategy
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What tells of the cluster, as given or by TF_CONFIG; None for one that a notebook started."""
+        return self._resolver or (TFConfigClusterResolver() if TFConfigClusterResolver().cluster_spec() else None)

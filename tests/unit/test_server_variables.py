@@ -1,0 +1,381 @@
+"""Variables on servers, with servers and a worker in this process: nothing is sent but between objects."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distnb
+from distnb.coordinator.closures import Packer, Runner, open_value
+from distnb.partitioners import FixedShardsPartitioner
+from distnb.runtime.servers import roles
+from distnb.runtime.servers.access import ServerAccess
+from distnb.runtime.servers.messages import Describe, Request
+from distnb.runtime.servers.store import ShardStore
+from distnb.runtime.this_process import this_process
+from distnb.wire.messages import RunClosure
+
+
+class InHouse:
+    """`Servers` that are stores of this process. What they get and give are copies, as if it had been sent."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.stores = [ShardStore() for _ in range(count)]
+        self.sent: list[tuple[int, Any]] = []
+        self._thread = ThreadPoolExecutor(1)  # in which no scope is open
+
+    def exchange(self, requests: Mapping[int, Sequence[Any]], oldest: int = 0) -> dict[int, tuple[Any, ...]]:
+        found = {}
+        for server, operations in requests.items():
+            self.sent += [(server, each) for each in operations]
+            request = pickle.loads(pickle.dumps(Request(1, oldest, tuple(operations))))
+            answer = self._thread.submit(self.stores[server].handle, request).result()
+            if answer.error is not None:
+                raise answer.error
+            found[server] = pickle.loads(pickle.dumps(answer.results))
+        return found
+
+
+class Worker:
+    """A worker: it has its own access to the servers, and takes this process's place while a closure runs."""
+
+    def __init__(self, servers: Any, index: int) -> None:
+        self.access = ServerAccess(servers, is_worker=True)
+        self.runner = Runner(self.access, index)
+        self.known: set[int] = set()
+
+    def run(self, packer: Packer, number: int, function: Any, *args: Any, **kwargs: Any) -> Any:
+        closure = packer.pack(function, args, kwargs)
+        definitions = tuple((each, packer.definition(each)) for each in closure.needs if each not in self.known)
+        forget = tuple(each for each in self.known if not packer.knows(each))
+        self.known.update(closure.needs)
+        self.known.difference_update(forget)
+        message = RunClosure(0, number, 0, definitions, closure.data, closure.buffers, (), forget)
+        before = this_process.servers, dict(roles._runtimes)
+        this_process.servers = self.access
+        roles._runtimes.clear()
+        try:
+            result = self.runner.run(message)
+        finally:
+            this_process.servers = before[0]
+            roles._runtimes.clear()
+            roles._runtimes.update(before[1])
+        packer.merge(result.contributions or {})
+        return open_value(result.value)
+
+
+@pytest.fixture
+def servers() -> Iterator[InHouse]:
+    house = InHouse(3)
+    before = this_process.cluster_link, this_process.servers, this_process.require_tasks
+    this_process.cluster_link = lambda: SimpleNamespace(servers=house, num_servers=3)  # type: ignore[assignment,return-value]
+    this_process.servers = None
+    this_process.require_tasks = lambda resolver: None
+    roles._runtimes.clear()
+    yield house
+    this_process.cluster_link, this_process.servers, this_process.require_tasks = before
+    roles._runtimes.clear()
+
+
+@pytest.fixture
+def strategy(servers: InHouse) -> Any:
+    return distnb.ParameterServerStrategy()
+
+
+def packer_of(strategy: Any) -> Packer:
+    registration = strategy.runtime.registration
+    return Packer(lambda: registration.roots, registration.access)
+
+
+def test_variables_are_dealt_out_in_turn(strategy: Any) -> None:
+    with strategy.scope():
+        made = [distnb.Variable(float(number)) for number in range(4)]
+    first = [int(each.device.split("task:")[1][0]) for each in made]
+    assert made[0].device.startswith("/job:ps/replica:0/task:")
+    assert made[0].device.endswith("/device:CPU:0")
+    assert first == [(first[0] + number) % 3 for number in range(4)]
+    assert [float(each) for each in made] == [0, 1, 2, 3]
+
+
+def test_a_variable_is_read_and_assigned(strategy: Any) -> None:
+    with strategy.scope():
+        v = distnb.Variable([1.0, 2.0], name="v")
+    v.assign_add([1.0, 1.0])
+    assert v.read_value().tolist() == [2, 3]
+    assert (v * 2).tolist() == [4, 6]
+    v -= 1
+    assert v.numpy().tolist() == [1, 2]
+    v.scatter_add([0, 0], [5.0, 5.0])
+    assert v.tolist() == [11, 2]
+    v[1] = 7.0
+    assert v.tolist() == [11, 7]
+    with torch.no_grad():
+        v.mul_(2).add_(torch.ones(2))
+    assert v.tolist() == [23, 15]
+    assert v.shape == (2,)
+    assert v.name == "v"
+    with pytest.raises(ValueError, match="shape"):
+        v.assign([1.0, 2.0, 3.0])
+
+
+def test_a_sharded_variable(servers: InHouse) -> None:
+    strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(5))
+    with strategy.scope():
+        v = distnb.Variable(torch.arange(26.0).reshape(13, 2), name="emb")
+    assert isinstance(v, distnb.ShardedVariable)
+    assert [tuple(each.shape) for each in v.variables] == [(3, 2), (3, 2), (3, 2), (2, 2), (2, 2)]
+    assert [each.name for each in v.variables] == [f"emb/part_{n}" for n in range(5)]
+    assert len({each.device for each in v.variables}) == 3
+    whole = torch.arange(26.0).reshape(13, 2)
+    assert torch.equal(v.read_value(), whole)
+    assert torch.equal(v + 0, whole)
+    for index in (3, -1, slice(2, 11), slice(None, None, -3), slice(9, 2, -2), [1, 12, 1], (slice(1, 4), 1), (..., 0)):
+        expected = torch.from_numpy(whole.numpy()[index].copy() if not isinstance(index, int) else whole.numpy()[index])
+        assert torch.equal(v[index], expected), index
+    mask = torch.arange(13) % 2 == 0
+    assert torch.equal(v[mask], whole[mask])
+    v.variables[1].assign(torch.zeros(3, 2))
+    whole[3:6] = 0
+    assert torch.equal(v.read_value(), whole)
+    v.scatter_update([0, 12], torch.ones(2, 2))
+    whole[[0, 12]] = 1
+    assert torch.equal(v.read_value(), whole)
+    with pytest.raises(ValueError, match="shape"):
+        v.assign(torch.zeros(2))
+    v.assign(torch.zeros(13, 2))
+    assert not v.read_value().any()
+
+
+def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> float:
+    optimizer.zero_grad()
+    loss = ((model(x) - y) ** 2).sum()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("where", ["worker", "coordinator"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+    ],
+)
+def test_a_model_is_trained_as_in_one_process(servers: InHouse, make: Any, where: str) -> None:
+    strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(2))
+
+    def build() -> Any:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
+        return model, make(model.parameters())
+
+    plain, its = build()
+    with strategy.scope():
+        model, optimizer = build()
+    worker, packer = Worker(servers, 0), packer_of(strategy)
+    data = torch.Generator().manual_seed(0)
+    for number in range(5):
+        x, y = torch.randn(6, 3, generator=data), torch.randn(6, 2, generator=data)
+        expected = step(plain, its, x, y)
+        if where == "worker":
+            found = worker.run(packer, number, lambda x, y: step(model, optimizer, x, y), x, y)
+        else:
+            found = step(model, optimizer, x, y)
+        assert found == pytest.approx(expected, rel=1e-5)
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value.double(), plain.state_dict()[name].double(), atol=1e-6), name
+    assert optimizer.iterations == 5
+    assert isinstance(optimizer, type(its))
+    kept, wanted = optimizer.state_dict(), its.state_dict()
+    for number, state in wanted["state"].items():
+        for name, value in state.items():
+            if value is not None:
+                assert torch.allclose(torch.as_tensor(kept["state"][number][name]), torch.as_tensor(value), atol=1e-6)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_an_embedding_reads_and_sends_only_its_rows(servers: InHouse, sparse: bool) -> None:
+    strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(3))
+
+    def build() -> Any:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Embedding(20, 4, padding_idx=3, sparse=sparse), nn.Flatten(), nn.Linear(12, 1))
+        kind = torch.optim.SparseAdam if sparse else torch.optim.Adam
+        groups = [model[0].weight]
+        return model, kind(groups, lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)
+
+    plain = build()
+    with strategy.scope():
+        mine = build()
+    model, *optimizers = mine
+    assert torch.equal(model[0].weight.read_value(), plain[0][0].weight.detach()), "the same numbers were drawn"
+    worker, packer = Worker(servers, 0), packer_of(strategy)
+
+    def both(model: Any, optimizers: Any, ids: torch.Tensor) -> float:
+        for each in optimizers:
+            each.zero_grad()
+        loss = model(ids).pow(2).sum()
+        loss.backward()
+        for each in optimizers:
+            each.step()
+        return float(loss.detach())
+
+    for number in range(4):
+        ids = torch.randint(0, 20, (5, 3), generator=torch.Generator().manual_seed(number))
+        servers.sent.clear()
+        found = worker.run(packer, number, lambda ids: both(model, optimizers, ids), ids)
+        assert found == pytest.approx(both(plain[0], plain[1:], ids), rel=1e-5)
+        read = sum(len(each.rows) for _, each in servers.sent if type(each).__name__ == "PullRows")
+        assert read == len(ids.unique())
+    assert torch.allclose(model[0].weight.read_value(), plain[0][0].weight.detach(), atol=1e-6)
+
+
+def test_metrics_and_results_come_back(strategy: Any, servers: InHouse) -> None:
+    with strategy.scope():
+        mean = distnb.metrics.Mean()
+        counter = distnb.Variable(0, name="counter")
+    packer = packer_of(strategy)
+    workers = [Worker(servers, index) for index in range(2)]
+
+    def closure(values: Any) -> Any:
+        mean.update(torch.tensor(values))
+        counter.assign_add(1)
+        return {"sum": sum(values), "seen": int(counter.read_value())}
+
+    for number, values in enumerate([[1.0, 2.0], [6.0], [7.0, 8.0, 9.0]]):
+        result = workers[number % 2].run(packer, number, closure, values)
+        assert result == {"sum": sum(values), "seen": number + 1}
+    assert float(mean.compute()) == pytest.approx(33 / 6)
+    mean.reset()
+    workers[0].run(packer, 3, closure, [4.0])
+    assert float(mean.compute()) == 4
+
+
+def test_a_closure_that_runs_again_changes_nothing_twice(strategy: Any, servers: InHouse) -> None:
+    with strategy.scope():
+        counter = distnb.Variable(0.0)
+        weight = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+    packer = packer_of(strategy)
+
+    def closure() -> None:
+        counter.assign_add(1)
+        weight.grad = torch.ones(2)
+        optimizer.step()
+        counter.assign_add(10)
+
+    for worker in (Worker(servers, 0), Worker(servers, 1)):
+        worker.run(packer, 7, closure)
+    assert float(counter) == 11
+    assert strategy.runtime.access.read(strategy.runtime.access.stored_of(weight)).tolist() == [-1, -1]
+
+
+def test_changes_on_the_coordinator_reach_the_workers(strategy: Any, servers: InHouse) -> None:
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    packer = packer_of(strategy)
+    worker = Worker(servers, 0)
+    x = torch.ones(1, 2)
+    for value in (1.0, 2.0):
+        model.load_state_dict({"weight": torch.full((1, 2), value), "bias": torch.zeros(1)})
+        strategy.runtime.access.send_changes()
+        assert worker.run(packer, 1, lambda: model(x).item()) == 2 * value
+    model.eval()
+    assert worker.run(packer, 2, lambda: model.training) is False
+    model.train()
+    assert worker.run(packer, 3, lambda: model.training) is True
+
+
+def test_what_is_made_outside_is_refused(strategy: Any, servers: InHouse) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(TypeError, match=r"outside strategy\.scope"):
+        packer_of(strategy).pack(lambda: model, (), {})
+    with pytest.raises(distnb.errors.ContextError, match="in the scope"), strategy.scope():
+        torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_no_trace_is_left_of_lambdas_that_differ(strategy: Any, servers: InHouse) -> None:
+    packer = packer_of(strategy)
+    worker = Worker(servers, 0)
+    for number in range(600):
+        assert worker.run(packer, number, lambda number=number: number) == number
+    assert len(packer._known) < 300
+    assert len(worker.runner._resources) < 300
+
+
+def test_the_memory_of_what_is_gone_is_freed(strategy: Any, servers: InHouse) -> None:
+    def held() -> int:
+        return sum(len(store.handle(Request(1, 0, (Describe(),))).results[0]) for store in servers.stores)
+
+    with strategy.scope():
+        kept = distnb.Variable(1.0)
+        model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        other = distnb.Variable(2.0)
+    assert held() == 5
+    del model, optimizer, other
+    gc.collect()
+    strategy.runtime.access.send_changes()
+    assert held() == 1
+    assert float(kept) == 1
+
+
+def test_a_server_that_is_new_gets_what_the_coordinator_knows(strategy: Any, servers: InHouse) -> None:
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        numbers = [distnb.Variable(float(each)) for each in range(3)]
+    before = model.weight.detach().clone()
+    for server in range(3):
+        servers.stores[server] = ShardStore(first_version=100)
+        strategy.runtime.access.recreate(server)
+    assert torch.equal(model.state_dict()["weight"], before)
+    assert [float(each) for each in numbers] == [0, 0, 0], "they are the checkpoint's to say"
+    step(model, optimizer, torch.ones(1, 2), torch.ones(1, 2))
+    assert optimizer.iterations == 1
+
+
+def test_modes_and_options_go_with_each_closure(strategy: Any, servers: InHouse) -> None:
+    """The same two functions by turns: what a worker knows of them is not what it knew first."""
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    packer, worker = packer_of(strategy), Worker(servers, 0)
+    for number in range(6):
+        model.train(number % 2 == 0)
+        optimizer.param_groups[0]["lr"] = float(number % 3)
+        found = worker.run(packer, number, lambda: (model.training, model[1].training, optimizer.param_groups[0]["lr"]))
+        assert found == (number % 2 == 0, number % 2 == 0, float(number % 3))
+
+
+def test_a_step_within_a_closure_is_seen_by_its_next_pass(strategy: Any, servers: InHouse) -> None:
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        number = distnb.Variable(1.0)
+    model.load_state_dict({"weight": torch.ones(1, 1)})
+    packer, worker = packer_of(strategy), Worker(servers, 0)
+
+    def closure() -> Any:
+        seen = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 1)).sum()
+            loss.backward()
+            optimizer.step()
+            number.assign_add(1)
+            seen += [loss.item(), float(number + 0)]
+        return seen
+
+    assert worker.run(packer, 1, closure) == [1, 2, 0.5, 3, 0, 4]
