@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distnb.coordinator.closures import PackedClosure, Packer, open_value
 from distnb.coordinator.link import (
@@ -49,7 +49,10 @@ from distnb.strategies.base import Strategy
 from distnb.values.structure import map_structure
 from distnb.wire.messages import RunClosure
 
-__all__ = ["ClusterCoordinator"]
+if TYPE_CHECKING:
+    from distnb.runtime.servers.placement import PlacedShard
+
+__all__ = ["ClusterCoordinator", "running_coordinators"]
 
 _DEPTH = 3  # of empty closures two workers do 1.5 times as many as with 1, and 1.3 times as many as with 2
 _LATEST_STEPS = 256
@@ -150,6 +153,7 @@ class ClusterCoordinator:
         self._why = ""  # those that are cancelled are
         self._interrupted = False
         self._staleness: deque[int] = deque(maxlen=_LATEST_STEPS)
+        self._steps = 0
         self._waiters: list[_Waiter] = []
         self._interrupts = Interrupts()
         self._seed: int | None = None
@@ -198,6 +202,7 @@ class ClusterCoordinator:
                 return self._enter(fn, packed)
 
     def _enter(self, fn: Callable[..., Any], packed: PackedClosure) -> RemoteValue:
+        self._link.watch(self)
         number = next(_numbers)
         value = RemoteValue(number, getattr(fn, "__qualname__", None) or type(fn).__qualname__, self._await_held)
         for each in packed.inputs:
@@ -309,7 +314,12 @@ class ClusterCoordinator:
             stale = tuple(self._staleness)
             mean = sum(stale) / len(stale) if stale else 0.0
             lost = tuple(sorted(self._lost_servers))
-            return CoordinatorStatus(*self._queue.counts, tuple(workers), mean, max(stale, default=0), lost)
+            most = max(stale, default=0)
+            return CoordinatorStatus(*self._queue.counts, tuple(workers), mean, most, lost, self._steps)
+
+    def placement(self) -> tuple[PlacedShard, ...]:
+        """Which parameter server holds what (see `ParameterServerStrategy.placement`)."""
+        return roles.coordinating(self.strategy).access.placement()
 
     def __repr__(self) -> str:
         counts = self._queue.counts
@@ -343,6 +353,7 @@ class ClusterCoordinator:
         with _lock:
             if ready():
                 return
+            self._link.watch(self)
             waiter = _Waiter(ready)
             self._waiters.append(waiter)
         on_main = threading.current_thread() is threading.main_thread()
@@ -474,6 +485,7 @@ class ClusterCoordinator:
             self._forget(number)
             closure.value.settle(reply.value.value, open_value)
             self._staleness.extend(reply.value.staleness)
+            self._steps += len(reply.value.staleness)
             if reply.value.contributions is not None:
                 self._packer.merge(reply.value.contributions)
             return self._queue.ended(worker, number, "done", now)
@@ -568,6 +580,11 @@ class ClusterCoordinator:
 def _oldest() -> int:
     """The smallest number of a closure that has not ended, whoever scheduled it."""
     return min((each._queue.oldest for each in _coordinators.values() if not each._queue.idle), default=0)
+
+
+def running_coordinators() -> list[ClusterCoordinator]:
+    """Those whose clusters have not been stopped."""
+    return [each for each in tuple(_coordinators.values()) if not each._link.closed]
 
 
 def _fetched(value: Any) -> Any:

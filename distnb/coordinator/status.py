@@ -40,6 +40,7 @@ class CoordinatorStatus:
         retried: How often one was moved from a lost worker to another.
         mean_staleness, max_staleness: Of the latest optimizer steps: how many updates their gradients had missed.
         lost_servers: Parameter servers that are gone.
+        steps: Optimizer steps of closures that ended well.
     """
 
     waiting: int
@@ -52,3 +53,4 @@ class CoordinatorStatus:
     mean_staleness: float
     max_staleness: int
     lost_servers: tuple[int, ...] = ()
+    steps: int = 0

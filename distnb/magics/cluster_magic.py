@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -16,14 +18,16 @@ from distnb.cluster.resolvers import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
 )
-from distnb.errors import OptionError, closest
+from distnb.errors import OptionError, ServerLost, closest
 from distnb.magics.commands import COMMANDS, asks_for_help, distnb_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
-from distnb.notebook.output.wording import html_table
+from distnb.notebook.output.closures_model import runs_text, server_texts
+from distnb.notebook.output.wording import filled, html_table
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
 from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER
+from distnb.topology import PS, WORKER, Task
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -129,10 +133,13 @@ class ClusterMagic:
         if sessions.current() is None:
             print("No cluster is running. %distnb start begins one.")
             return
-        status = sessions.require().status()
-        header = ("engine", *["task"] * any(row.task for row in status), "device", "state", "pid", "host")
-        rows = [tuple(getattr(row, name) for name in header) for row in status]
-        self._table(header, rows, numeric=("engine", "pid"))
+        work = _work()
+        rows = [
+            [str(row.engine), row.task, row.device, row.state, *work.get(row.task, ("", "")), str(row.pid), row.host]
+            for row in sessions.require().status()
+        ]
+        header, rows = filled(["engine", "task", "device", "state", "runs", "holds", "pid", "host"], rows)
+        self._table(tuple(header), [tuple(row) for row in rows], numeric=("engine", "pid"))
 
     def devices(self, found: Namespace) -> None:
         """`%distnb devices`."""
@@ -250,6 +257,21 @@ def _progress(shell: InteractiveShell) -> Callable[[str], None]:
         said = text
 
     return tell
+
+
+def _work() -> dict[str, tuple[str, str]]:
+    """What each worker runs, and what each parameter server holds, by task; nothing where there is no coordinator."""
+    found: dict[str, tuple[str, str]] = {}
+    module = sys.modules.get("distnb.coordinator.coordinator")  # else there is none
+    for coordinator in module.running_coordinators() if module is not None else ():
+        for each in coordinator.status().workers:
+            seconds = f" for {each.seconds:.1f} s" if each.state == "running" else ""
+            runs = [f"{runs_text(each)}{seconds}"] if each.state != "idle" else []
+            found[str(Task(WORKER, each.worker))] = (", ".join([*runs, f"{each.done:,} done"]), "")
+        with contextlib.suppress(ServerLost):
+            for server, text in server_texts(coordinator.placement()).items():
+                found[str(Task(PS, server))] = ("", text)
+    return found
 
 
 def _count(number: int, thing: str) -> str:

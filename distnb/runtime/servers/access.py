@@ -21,12 +21,11 @@ from distnb.runtime.servers.messages import (
     PullRows,
     SetOptimizer,
     Shard,
-    ShardInfo,
     Step,
     Token,
     Write,
 )
-from distnb.runtime.servers.placement import Part, Stored
+from distnb.runtime.servers.placement import Part, PlacedShard, Stored
 
 if TYPE_CHECKING:
     from distnb.runtime.servers.client import Servers
@@ -439,7 +438,12 @@ class ServerAccess:
         finally:
             self.closure = None
 
-    def describe(self) -> list[tuple[int, ShardInfo]]:
-        """What each server holds."""
+    def placement(self) -> tuple[PlacedShard, ...]:
+        """What the servers hold, in the order in which it was made. One message for each server."""
         answers = self.exchange({server: [Describe()] for server in range(self.servers.count)})
-        return [(server, row) for server, (rows,) in sorted(answers.items()) for row in rows]
+        found = sorted(
+            ((row, server) for server, (rows,) in answers.items() for row in rows), key=lambda each: each[0].shard
+        )
+        return tuple(
+            PlacedShard(row.name, row.shape, row.dtype, server, row.nbytes, row.updates) for row, server in found
+        )

@@ -219,6 +219,7 @@ def make_remote(optimizer: Any) -> None:
     before = optimizer.state_dict() if optimizer.state else None  # Adagrad has something in the beginning
     optimizer.state.clear()
     optimizer.__class__ = _remote_class(_class_of(optimizer))
+    optimizer._patch_step_function()  # hooks are called of the steps of its new class
     optimizer._remote = remote
     if before is not None:
         optimizer.load_state_dict(before)
@@ -255,6 +256,7 @@ def opened(number: int, template: Any, groups: tuple[tuple[Stored, ...], ...], p
     """An optimizer of the coordinator's on a worker."""
     optimizer = _built(template, params)
     optimizer.__class__ = _remote_class(_class_of(optimizer))
+    optimizer._patch_step_function()
     optimizer._remote = _Remote(number, groups)
     return optimizer
 
