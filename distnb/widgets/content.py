@@ -38,7 +38,8 @@ def head_text(model: LiveModel, now: float) -> str:
     if model.steps:
         parts.append(f"step {model.steps:,}" if closures is None else f"{model.steps:,} steps")
     if closures is not None and closures.closures_per_second():
-        parts.append(f"{short_number(closures.closures_per_second())} closures/s")
+        rate = closures.closures_per_second()
+        parts.append(f"{rate:,.0f} closures/s" if rate >= 100 else f"{rate:.1f} closures/s")
     examples = sum(row.examples_per_second() for row in model.rows.values())
     if examples:
         parts.append(f"{examples:,.0f} examples/s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ class CoordinatorWatch:
         self.model = ClosuresModel(coordinator.status())
         self.due = True
         self._asking: threading.Thread | None = None
-        self._looked = self._asked = 0.0
+        self._looked = self._asked = -math.inf
 
     def look(self, now: float, *, servers: bool) -> bool:
         """Look at the queue some times a second, and with `servers` ask these once a second. Whether it looked."""

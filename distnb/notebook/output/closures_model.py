@@ -6,10 +6,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from distnb.coordinator.status import CoordinatorStatus, WorkerStatus
 from distnb.notebook.output.wording import human_bytes
 
 if TYPE_CHECKING:
+    from distnb.coordinator.status import CoordinatorStatus, WorkerStatus
     from distnb.runtime.servers.placement import PlacedShard
 
 __all__ = ["ClosuresModel", "largest", "runs_text", "server_texts"]
