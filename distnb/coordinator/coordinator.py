@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distnb.coordinator.closures import PackedClosure, Packer, open_value
 from distnb.coordinator.link import (
@@ -48,9 +48,6 @@ from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
 from distnb.values.structure import map_structure
 from distnb.wire.messages import RunClosure
-
-if TYPE_CHECKING:
-    from distnb.runtime.servers.placement import PlacedShard
 
 __all__ = ["ClusterCoordinator", "running_coordinators"]
 
@@ -316,10 +313,6 @@ class ClusterCoordinator:
             lost = tuple(sorted(self._lost_servers))
             most = max(stale, default=0)
             return CoordinatorStatus(*self._queue.counts, tuple(workers), mean, most, lost, self._steps)
-
-    def placement(self) -> tuple[PlacedShard, ...]:
-        """Which parameter server holds what (see `ParameterServerStrategy.placement`)."""
-        return roles.coordinating(self.strategy).access.placement()
 
     def __repr__(self) -> str:
         counts = self._queue.counts

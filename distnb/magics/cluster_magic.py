@@ -27,6 +27,7 @@ from distnb.notebook.output.wording import filled, html_table
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
 from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER
+from distnb.runtime.this_process import this_process
 from distnb.topology import PS, WORKER, Task
 
 if TYPE_CHECKING:
@@ -193,24 +194,25 @@ class ClusterMagic:
 
     def output(self, found: Namespace) -> None:
         """`%distnb output [REPLICA] [--save FILE]`."""
-        written = self._front.written()
+        written, session = self._front.written(), sessions.current()
+        who = "worker" if session is not None and session.tasks else "replica"
         if found.replica is not None:
             if found.replica not in written:
                 there = ", ".join(map(str, written)) or "none"
                 raise OptionError(
-                    f"%distnb output {found.replica}: no such replica wrote anything in the latest cell where one did; "
-                    f"those that did: {there}."
+                    f"%distnb output {found.replica}: no such {who} wrote anything in the latest cell where one "
+                    f"did; those that did: {there}."
                 )
             written = {found.replica: written[found.replica]}
         text = "".join(
-            f"── replica {replica} ──\n{part}{'' if part.endswith(chr(10)) else chr(10)}"
+            f"── {who} {replica} ──\n{part}{'' if part.endswith(chr(10)) else chr(10)}"
             for replica, part in written.items()
         )
         if found.save:
             Path(found.save).expanduser().write_text(text)
             print(f"{text.count(chr(10)):,} lines written to {found.save}.")
         else:
-            print(text or "No replica has written anything.")
+            print(text or f"No {who} has written anything.")
 
     def live(self, found: Namespace) -> None:
         """`%distnb live auto|widget|picture|text|off`."""
@@ -268,8 +270,9 @@ def _work() -> dict[str, tuple[str, str]]:
             seconds = f" for {each.seconds:.1f} s" if each.state == "running" else ""
             runs = [f"{runs_text(each)}{seconds}"] if each.state != "idle" else []
             found[str(Task(WORKER, each.worker))] = (", ".join([*runs, f"{each.done:,} done"]), "")
+    if found and this_process.servers is not None:
         with contextlib.suppress(ServerLost):
-            for server, text in server_texts(coordinator.placement()).items():
+            for server, text in server_texts(this_process.servers.placement()).items():
                 found[str(Task(PS, server))] = ("", text)
     return found
 

@@ -13,7 +13,6 @@ from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from distnb.runtime.servers.access import ServerAccess
     from distnb.runtime.servers.placement import PlacedShard
 
 __all__ = ["ParameterServerStrategy"]
@@ -88,8 +87,8 @@ class ParameterServerStrategy(Strategy):
             ServerLost: A server is gone.
         """
         _ = self.runtime
-        access: ServerAccess = this_process.servers
-        return access.placement()
+        rows: tuple[PlacedShard, ...] = this_process.servers.placement()
+        return rows
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:

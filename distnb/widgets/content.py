@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from distnb.notebook.output.closures_model import ClosuresModel, largest, runs_text, server_texts
+from distnb.notebook.output.closures_model import ClosuresModel, largest, runs_text
 from distnb.notebook.output.live_model import Curve, Line, LiveModel, ReplicaRow
 from distnb.notebook.output.wording import filled, html_table, human_bytes
 from distnb.widgets.picture import as_image, pictures, short_number
@@ -104,9 +104,7 @@ def closures_lines(closures: ClosuresModel) -> list[str]:
         f"worker {each.worker}: {closures.done_by(each.worker):,} done, {runs_text(each)}"
         for each in closures.status.workers
     ]
-    servers = [f"ps {server}: {text}" for server, text in server_texts(closures.shards).items()]
-    lost = [f"ps {server}: lost" for server in closures.status.lost_servers]
-    return [f"closures: {queue}", *workers, *servers, *lost]
+    return [f"closures: {queue}", *workers, *closures.servers()]
 
 
 def _tables_html(model: LiveModel) -> str:
@@ -116,7 +114,7 @@ def _tables_html(model: LiveModel) -> str:
         return html_table(header, rows, numeric=set(header) - {"device", "state", "at"}) if rows else ""
     header, rows = worker_table(model, model.closures)
     tables = [html_table(header, rows, numeric=set(header) - {"device", "runs"})]
-    if model.closures.shards or model.closures.status.lost_servers:
+    if model.closures.servers():
         tables.append(_shards_html(model.closures))
     beside = "".join(f'<div style="{_BESIDE}">{table}</div>' for table in tables)
     return f"<div>{beside}</div>"
@@ -124,15 +122,16 @@ def _tables_html(model: LiveModel) -> str:
 
 def _shards_html(closures: ClosuresModel) -> str:
     shards = largest(closures.shards)
-    texts = [f"ps {server} holds {text}" for server, text in server_texts(closures.shards).items()]
-    texts += [f"ps {server} is lost" for server in closures.status.lost_servers]
     rest = len(closures.shards) - len(shards)
     rows = [
         [each.name, str(list(each.shape)), f"ps {each.server}", human_bytes(each.nbytes), f"{each.updates:,}"]
         for each in shards
     ]
     table = html_table(
-        ["variable", "shape", "on", "size", "updates"], rows, numeric=("size", "updates"), caption=" · ".join(texts)
+        ["variable", "shape", "on", "size", "updates"],
+        rows,
+        numeric=("size", "updates"),
+        caption=" · ".join(closures.servers()),
     )
     more = f"and {rest:,} smaller ones: strategy.placement()"
     return table + (f'<div style="color:#808080;font-size:12px">{more}</div>' if rest else "")

@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from distnb.notebook.output.closures_model import ClosuresModel
+from distnb.runtime.this_process import this_process
 
 if TYPE_CHECKING:
     from distnb.coordinator.coordinator import ClusterCoordinator
@@ -68,6 +69,6 @@ class CoordinatorWatch:
 
     def _take_placement(self) -> None:
         try:
-            self.model.shards = self.coordinator.placement()
+            self.model.place(this_process.servers.placement())
         except Exception:  # noqa: BLE001
             return  # a server that is gone is told of by whatever needs it

@@ -26,12 +26,11 @@ class ClosuresModel:
 
     Attributes:
         status: The latest sample.
-        shards: What the servers held when they were last asked.
     """
 
     def __init__(self, before: CoordinatorStatus) -> None:
         self.status = before
-        self.shards: tuple[PlacedShard, ...] = ()
+        self._shards: tuple[PlacedShard, ...] = ()
         self._before = before
         self._done: Counter[int] = Counter()  # by worker, whichever process it was
         self._seen = {each.worker: each.done for each in before.workers}
@@ -50,6 +49,20 @@ class ClosuresModel:
         self._first = self._first or self._history[0]
         while len(self._history) > 2 and self._history[1][0] < now - _RATE_WINDOW_S:
             self._history.popleft()
+
+    def place(self, shards: tuple[PlacedShard, ...]) -> None:
+        """The servers told what they hold."""
+        self._shards = shards
+
+    @property
+    def shards(self) -> list[PlacedShard]:
+        """What the servers held when they were last asked; those that are lost hold nothing."""
+        return [each for each in self._shards if each.server not in self.status.lost_servers]
+
+    def servers(self) -> list[str]:
+        """A text for each server: `ps 0: 4 shards, 412 kB`."""
+        texts = {**server_texts(self.shards), **dict.fromkeys(self.status.lost_servers, "lost")}
+        return [f"ps {server}: {text}" for server, text in sorted(texts.items())]
 
     @property
     def under_way(self) -> bool:

@@ -245,7 +245,7 @@ class LiveModel:
             self.state = self._failure() if event.text else "ended"
 
     def _failure(self) -> State:
-        if self.closures is not None and self.closures.counts()["failed"]:
+        if self.closures is not None and (self.closures.counts()["failed"] or self.closures.status.lost_servers):
             return "failed"  # the other closures were ended for that
         return "interrupted" if any(row.state == "interrupted" for row in self.rows.values()) else "failed"
 
