@@ -127,12 +127,8 @@ def _shards_html(closures: ClosuresModel) -> str:
         [each.name, str(list(each.shape)), f"ps {each.server}", human_bytes(each.nbytes), f"{each.updates:,}"]
         for each in shards
     ]
-    table = html_table(
-        ["variable", "shape", "on", "size", "updates"],
-        rows,
-        numeric=("size", "updates"),
-        caption=" · ".join(closures.servers()),
-    )
+    header, told = ["variable", "shape", "on", "size", "updates"], " · ".join(closures.servers())
+    table = html_table(header, rows, numeric=("size", "updates"), caption=told)
     more = f"and {rest:,} smaller ones: strategy.placement()"
     return table + (f'<div style="color:#808080;font-size:12px">{more}</div>' if rest else "")
 

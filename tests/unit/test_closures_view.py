@@ -7,12 +7,14 @@ import xml.etree.ElementTree as ET
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from distnb.coordinator.status import CoordinatorStatus, WorkerStatus
 from distnb.notebook.output.closures_model import ClosuresModel, largest, runs_text, server_texts
 from distnb.notebook.output.live_model import LiveModel
 from distnb.runtime.servers.placement import PlacedShard
+from distnb.runtime.this_process import this_process
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import head_text, picture_bundle, plain_summary, worker_table
 from distnb.widgets.coordinator_watch import CoordinatorWatch
@@ -184,16 +186,21 @@ class Coordinator:
         return SHARDS
 
 
-def watching() -> tuple[Coordinator, CellView, Kept]:
+Watching = tuple[Coordinator, CellView, Kept]
+
+
+@pytest.fixture
+def watching(monkeypatch: pytest.MonkeyPatch) -> Watching:
     coordinator, kept = Coordinator(), Kept()
+    monkeypatch.setattr(this_process, "servers", coordinator)
     view = CellView(kept, PictureView, workers={0: 0, 1: 1})
     view.watch(CoordinatorWatch(coordinator), 0.0)  # type: ignore[arg-type]
     coordinator.current = status(5, 2, 30)
     return coordinator, view, kept
 
 
-def test_a_view_appears_while_closures_are_under_way_and_looks_at_them_now_and_then() -> None:
-    coordinator, view, kept = watching()
+def test_a_view_appears_while_closures_are_under_way_and_looks_at_them_now_and_then(watching: Watching) -> None:
+    coordinator, view, kept = watching
     for tick in range(40):
         view.tick(tick * 0.05)
         assert (not kept.shown) == (tick < 10)
@@ -203,8 +210,8 @@ def test_a_view_appears_while_closures_are_under_way_and_looks_at_them_now_and_t
     assert "closures: 10 done · 2 running · 5 waiting" in kept.shown[-1]
 
 
-def test_nobody_looks_when_all_closures_have_ended_until_there_are_others() -> None:
-    coordinator, view, _ = watching()
+def test_nobody_looks_when_all_closures_have_ended_until_there_are_others(watching: Watching) -> None:
+    coordinator, view, _ = watching
     view.tick(0.6)
     coordinator.current = status(done=37)
     for now in (1.0, 2.0):
@@ -222,16 +229,16 @@ def test_nobody_looks_when_all_closures_have_ended_until_there_are_others() -> N
     assert view.model.closures.counts()["done"] == 17
 
 
-def test_a_short_cell_shows_nothing_and_asks_no_server() -> None:
-    coordinator, view, kept = watching()
+def test_a_short_cell_shows_nothing_and_asks_no_server(watching: Watching) -> None:
+    coordinator, view, kept = watching
     view.tick(0.1)
     coordinator.current = status(done=27)
     view.finish(0.2, failed=False)
     assert (kept.shown, coordinator.asked) == ([], 0)
 
 
-def test_a_server_that_hangs_holds_nobody_up() -> None:
-    coordinator, view, kept = watching()
+def test_a_server_that_hangs_holds_nobody_up(watching: Watching) -> None:
+    coordinator, view, kept = watching
     coordinator.answers.clear()
     for now in (0.6, 0.9, 2.0, 4.0):
         view.tick(now)
@@ -242,8 +249,8 @@ def test_a_server_that_hangs_holds_nobody_up() -> None:
     coordinator.answers.set()
 
 
-def test_what_closures_print_is_marked_by_workers() -> None:
-    _, view, kept = watching()
+def test_what_closures_print_is_marked_by_workers(watching: Watching) -> None:
+    _, view, kept = watching
     view.feed(Output(0, 7, 0, "stdout", "both\nmine\n"), 0.1)
     view.feed(Output(1, 8, 1, "stdout", "both\n"), 0.1)
     view.flush(0.4)
