@@ -59,6 +59,7 @@ def _register_remote() -> None:
     from distnb.runtime.this_process import this_process
 
     this_process.remote = lambda strategy: Remote(strategy, lambda: _front.session_for(strategy) or require())
+    this_process.cluster_link = lambda: require().cluster_link()
     this_process.machines = machines
 
 
