@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch

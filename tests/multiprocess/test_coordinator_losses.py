@@ -17,7 +17,6 @@ from distnb.errors import ClosureCancelled, NoClusterError, ServerLost
 from distnb.notebook import engines
 from distnb.notebook.compose import require
 from distnb.runtime.servers.messages import Create, Describe
-from tests.multiprocess.coordinators import OnTwoWorkers
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -26,9 +25,9 @@ _WITHIN_S = 40.0
 
 @pytest.fixture
 def coordinator() -> Iterator[ClusterCoordinator]:
-    distnb.start(2)
+    distnb.start(workers=2, ps=1)
     try:
-        yield ClusterCoordinator(OnTwoWorkers())
+        yield ClusterCoordinator(distnb.ParameterServerStrategy())
     finally:
         distnb.stop()
 
@@ -97,7 +96,7 @@ def test_the_end_of_the_cluster_ends_a_join(coordinator: ClusterCoordinator) -> 
 def test_a_lost_server_is_an_error_at_once_until_another_takes_its_place() -> None:
     distnb.start(workers=2, ps=2)
     try:
-        coordinator = ClusterCoordinator(OnTwoWorkers())
+        coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
         servers = coordinator._link.servers
         create = Create((1, 0), "v", torch.ones(2))
         servers.exchange({0: [create], 1: [create]})
@@ -128,7 +127,7 @@ def test_closures_reach_workers_that_are_connected_by_the_network(monkeypatch: p
     monkeypatch.setattr(engines, "Connection", lambda **given: make(**{**given, "listener_name": ""}))
     distnb.start(workers=2, ps=1)
     try:
-        coordinator = ClusterCoordinator(OnTwoWorkers())
+        coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
         assert not any(hello.near for hello in require()._supervisor.hellos.values())
         values = [coordinator.schedule(lambda x: x * 2, args=(torch.full((50_000,), float(n)),)) for n in range(200)]
         assert [value[0].item() for value in coordinator.fetch(values)] == [2.0 * n for n in range(200)]
