@@ -68,10 +68,11 @@ class _Closure:
 
 @dataclass
 class _Sent:
-    """What a worker has been sent: the resources that it knows, of those of `Packer.forgotten` so many are gone."""
+    """What a worker has been sent: the resources that it knows; of `Packer.forgotten` and `Packer.sources` so many."""
 
     known: set[int] = field(default_factory=set)
     forgotten: int = 0
+    sources: int = 0
     seeded: bool = False
 
 
@@ -577,10 +578,13 @@ class ClusterCoordinator:
         seed = None if sent.seeded else self._seed_of(order.worker)
         sent.seeded = True
         known.update(packed.needs)
-        message = RunClosure(
-            program, order.closure, _oldest(), definitions, packed.data, packed.buffers, inputs, forget, seed
-        )
-        self._link.send(order.worker, message)
+        sources: tuple[tuple[str, str, str], ...] = ()
+        if sent.sources < len(self._packer.sources):
+            new = list(self._packer.sources.items())[sent.sources :]
+            sources = tuple((name, text, self._link.cell_name(name)) for name, text in new)
+            sent.sources += len(new)
+        once = definitions, packed.data, packed.buffers, inputs, forget, sources, seed
+        self._link.send(order.worker, RunClosure(program, order.closure, _oldest(), *once))
 
     def _seed_of(self, worker: int) -> int:
         """What a worker's random numbers begin with: each draws others, which all follow from the seed set here."""

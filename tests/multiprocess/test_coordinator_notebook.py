@@ -32,6 +32,7 @@ def test_closures_in_a_notebook() -> None:
         ran = notebook.try_run("coordinator.schedule(step, args=(-1,))\ncoordinator.join()")
         assert ran.error_name == "Mine"
         assert "raise Mine(n)" in ran.traceback
+        assert "Cell In[3], line" in ran.traceback
         assert "orker" in ran.traceback
         notebook.run("values = [coordinator.schedule(time.sleep, args=(60,)) for _ in range(8)]")
         cell = notebook.start("print('waits', flush=True)\ncoordinator.join()")
