@@ -115,6 +115,9 @@ def test_a_lost_server_is_an_error_at_once_until_another_takes_its_place() -> No
             servers.exchange({1: [Describe()]})
         assert coordinator.status().lost_servers == (1,)
         require().restart(missing=True)
+        with pytest.raises(ServerLost, match="Another one is in its place"):
+            coordinator.schedule(whoami)
+        coordinator.recover(lambda: None)
         assert servers.exchange({0: [Describe()], 1: [Describe()]})[1] == ((),)
         assert coordinator.schedule(whoami).fetch()
         coordinator.join()
