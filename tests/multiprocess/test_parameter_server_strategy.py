@@ -17,6 +17,7 @@ from distnb.coordinator import ClusterCoordinator
 from distnb.errors import ProgramError, ServerLost
 from distnb.notebook.compose import require
 from distnb.partitioners import FixedShardsPartitioner
+from tests import processes
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.timeout(150)
@@ -148,6 +149,7 @@ def test_a_server_that_is_lost_and_what_is_restored(
         coordinator.recover(manager)
     wait_until(lambda: "SIGKILL" in next(row for row in require().status() if row.task == "ps 0").state, 20, "its end")
     assert cluster.restart(missing=True) == (lost.engine,)
+    processes.OF_MODULE.update(row.pid for row in cluster.status())
     with pytest.raises(ServerLost, match="holds nothing yet"):
         coordinator.schedule(closure)
     coordinator.recover(manager)
