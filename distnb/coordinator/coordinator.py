@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import select
 import sys
 import threading
 import time
@@ -40,9 +38,10 @@ from distnb.coordinator.per_worker import (
 from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Order, Send, TakeBack, TellNobodyRuns
 from distnb.coordinator.remote_values import RemoteValue
 from distnb.coordinator.status import CoordinatorStatus, WorkerState, WorkerStatus
-from distnb.errors import ClosureCancelled, NoClusterError, OptionError, ServerLost
+from distnb.coordinator.waiter import Waiter
+from distnb.errors import CheckpointError, ClosureCancelled, NoClusterError, OptionError, ServerLost
 from distnb.runtime.base import PARAMETER_SERVER
-from distnb.runtime.interrupts import Interrupts, drain
+from distnb.runtime.interrupts import Interrupts
 from distnb.runtime.servers import roles
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
@@ -53,6 +52,7 @@ __all__ = ["ClusterCoordinator", "running_coordinators"]
 
 _DEPTH = 3  # of empty closures two workers do 1.5 times as many as with 1, and 1.3 times as many as with 2
 _LATEST_STEPS = 256
+_END_S = 5.0  # workers that do not end in a second are given up on; longer than this, nobody waits
 
 _numbers = itertools.count(1)  # of closures: the servers know changes by them, whoever scheduled
 _coordinators: dict[Strategy, ClusterCoordinator] = {}
@@ -68,10 +68,11 @@ class _Closure:
 
 @dataclass
 class _Sent:
-    """What a worker has been sent: the resources that it knows, of those of `Packer.forgotten` so many are gone."""
+    """What a worker has been sent: the resources that it knows; of `Packer.forgotten` and `Packer.sources` so many."""
 
     known: set[int] = field(default_factory=set)
     forgotten: int = 0
+    sources: int = 0
     seeded: bool = False
 
 
@@ -145,13 +146,14 @@ class ClusterCoordinator:
         self._sent: dict[int, _Sent] = {}  # by worker
         self._lost: dict[int, str] = {}
         self._lost_servers: dict[int, str] = {}
+        self._empty_servers: set[int] = set()  # of those, they have come back
         self._nbytes = 0
         self._errors: list[BaseException] = []  # to be raised, the first first
         self._why = ""  # those that are cancelled are
         self._interrupted = False
         self._staleness: deque[int] = deque(maxlen=_LATEST_STEPS)
         self._steps = 0
-        self._waiters: list[_Waiter] = []
+        self._waiters: list[Waiter] = []
         self._interrupts = Interrupts()
         self._seed: int | None = None
         self._link.subscribe(self._hear, self._next_deadline)
@@ -259,6 +261,36 @@ class ClusterCoordinator:
         """
         return map_structure(_fetched, val)
 
+    def recover(self, checkpoint: Any) -> None:
+        """Go on after a parameter server was lost, once another one is in its place (`%distnb restart --missing`).
+
+        Variables and optimizers that were on it are made anew, and all are restored, so that they fit together. What
+        was scheduled when it was lost was cancelled.
+
+        Args:
+            checkpoint: A `CheckpointManager`, whose newest whole checkpoint is restored; or a function that restores.
+
+        Raises:
+            ServerLost: A server is still missing.
+            CheckpointError: There is no checkpoint, or it does not fit. Call this again with another one.
+        """
+        with _lock:
+            missing = sorted(self._lost_servers.keys() - self._empty_servers)
+        if missing:
+            raise ServerLost(self._server_text(missing[0]))
+        runtime = roles.coordinating(self.strategy)
+        for server in sorted(self._empty_servers):
+            runtime.access.recreate(server)
+        restored = getattr(checkpoint, "restore_or_initialize", None)
+        if restored is not None and restored() is None:
+            raise CheckpointError(f"{checkpoint!r} has no checkpoint yet, from which variables could be restored.")
+        if restored is None:
+            checkpoint()
+        with _lock:
+            self._lost_servers.clear()
+            self._empty_servers.clear()
+            self._errors.clear()
+
     # -- what each worker has of its own ---------------------------------------------------------------------------
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
@@ -347,7 +379,7 @@ class ClusterCoordinator:
             if ready():
                 return
             self._link.watch(self)
-            waiter = _Waiter(ready)
+            waiter = Waiter(ready)
             self._waiters.append(waiter)
         on_main = threading.current_thread() is threading.main_thread()
         try:
@@ -365,7 +397,7 @@ class ClusterCoordinator:
         with _lock:
             self._cancel("the user interrupted")
             self._wake()
-            waiter = _Waiter(lambda: not self._queue.ending)
+            waiter = Waiter(lambda: not self._queue.ending)
             self._waiters.append(waiter)
         waiter.wait_for(_END_S)
         with _lock:
@@ -403,13 +435,19 @@ class ClusterCoordinator:
                 "distnb.start(workers=2, ps=1), and make strategy and coordinator anew."
             )
         if self._lost_servers:
-            raise ServerLost(self._server_text())
+            raise ServerLost(self._server_text(next(iter(self._lost_servers))))
 
-    def _server_text(self) -> str:
-        server, how = next(iter(self._lost_servers.items()))
+    def _server_text(self, server: int) -> str:
+        how = self._lost_servers[server]
+        if server in self._empty_servers:
+            return (
+                f"Parameter server {server} {how}. Another one is in its place, and holds nothing yet. Restore the "
+                "variables from a checkpoint: coordinator.recover(checkpoint_manager)."
+            )
         return (
             f"Parameter server {server} {how}, and the variables that it held are gone. Start another one in its place "
-            "with %distnb restart --missing, and restore the variables from a checkpoint."
+            "with %distnb restart --missing, and restore the variables from a checkpoint: "
+            "coordinator.recover(checkpoint_manager)."
         )
 
     # -- the link's thread -----------------------------------------------------------------------------------------
@@ -446,11 +484,12 @@ class ClusterCoordinator:
                 self._lost[worker] = how
                 return queue.worker_lost(worker, now)
             case ServerGone(server=server, how=how):
-                self._lost_servers[server] = how
-                self._why = self._server_text()
+                self._lost_servers.setdefault(server, how)
+                self._empty_servers.discard(server)
+                self._why = self._server_text(server)
                 return queue.cancel()
             case ServerUp(server=server):
-                self._lost_servers.pop(server, None)
+                self._empty_servers.add(server)
             case UserInterrupted():
                 self._interrupted = bool(self._waiters)
                 self._why = "the user interrupted"
@@ -544,10 +583,13 @@ class ClusterCoordinator:
         seed = None if sent.seeded else self._seed_of(order.worker)
         sent.seeded = True
         known.update(packed.needs)
-        message = RunClosure(
-            program, order.closure, _oldest(), definitions, packed.data, packed.buffers, inputs, forget, seed
-        )
-        self._link.send(order.worker, message)
+        sources: tuple[tuple[str, str, str], ...] = ()
+        if sent.sources < len(self._packer.sources):
+            new = list(self._packer.sources.items())[sent.sources :]
+            sources = tuple((name, text, self._link.cell_name(name)) for name, text in new)
+            sent.sources += len(new)
+        once = definitions, packed.data, packed.buffers, inputs, forget, sources, seed
+        self._link.send(order.worker, RunClosure(program, order.closure, _oldest(), *once))
 
     def _seed_of(self, worker: int) -> int:
         """What a worker's random numbers begin with: each draws others, which all follow from the seed set here."""
@@ -595,41 +637,3 @@ def _line(text: str) -> str:
 
 def _name_of(value: Any) -> str:
     return getattr(value, "__qualname__", None) or type(value).__qualname__
-
-
-_END_S = 5.0  # workers that do not end in a second are given up on; longer than this, nobody waits
-
-
-class _Waiter:
-    """One thread that waits for a condition."""
-
-    def __init__(self, ready: Callable[[], bool]) -> None:
-        self._ready = ready
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLIN)
-        self._woken = False
-
-    def look(self) -> None:
-        """Something has changed; with the lock."""
-        if not self._woken and self._ready():
-            self._woken = True
-            os.eventfd_write(self._fd, 1)
-
-    def wait(self, interrupts_fd: int | None) -> bool:
-        """Wait. False: for this interrupt it was not waited any longer."""
-        if interrupts_fd is not None:
-            self._poll.register(interrupts_fd, select.POLLIN)
-        ready = [descriptor for descriptor, _ in self._poll.poll()]
-        if interrupts_fd in ready and interrupts_fd is not None:
-            drain(interrupts_fd)
-        return self._fd in ready and self._woken
-
-    def wait_for(self, seconds: float) -> None:
-        """Wait for so long at most."""
-        if not self._ready():
-            self._poll.poll(seconds * 1000)
-
-    def close(self) -> None:
-        """Free the descriptor."""
-        os.close(self._fd)

@@ -129,6 +129,9 @@ class ClusterLink(Protocol):
     def watch(self, coordinator: ClusterCoordinator) -> None:
         """Show what this coordinator does, until its closures have ended; told again and again, so it costs little."""
 
+    def cell_name(self, filename: str) -> str:
+        """How tracebacks call a cell, by what its code objects carry; "" if it is none."""
+
     def catch_up(self) -> None:
         """Show what workers have written so far."""
 

@@ -31,6 +31,7 @@ from distnb.coordinator.link import (
 from distnb.errors import MessageError, StartError
 from distnb.notebook.failures import reported
 from distnb.notebook.front_end import FrontEnd
+from distnb.notebook.output.wording import cell_name
 from distnb.notebook.supervision import GiveUpOn
 from distnb.runtime.interrupts import drain
 from distnb.topology import PS, WORKER, Task
@@ -199,6 +200,10 @@ class ClosureChannel:
     def watch(self, coordinator: ClusterCoordinator) -> None:
         """Show what a coordinator does."""
         self._front().watch(coordinator)
+
+    def cell_name(self, filename: str) -> str:
+        """How tracebacks call a cell."""
+        return cell_name(filename)
 
     def catch_up(self) -> None:
         """Show what workers have written so far."""

@@ -76,6 +76,7 @@ def test_a_cell_shows_the_queue_while_it_waits_and_keeps_the_last_picture(notebo
     lines = last["text/plain"].splitlines()
     assert lines[0].startswith("parameter_server · 2 workers · ended · ")
     assert " · 20 steps" in lines[0]
+    assert "steps</th>" in last["text/html"], "the workers count their own"
     assert lines[1].startswith("loss: ")
     assert lines[2].startswith("closures: 20 done · staleness ")
     assert sum(int(line.split()[2]) for line in lines[3:5]) == 20
