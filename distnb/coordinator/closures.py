@@ -466,7 +466,8 @@ def _set(resource: Any, settings: list[Any]) -> None:
     """Let a model train or not, as the coordinator's does; give an optimizer's groups their options."""
     if isinstance(resource, torch.nn.Module):
         for module, training in zip(resource.modules(), settings, strict=True):
-            module.training = training
+            if module.training is not training:  # to set an attribute of a module costs some microseconds
+                module.training = training
     else:
         for group, options in zip(resource.param_groups, settings, strict=True):
             group.update(options)

@@ -128,7 +128,9 @@ class ClusterLink(Protocol):
     def catch_up(self) -> None:
         """Show what workers have written so far."""
 
-    def subscribe(self, listener: Callable[[Event], None], deadline: Callable[[], float | None]) -> Callable[[], None]:
+    def subscribe(
+        self, listener: Callable[[Event | None], None], deadline: Callable[[], float | None]
+    ) -> Callable[[], None]:
         """Tell of events from now on, one after another; first of those workers that are there.
 
         Args:

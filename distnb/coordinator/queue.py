@@ -1,8 +1,8 @@
 """Which closure runs on which worker: a state machine without IO. Events and the time go in, orders come out.
 
 Closures are numbered in the order in which they were scheduled, and start in that order; one that a lost worker had
-keeps its number, and so comes next. A worker has the closure that it runs, and the next: no round trip is lost between
-them. If another worker has nothing to do meanwhile, it gets that next one.
+keeps its number, and so comes next. A worker has the closure that it runs, and the next ones: no round trip is lost
+between them. If another worker has nothing to do meanwhile, it gets the last of those.
 """
 
 from __future__ import annotations
@@ -284,9 +284,11 @@ class ClosureQueue:
 
     def _behind(self) -> Iterator[_Worker]:
         """Workers that are to be asked for what they have not begun, as many as there are with nothing to do."""
+        if self._waiting:
+            return
         idle = [each for each in self._workers.values() if not each.closures and not each.stuck_in]
         asked = sum(each.asked_back is not None for each in self._workers.values())
-        if self._waiting or len(idle) <= asked:
+        if len(idle) <= asked:
             return
         ready = (each for each in self._workers.values() if len(each.closures) > 1 and each.asked_back is None)
         for _, each in zip(range(len(idle) - asked), ready, strict=False):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["CoordinatorStatus", "WorkerStatus"]
+__all__ = ["CoordinatorStatus", "WorkerState", "WorkerStatus"]
+
+WorkerState = Literal["idle", "running", "stuck", "lost"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class WorkerStatus:
     """
 
     worker: int
-    state: Literal["idle", "running", "stuck", "lost"]
+    state: WorkerState
     closure: str = ""
     seconds: float = 0.0
     done: int = 0

@@ -84,7 +84,7 @@ class ClosureChannel:
         self._under_way: dict[int, int] = {}  # program: engine
         self._up: dict[int, int] = {}  # engine: its process
         self._listeners: list[tuple[Callable[[Event | None], None], Callable[[], float | None]]] = []
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._peers.watch(self._wake_fd)
         self._unsubscribe = self._supervisor.events.subscribe(self._notice)

@@ -147,7 +147,7 @@ def test_several_failures_are_all_told(coordinator: ClusterCoordinator) -> None:
         with tempfile.TemporaryDirectory() as marks:
             for word in ("one", "two"):
                 coordinator.schedule(stubborn, args=(word, marks))
-            with pytest.raises(ValueError, match="one|two") as caught:
+            with pytest.raises(ValueError, match=r"one|two") as caught:
                 coordinator.join()
             coordinator.join()
             others = caught.value.others  # type: ignore[attr-defined]
@@ -203,7 +203,7 @@ def test_a_per_worker_value_is_made_once_on_each_worker(coordinator: ClusterCoor
     assert sum(len(own) == 2 for _, own in found) == 2
     with pytest.raises(OptionError, match="each worker has its own"):
         coordinator.fetch(value)
-    with pytest.raises(CannotTravelError, match="argument of coordinator.schedule only"):
+    with pytest.raises(CannotTravelError, match=r"argument of coordinator\.schedule only"):
         pickle.dumps(value)
 
 
@@ -290,8 +290,7 @@ def test_an_error_frees_a_schedule_that_waits(coordinator: ClusterCoordinator) -
     try:
         coordinator.schedule(fails, args=("while it waits", 0.3))
         with pytest.raises(ValueError, match="while it waits"):
-            for _ in range(100):
-                coordinator.schedule(time.sleep, args=(60,))
+            coordinator.fetch([coordinator.schedule(time.sleep, args=(60,)) for _ in range(100)])
     finally:
         coordinator._max_queued = 4096
 
