@@ -73,6 +73,7 @@ class WorkerTask:
         self.alone = _team_of_one(message.team, engine, device)
         self._definitions: tuple[tuple[int, Any], ...] = ()  # that have come, and may not be the runner's yet
         self._seed: int | None = None
+        self._modes = Environment()
         self._random: tuple[Environment, list[torch.Tensor]] | None = None  # while others draw
 
     def renew(self, message: TakeTask) -> None:
@@ -88,6 +89,7 @@ class WorkerTask:
             remember_source(*source)
         self._definitions += message.definitions
         self._seed = message.seed if message.seed is not None else self._seed
+        self._modes = message.modes if message.modes is not None else self._modes
 
     def run(self, message: RunClosure) -> ClosureResult:
         """Run a closure that was taken in; raises what it does."""
@@ -98,6 +100,7 @@ class WorkerTask:
             apply_environment(self._random[0])
             streams.write(self._random[1])
         self._random = None
+        apply_environment(self._modes)
         if not self._definitions:
             return self._runner.run(message)
         result = self._runner.run(message._replace(definitions=self._definitions))
