@@ -335,13 +335,15 @@ class ClusterCoordinator:
             states = self._queue.workers
             for worker in self._link.workers:
                 found = states.get(worker)
+                done = self._queue.done_by[worker]
                 if found is None:
-                    workers.append(WorkerStatus(worker, "lost", how=self._lost.get(worker, "not there yet")))
+                    how = self._lost.get(worker, "not there yet")
+                    workers.append(WorkerStatus(worker, "lost", done=done, how=how))
                     continue
                 closure = self._closures.get(found.closure) if found.closure is not None else None
                 name, seconds = (closure.value.name, now - found.began) if closure else ("", 0.0)
                 state: WorkerState = "stuck" if found.stuck else "running" if closure else "idle"
-                workers.append(WorkerStatus(worker, state, name, seconds, found.done))
+                workers.append(WorkerStatus(worker, state, name, seconds, done))
             stale = tuple(self._staleness)
             mean = sum(stale) / len(stale) if stale else 0.0
             lost = tuple(sorted(self._lost_servers))

@@ -17,7 +17,7 @@ class WorkerStatus:
     Attributes:
         state: "stuck": it was told to end a closure, and did not.
         closure, seconds: The name of the function that it runs, and since when it does; as far as is known here.
-        done: Closures that this process has done.
+        done: Closures that it has done, those of processes that were lost among them.
         how: How it was lost.
     """
 

@@ -23,7 +23,7 @@ from distnb.widgets.queue_picture import queue_picture
 from distnb.widgets.views import PictureView
 from distnb.wire.messages import Live, Output, TelemetrySample
 
-IDLE, LOST = WorkerStatus(0, "idle", done=10), WorkerStatus(1, "lost", how="was killed by SIGKILL")
+IDLE, LOST = WorkerStatus(0, "idle", done=10), WorkerStatus(1, "lost", done=14, how="was killed by SIGKILL")
 BEFORE = CoordinatorStatus(0, 0, 20, 0, 0, 1, (IDLE, WorkerStatus(1, "idle", done=10)), 0.0, 0, (), 15)
 
 
@@ -45,14 +45,6 @@ def test_a_cell_counts_what_ended_in_it_and_all_that_has_not() -> None:
     assert model.queue_text() == "790 done · 2 cancelled · 6 running · 1,204 waiting · 2 retried"
     assert model.staleness_text() == "staleness 0.9 (max 3)"
     assert model.steps == 800
-
-
-def test_a_worker_keeps_what_it_did_when_another_process_takes_its_place() -> None:
-    model = ClosuresModel(BEFORE)
-    for done in (14, None, 0, 3):
-        worker = LOST if done is None else WorkerStatus(1, "idle", done=done)
-        model.feed(status(5, 1, workers=(IDLE, worker)), 1.0)
-    assert [model.done_by(worker) for worker in (0, 1)] == [0, 7]
 
 
 def test_the_rate_is_of_the_last_seconds_and_in_the_end_of_all() -> None:
@@ -119,7 +111,7 @@ def test_workers_have_a_row_each() -> None:
     header, rows = worker_table(model, model.closures)
     assert header == ["worker", "device", "runs", "for", "done", "steps", "memory", "loss"]
     assert rows[0] == ["0", "cpu:0", "<lambda>", "2.2 s", "20", "20", "300 MB", "0.5"]
-    assert rows[1] == ["1", "", "lost: was killed by SIGKILL", "", "0", "", "", ""]
+    assert rows[1] == ["1", "", "lost: was killed by SIGKILL", "", "4", "", "", ""]
 
 
 def test_the_last_picture_tells_all_also_in_plain_text() -> None:
@@ -134,7 +126,7 @@ def test_the_last_picture_tells_all_also_in_plain_text() -> None:
         "loss: 0.5",
         "closures: 40 done · 1 failed",
         "worker 0: 20 done, idle",
-        "worker 1: 0 done, lost: was killed by SIGKILL",
+        "worker 1: 4 done, lost: was killed by SIGKILL",
         "ps 0: 2 shards, 2.0 kB",
         "ps 1: lost",
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -32,19 +32,12 @@ class ClosuresModel:
         self.status = before
         self._shards: tuple[PlacedShard, ...] = ()
         self._before = before
-        self._done: Counter[int] = Counter()  # by worker, whichever process it was
-        self._seen = {each.worker: each.done for each in before.workers}
         self._history: deque[tuple[float, int]] = deque(maxlen=64)  # seconds, closures that were done
         self._first: tuple[float, int] | None = None
 
     def feed(self, status: CoordinatorStatus, now: float) -> None:
         """Take a sample."""
         self.status = status
-        for each in status.workers:
-            if each.state != "lost":
-                seen = self._seen.get(each.worker, 0)
-                self._done[each.worker] += each.done - (seen if each.done >= seen else 0)  # else a new process
-                self._seen[each.worker] = each.done
         self._history.append((now, status.done))
         self._first = self._first or self._history[0]
         while len(self._history) > 2 and self._history[1][0] < now - _RATE_WINDOW_S:
@@ -82,7 +75,10 @@ class ClosuresModel:
 
     def done_by(self, worker: int) -> int:
         """How many closures a worker has done in this cell."""
-        return self._done[worker]
+        done, before = (
+            sum(each.done for each in status.workers if each.worker == worker) for status in (self.status, self._before)
+        )
+        return done - before
 
     def closures_per_second(self) -> float:
         """Over the last two seconds; once all have ended, over all."""
