@@ -15,7 +15,7 @@ import pickle
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -420,8 +420,8 @@ class Runner:
         self._reaches: dict[int, _Reach] = {}
         self._inputs: dict[int, Any] = {}
 
-    def run(self, message: RunClosure) -> ClosureResult:
-        """Run a closure; raises what it does."""
+    def run(self, message: RunClosure, fresh: Collection[int] = ()) -> ClosureResult:
+        """Run a closure; raises what it does. Copies of variables that are `fresh` are not read anew."""
         global _runner
         _runner = self
         for number in message.forget:
@@ -439,7 +439,7 @@ class Runner:
         metrics = {each: found for each in self.reach.resources if _is_metric(found := self._resources[each])}
         for metric in metrics.values():
             metric.reset()
-        with self.access.running(ClosureRun(message.closure, message.oldest), self.reach.variables) as running:
+        with self.access.running(ClosureRun(message.closure, message.oldest), self.reach.variables, fresh) as running:
             try:
                 value = function(*args, **kwargs)
             except StopIteration as end:
