@@ -104,6 +104,23 @@ def test_a_cluster_without_servers_is_none_for_parameter_servers(notebook: Noteb
     assert "%distnb start --workers 2 --ps 1" in failed.error_text
 
 
+def test_a_parameter_server_cell_runs_in_the_notebook(notebook: Notebook) -> None:
+    cell = "%%distribute parameter_server\nmade = [strategy, coordinator]\nhere = os.getpid()"
+    assert "has no parameter servers" in notebook.try_run(cell).error_text
+    notebook.run("%distnb stop\ncoordinator = 'mine'")
+    assert "starting one of 2 workers and 1 parameter server" in notebook.run(cell, timeout_s=90).text
+    assert notebook.value("[here == os.getpid(), coordinator]") == [True, "mine"]
+    kinds = ["ParameterServerStrategy", "ClusterCoordinator"]
+    assert notebook.value("[type(each).__name__ for each in made]") == kinds
+    notebook.run("del coordinator; first = made")
+    notebook.run(cell)
+    assert notebook.value("[new is old for new, old in zip(made, first)] + [coordinator is made[1]]") == [True] * 3
+    # Its scope is an ordinary context in other cells, too.
+    notebook.run("with strategy.scope():\n    here, variable = os.getpid(), distnb.Variable(2.0)")
+    assert notebook.value("here == os.getpid()")
+    assert notebook.value("str(variable.device)") == "/job:ps/replica:0/task:0/device:CPU:0"
+
+
 # -- servers that wait for their coordinator ---------------------------------------------------------------------------
 
 
