@@ -382,6 +382,12 @@ class ServerAccess:
                 )
             copy.note()
 
+    def bring_home(self) -> None:
+        """Tell the servers what was changed here, and read what workers have changed, of the coordinator's tensors."""
+        self.send_changes()
+        owned = ((stored.number, owner()) for stored, owner in self._owners.items())
+        self.refresh([n for n, owner in owned if n in self._copies and self._copies[n].reference() is owner])
+
     # Optimizers -----------------------------------------------------------------------------------------------------
 
     def make_optimizer(
