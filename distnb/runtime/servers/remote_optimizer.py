@@ -21,7 +21,7 @@ from distnb.runtime.this_process import this_process
 __all__ = ["RemoteSteps", "described", "is_remote", "make_remote", "opened"]
 
 _numbers = itertools.count(1)
-_NOT_SENT = frozenset({"state", "param_groups", "defaults", "_remote"})
+_NOT_SENT = frozenset({"state", "param_groups", "defaults", "_remote", "step", "_opt_called"})  # schedules set the last
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class RemoteSteps:
     """
 
     _remote: _Remote
+    _opt_called = True  # learning rate schedules on the coordinator see no steps, which the workers take
     param_groups: list[dict[str, Any]]
 
     @property
@@ -78,6 +79,8 @@ class RemoteSteps:
             }
         )
         return loss
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # to be left alone by them
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made."""
@@ -139,7 +142,7 @@ class RemoteSteps:
 
 
 def _by_part(stored: Stored, gradient: torch.Tensor, wants_sparse: bool) -> Iterable[tuple[Any, Gradient]]:
-    """What of a gradient belongs to each part of its variable; parts that get nothing are left out."""
+    """What of a gradient belongs to each part of its variable; of some it may be no rows, which is a step as well."""
     if not gradient.is_sparse:
         for each in stored.shards():
             yield each, stored.piece(gradient, each[1]).cpu().contiguous()
@@ -149,8 +152,7 @@ def _by_part(stored: Stored, gradient: torch.Tensor, wants_sparse: bool) -> Iter
     for each in stored.shards():
         part = each[1]
         first, last = torch.searchsorted(rows, torch.tensor([part.first, part.last])).tolist()
-        if last > first or not wants_sparse:
-            yield each, RowsGradient(rows[first:last] - part.first, values[first:last], wants_sparse)
+        yield each, RowsGradient(rows[first:last] - part.first, values[first:last], wants_sparse)
 
 
 def _joined(stored: Stored, parts: Sequence[Any]) -> Any:
@@ -218,6 +220,7 @@ def make_remote(optimizer: Any) -> None:
     servers.make_optimizer(remote.number, _factory(optimizer), groups)
     before = optimizer.state_dict() if optimizer.state else None  # Adagrad has something in the beginning
     optimizer.state.clear()
+    vars(optimizer).pop("step", None)  # a schedule that exists has put its own before it
     optimizer.__class__ = _remote_class(_class_of(optimizer))
     optimizer._remote = remote
     if before is not None:

@@ -105,6 +105,7 @@ class ServerVariable(Variable):
     def _operand(self, name: str) -> torch.Tensor:
         homes.of(self._strategy).in_replica(writing=False)
         tensor: torch.Tensor = this_process.servers.copy_of(self.stored).tensor
+        tensor.requires_grad_(self.requires_grad)
         if tensor.requires_grad and not tensor._post_accumulate_grad_hooks:
             tensor.register_post_accumulate_grad_hook(self._take_from)
         return tensor
@@ -144,7 +145,7 @@ class ServerVariable(Variable):
         values = this_process.servers.read_rows(self.stored, unique)
         if sparse is not None:
             self.sparse_gradients = sparse
-        if self.trainable and torch.is_grad_enabled():
+        if self.requires_grad and torch.is_grad_enabled():
             values.requires_grad_()
 
             def take(leaf: torch.Tensor) -> None:
