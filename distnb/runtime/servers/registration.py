@@ -18,7 +18,7 @@ from distnb.runtime import contexts
 from distnb.runtime.scopes.registration import roots_of, watching
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.placement import Placement
-from distnb.runtime.servers.remote_optimizer import is_remote, make_remote
+from distnb.runtime.servers.remote_optimizer import make_remote, will_be_remote
 from distnb.runtime.servers.server_variable import ServerVariable, stand_in
 from distnb.runtime.this_process import this_process
 from distnb.variables.settings import Settings
@@ -100,8 +100,7 @@ class ServerRegistration:
                 if isinstance(each, torch.nn.Parameter):
                     self._take_tensor(each, "", trainable=each.requires_grad)
         for optimizer in optimizers:
-            if not is_remote(optimizer):
-                make_remote(optimizer)
+            make_remote(optimizer)
 
     def take(self, root: torch.nn.Module) -> None:
         """Put a model's parameters and buffers on the servers, those that are not there yet."""
@@ -122,7 +121,7 @@ class ServerRegistration:
         self._roots = [*(weakref.ref(each) for each in self.roots if each not in within), weakref.ref(root)]
 
     def _take_tensor(self, tensor: torch.Tensor, name: str, *, trainable: bool) -> None:
-        if tensor.is_meta or self.access.stored_of(tensor) is not None:
+        if self.access.stored_of(tensor) is not None or tensor.is_meta:
             return
         stored = self.placement.place(name, tensor.shape, tensor.dtype, trainable=trainable, whole=not trainable)
         self.access.create(stored, tensor)
@@ -178,6 +177,7 @@ def _optimizers() -> Iterator[list[torch.optim.Optimizer]]:
     @functools.wraps(init)
     def noting(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         init(optimizer, *args, **kwargs)
+        will_be_remote(optimizer)
         made.append(optimizer)
 
     torch.optim.Optimizer.__init__ = noting  # type: ignore[assignment,method-assign]

@@ -18,10 +18,10 @@ from distnb.runtime.servers.placement import Stored
 from distnb.runtime.servers.server_variable import ServerVariable
 from distnb.runtime.this_process import this_process
 
-__all__ = ["RemoteSteps", "described", "is_remote", "make_remote", "opened"]
+__all__ = ["RemoteSteps", "described", "is_remote", "make_remote", "opened", "will_be_remote"]
 
 _numbers = itertools.count(1)
-_NOT_SENT = frozenset({"state", "param_groups", "defaults", "_remote", "step", "_opt_called"})  # schedules set the last
+_NOT_SENT = frozenset({"state", "param_groups", "defaults", "_remote", "step"})  # schedules wrap an optimizer's `step`
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RemoteSteps:
     """
 
     _remote: _Remote
-    _opt_called = True  # learning rate schedules on the coordinator see no steps, which the workers take
+    _opt_called = True  # the steps are the workers': learning rate schedules would ask for some of this process's
     param_groups: list[dict[str, Any]]
 
     @property
@@ -55,6 +55,11 @@ class RemoteSteps:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the gradients to the servers, which update the variables: each server's in one piece."""
+        if not is_remote(self):
+            raise ContextError(
+                f"{type(self).__name__}.step() was called in strategy.scope(), and the servers know of its parameters "
+                "when the scope ends. Train after the scope."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -80,8 +85,6 @@ class RemoteSteps:
         )
         return loss
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # to be left alone by them
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made."""
         if hasattr(self, "_remote"):
@@ -93,6 +96,9 @@ class RemoteSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """Its state, as torch has it: of variables in several shards what was kept for the whole."""
+        if not is_remote(self):
+            plain: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+            return plain
         states = this_process.servers.optimizer_states(self._remote.number, self._remote.servers)
         kept: dict[Shard, Any] = {shard: each for found in states.values() for shard, each in found["state"].items()}
         variables = [stored for group in self._remote.groups for stored in group]
@@ -121,6 +127,9 @@ class RemoteSteps:
         Raises:
             ValueError: It is the state of an optimizer of other parameters.
         """
+        if not is_remote(self):
+            super().load_state_dict(state_dict)  # type: ignore[misc]
+            return
         variables = [stored for group in self._remote.groups for stored in group]
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(its) for its in self._remote.groups]:
@@ -196,8 +205,13 @@ def is_remote(optimizer: Any) -> bool:
     return isinstance(optimizer, RemoteSteps) and hasattr(optimizer, "_remote")
 
 
+def will_be_remote(optimizer: Any) -> None:
+    """An optimizer is being made in a scope: its methods are ours from now on, also for what wraps them."""
+    optimizer.__class__ = _remote_class(_class_of(optimizer))
+
+
 def make_remote(optimizer: Any) -> None:
-    """Have the servers take an optimizer's steps, from now on. All of its parameters live there.
+    """Have the servers take the steps of an optimizer that a scope made. All of its parameters live there.
 
     Raises:
         ContextError: Some parameters do not.
@@ -220,8 +234,6 @@ def make_remote(optimizer: Any) -> None:
     servers.make_optimizer(remote.number, _factory(optimizer), groups)
     before = optimizer.state_dict() if optimizer.state else None  # Adagrad has something in the beginning
     optimizer.state.clear()
-    vars(optimizer).pop("step", None)  # a schedule that exists has put its own before it
-    optimizer.__class__ = _remote_class(_class_of(optimizer))
     optimizer._remote = remote
     if before is not None:
         optimizer.load_state_dict(before)

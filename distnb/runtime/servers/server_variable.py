@@ -54,6 +54,7 @@ class ServerVariable(Variable):
 
     stored: Stored
     sparse_gradients: bool
+    is_meta = False  # for torch, which says of those that what they are given is lost
     _gradient: torch.Tensor | None
 
     # What it is -----------------------------------------------------------------------------------------------------
