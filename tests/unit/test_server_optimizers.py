@@ -20,7 +20,11 @@ DENSE = sorted(
     for name, each in vars(torch.optim).items()
     if inspect.isclass(each) and issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
 )
-OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9, "nesterov": True}, "RMSprop": {"momentum": 0.5}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Adagrad": {"initial_accumulator_value": 0.5},
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "RMSprop": {"momentum": 0.5},
+}
 
 
 def build(make: Callable[[Any], Any], *, bias: bool = True) -> tuple[Any, Any]:

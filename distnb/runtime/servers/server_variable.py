@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from distnb.errors import OptionError, StructureError
+from distnb.runtime import contexts
 from distnb.runtime.servers.placement import Stored
 from distnb.runtime.this_process import this_process
 from distnb.variables import scattering
@@ -215,6 +216,9 @@ class ServerVariable(Variable):
     ) -> Any:
         if function in _LOOKUPS and isinstance(args[1], ServerVariable):
             return _LOOKUPS[function](*args, **(kwargs or {}))
+        if function is torch.full_like and contexts.innermost() is not None and args[0]._is_table():
+            # Adagrad wants it in the beginning, and of a table it may be more than this process has memory for.
+            return torch.full((), args[1], dtype=args[0].dtype).expand(args[0].shape)
         return super().__torch_function__(function, types, args, kwargs)
 
     # Being an object ------------------------------------------------------------------------------------------------
