@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ClosureRun", "Copy", "ServerAccess"]
 
-_PIECE_NBYTES = 16 << 20  # of a variable that is filled row by row
+_PIECE_NBYTES = 4 << 20  # of a variable that is filled row by row
 _UNKNOWN = -1
 
 
