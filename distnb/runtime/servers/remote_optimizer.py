@@ -160,7 +160,9 @@ def _by_part(stored: Stored, gradient: torch.Tensor, wants_sparse: bool) -> Iter
     rows, values = gradient.indices()[0].cpu(), gradient.values().cpu()
     for each in stored.shards():
         part = each[1]
-        first, last = torch.searchsorted(rows, torch.tensor([part.first, part.last])).tolist()
+        first, last = 0, len(rows)
+        if len(stored.parts) > 1:
+            first, last = torch.searchsorted(rows, torch.tensor([part.first, part.last])).tolist()
         yield each, RowsGradient(rows[first:last] - part.first, values[first:last], wants_sparse)
 
 
