@@ -402,3 +402,11 @@ def test_parameters_on_the_coordinator_are_those_of_now_after_a_join(strategy: A
     worker.run(packer, 2, closure)
     strategy.runtime.access.bring_home()
     assert weight.tolist() == [5, 5]
+
+
+def test_what_initializes_a_model_after_the_scope_reaches_the_servers(strategy: Any, servers: InHouse) -> None:
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+    model.weight.data.fill_(7)  # torch does not count such changes
+    model.bias.data.zero_()
+    assert Worker(servers, 0).run(packer_of(strategy), 1, lambda: model(torch.ones(1, 2)).tolist()) == [[14, 14]]

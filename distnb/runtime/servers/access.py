@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
+from distnb.collectives.digests import digest
 from distnb.errors import ProgramError
 from distnb.runtime.servers.messages import (
     Create,
@@ -46,6 +47,8 @@ class Copy:
         versions: Of each part, as it was when it was read.
         noted: torch's own count of changes in place, after it was read: another one tells of a change made here.
         base: What was read, of buffers, and of other variables without gradients on a worker, which sends differences.
+        unseen: Digest of a parameter that a scope made, until it is first looked at: torch does not count what
+            initializes it by way of `.data`.
     """
 
     stored: Stored
@@ -53,6 +56,7 @@ class Copy:
     versions: list[int]
     noted: int = 0
     base: torch.Tensor | None = None
+    unseen: int | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -63,7 +67,8 @@ class Copy:
 
     def is_changed(self) -> bool:
         """Whether it was changed in place since it was read. Of buffers torch does not count all changes."""
-        if self.tensor._version != self.noted:
+        unseen, self.unseen = self.unseen, None
+        if self.tensor._version != self.noted or (unseen is not None and digest(self.tensor.detach()) != unseen):
             return True
         if self.base is None or isinstance(self.tensor, torch.nn.Parameter):
             return False
@@ -289,6 +294,8 @@ class ServerAccess:
         copy = self._copies[stored.number] = Copy(stored, reference, unread, tensor._version)
         if not stored.trainable and (self.is_worker or not isinstance(tensor, torch.nn.Parameter)):
             copy.base = tensor.detach().clone()
+        elif not self.is_worker:
+            copy.unseen = digest(tensor.detach())
         self._stored[tensor] = stored
 
     def opened_copy(self, stored: Stored, *, is_parameter: bool) -> torch.Tensor:
