@@ -518,6 +518,8 @@ class ClusterCoordinator:
             if reply.value.contributions is not None:
                 self._packer.merge(reply.value.contributions)
             return self._queue.ended(worker, number, "done", now)
+        if reply.status == "aborted" and self._queue.is_asked_back(worker, number):
+            return self._queue.given_back(worker, number, now)  # its reply came before the news of that
         if reply.status != "error" or reply.error is None:
             if not self._queue.ending:
                 self._why = "its worker was told to end it"

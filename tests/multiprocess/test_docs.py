@@ -36,5 +36,7 @@ def show(notebook: Notebook, page: str) -> None:
         if "%distnb start" not in block or page == SERVERS:  # it runs already
             ran = notebook.run(block)
             said = re.findall(r"print\(.*\)  # (.*)", block)
-            for words in [word for text in said for word in re.split("[,;] (?:then )?(?![^(]*\\))", text) if len(said) == 1]:
+            for words in [
+                word for text in said for word in re.split("[,;] (?:then )?(?![^(]*\\))", text) if len(said) == 1
+            ]:
                 assert words in ran.stdout + str(lines_of_each(ran.stdout))

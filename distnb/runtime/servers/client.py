@@ -23,8 +23,8 @@ __all__ = ["ClientKeys", "Servers"]
 
 
 _CURE = (
-    "What it held is gone: start another one in its place (%distnb restart --missing), and restore the last checkpoint: "
-    "coordinator.recover(checkpoint_manager)."
+    "What it held is gone: start another one in its place (%distnb restart --missing), and restore the last "
+    "checkpoint: coordinator.recover(checkpoint_manager)."
 )
 
 
