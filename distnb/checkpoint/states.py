@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
@@ -67,7 +67,17 @@ def state_of(value: Any, name: str) -> Any:
     if _has_state(value):
         state = _here(value.state_dict(), name)
         return _of_all_pipelines(state) if isinstance(value, DistributedDataset) else state
-    return _here(value.read_value() if hasattr(value, "read_value") else value.detach(), name)
+    return _here(value.read_value() if hasattr(value, "read_value") else _now(value), name)
+
+
+def _now(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's value; on a coordinator of parameter servers, a parameter is a copy of what they have."""
+    servers = this_process.servers
+    stored = None if servers is None else servers.stored_of(tensor)
+    if stored is None:
+        return tensor.detach()
+    servers.send_changes()
+    return cast("torch.Tensor", servers.read(stored))
 
 
 def _here(state: Any, name: str) -> Any:

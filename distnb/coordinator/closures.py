@@ -15,7 +15,7 @@ import pickle
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -319,8 +319,10 @@ class Packer:
         for root in reversed(self._roots()):
             path = next((name for name, part in root.named_modules() if part is module), None)
             if path is not None:
-                modes = [each.training for each in root.modules()]
-                opened = self._resource(root, pickler, functools.partial(_itself, root), modes)
+                modules = list(root.modules())
+                modes = [each.training for each in modules]
+                frozen = [place for place, each in enumerate(_parameters(modules)) if not each.requires_grad]
+                opened = self._resource(root, pickler, functools.partial(_itself, root), (modes, frozen))
                 return (_open_module, (*opened[1], path)) if path else opened
         if any(each.requires_grad for each in module.parameters()):
             raise CannotTravelError(
@@ -485,12 +487,21 @@ class Runner:
 _runner: Runner
 
 
-def _set(resource: Any, settings: list[Any]) -> None:
-    """Let a model train or not, as the coordinator's does; give an optimizer's groups their options."""
+def _parameters(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
+    """Those of each of some modules; `Module.parameters` looks more closely, and takes longer."""
+    return (each for module in modules for each in module._parameters.values() if each is not None)
+
+
+def _set(resource: Any, settings: Any) -> None:
+    """Let a model and its parts train or not, as the coordinator's do; give an optimizer's groups their options."""
     if isinstance(resource, torch.nn.Module):
-        for module, training in zip(resource.modules(), settings, strict=True):
+        (modes, frozen), modules = settings, list(resource.modules())
+        for module, training in zip(modules, modes, strict=True):
             if module.training is not training:  # to set an attribute of a module costs some microseconds
                 module.training = training
+        for place, parameter in enumerate(_parameters(modules)):
+            if parameter.requires_grad is (place in frozen):
+                parameter.requires_grad_(not parameter.requires_grad)
     else:
         for group, options in zip(resource.param_groups, settings, strict=True):
             group.update(options)

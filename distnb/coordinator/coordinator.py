@@ -227,7 +227,7 @@ class ClusterCoordinator:
         return queued <= self._max_queued * 7 // 8 and (not queued or self._nbytes <= self._max_nbytes)
 
     def join(self) -> None:
-        """Wait until every scheduled closure has ended.
+        """Wait until every scheduled closure has ended. The parameters of models here are those of now, then.
 
         Raises:
             BaseException: What a closure raised, once. Those that had not ended then are cancelled.
@@ -237,6 +237,7 @@ class ClusterCoordinator:
             self._await(lambda: self._queue.idle or self._trouble)
             self._raise_error()
         self._link.catch_up()
+        roles.coordinating(self.strategy).access.bring_home()
 
     def done(self) -> bool:
         """Whether every scheduled closure has ended.
@@ -288,6 +289,7 @@ class ClusterCoordinator:
             raise CheckpointError(f"{checkpoint!r} has no checkpoint yet, from which variables could be restored.")
         if restored is None:
             checkpoint()
+        runtime.access.bring_home()
         with _lock:
             self._lost_servers.clear()
             self._empty_servers.clear()
@@ -525,6 +527,8 @@ class ClusterCoordinator:
             if reply.value.contributions is not None:
                 self._packer.merge(reply.value.contributions)
             return self._queue.ended(worker, number, "done", now)
+        if reply.status == "aborted" and self._queue.is_asked_back(worker, number):
+            return self._queue.given_back(worker, number, now)  # its reply came before the news of that
         if reply.status != "error" or reply.error is None:
             if not self._queue.ending:
                 self._why = "its worker was told to end it"

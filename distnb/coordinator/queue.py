@@ -253,6 +253,11 @@ class ClosureQueue:
             for worker, each in self._workers.items()
         }
 
+    def is_asked_back(self, worker: int, closure: int) -> bool:
+        """Whether a worker was asked for a closure, and has not answered."""
+        current = self._workers.get(worker)
+        return current is not None and current.asked_back == closure
+
     def has(self, worker: int) -> tuple[int, ...]:
         """The closures that are with a worker, the one that it runs first."""
         current = self._workers.get(worker)

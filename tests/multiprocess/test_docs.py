@@ -18,11 +18,25 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks])
+SERVERS = "docs/parameter_servers.md"  # it starts a cluster of its own
+
+
+@pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks and page != SERVERS])
 def test_what_a_page_shows(notebook: Notebook, page: str) -> None:
+    show(notebook, page)
+
+
+def test_what_the_page_of_parameter_servers_shows() -> None:
+    with Notebook(env={"OMP_NUM_THREADS": "1"}) as notebook:
+        show(notebook, SERVERS)
+
+
+def show(notebook: Notebook, page: str) -> None:
     for block in BLOCKS[page]:
-        if "%distnb start" not in block:  # it runs already
+        if "%distnb start" not in block or page == SERVERS:  # it runs already
             ran = notebook.run(block)
             said = re.findall(r"print\(.*\)  # (.*)", block)
-            for words in [word for text in said for word in re.split("[,;] (?:then )?", text) if len(said) == 1]:
+            for words in [
+                word for text in said for word in re.split("[,;] (?:then )?(?![^(]*\\))", text) if len(said) == 1
+            ]:
                 assert words in ran.stdout + str(lines_of_each(ran.stdout))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import distnb
+from distnb.checkpoint import states
 from distnb.coordinator.closures import Packer, Runner, open_value
 from distnb.partitioners import FixedShardsPartitioner
 from distnb.runtime.servers import roles
@@ -379,3 +380,33 @@ def test_a_step_within_a_closure_is_seen_by_its_next_pass(strategy: Any, servers
         return seen
 
     assert worker.run(packer, 1, closure) == [1, 2, 0.5, 3, 0, 4]
+
+
+def test_parameters_on_the_coordinator_are_those_of_now_after_a_join(strategy: Any, servers: InHouse) -> None:
+    with strategy.scope():
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+    packer, worker = packer_of(strategy), Worker(servers, 0)
+
+    def closure() -> None:
+        weight.grad = torch.ones(2)
+        optimizer.step()
+
+    worker.run(packer, 1, closure)
+    assert states.state_of(weight, "weight").tolist() == [0, 0]
+    strategy.runtime.access.bring_home()
+    assert weight.tolist() == [0, 0]
+    with torch.no_grad():
+        weight.fill_(6)  # what is changed here goes the other way
+    assert states.state_of(weight, "weight").tolist() == [6, 6]
+    worker.run(packer, 2, closure)
+    strategy.runtime.access.bring_home()
+    assert weight.tolist() == [5, 5]
+
+
+def test_what_initializes_a_model_after_the_scope_reaches_the_servers(strategy: Any, servers: InHouse) -> None:
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+    model.weight.data.fill_(7)  # torch does not count such changes
+    model.bias.data.zero_()
+    assert Worker(servers, 0).run(packer_of(strategy), 1, lambda: model(torch.ones(1, 2)).tolist()) == [[14, 14]]

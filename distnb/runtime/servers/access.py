@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
+from distnb.collectives.digests import digest
 from distnb.errors import ProgramError
 from distnb.runtime.servers.messages import (
     Create,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ClosureRun", "Copy", "ServerAccess"]
 
-_PIECE_NBYTES = 16 << 20  # of a variable that is filled row by row
+_PIECE_NBYTES = 4 << 20  # of a variable that is filled row by row
 _UNKNOWN = -1
 _MOMENT_S = 0.01
 
@@ -47,6 +48,8 @@ class Copy:
         versions: Of each part, as it was when it was read.
         noted: torch's own count of changes in place, after it was read: another one tells of a change made here.
         base: What was read, of buffers, and of other variables without gradients on a worker, which sends differences.
+        unseen: Digest of a parameter that a scope made, until it is first looked at: torch does not count what
+            initializes it by way of `.data`.
     """
 
     stored: Stored
@@ -54,6 +57,7 @@ class Copy:
     versions: list[int]
     noted: int = 0
     base: torch.Tensor | None = None
+    unseen: int | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -64,7 +68,8 @@ class Copy:
 
     def is_changed(self) -> bool:
         """Whether it was changed in place since it was read. Of buffers torch does not count all changes."""
-        if self.tensor._version != self.noted:
+        unseen, self.unseen = self.unseen, None
+        if self.tensor._version != self.noted or (unseen is not None and digest(self.tensor.detach()) != unseen):
             return True
         if self.base is None or isinstance(self.tensor, torch.nn.Parameter):
             return False
@@ -190,7 +195,7 @@ class ServerAccess:
         """A server is new and empty: make anew what was on it, of what the coordinator knows, or of zeros."""
         for stored, owner in self._owners.items():
             tensor = owner()
-            value = None if tensor is None or tensor.is_meta else tensor
+            value = None if hasattr(tensor, "stored") else tensor  # what stands in for a variable has no value
             requests = [
                 _creation(stored, shard, part, value) for shard, part in stored.shards() if part.server == server
             ]
@@ -305,6 +310,8 @@ class ServerAccess:
         copy = self._copies[stored.number] = Copy(stored, reference, unread, tensor._version)
         if not stored.trainable and (self.is_worker or not isinstance(tensor, torch.nn.Parameter)):
             copy.base = tensor.detach().clone()
+        elif not self.is_worker:
+            copy.unseen = digest(tensor.detach())
         self._stored[tensor] = stored
 
     def opened_copy(self, stored: Stored, *, is_parameter: bool) -> torch.Tensor:
@@ -396,6 +403,12 @@ class ServerAccess:
                 requests.setdefault(part.server, []).append(Write(shard, method, own, None, self.token()))
             copy.note()
         return requests
+
+    def bring_home(self) -> None:
+        """Tell the servers what was changed here, and read what workers have changed, of the coordinator's tensors."""
+        self.send_changes()
+        owned = ((stored.number, owner()) for stored, owner in self._owners.items())
+        self.refresh([n for n, owner in owned if n in self._copies and self._copies[n].reference() is owner])
 
     # Optimizers -----------------------------------------------------------------------------------------------------
 

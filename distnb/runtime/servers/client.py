@@ -22,7 +22,10 @@ from distnb.wire.unix_socket import connect
 __all__ = ["ClientKeys", "Servers"]
 
 
-_CURE = "What it held is gone: wait for its recovery, and restore the last checkpoint."
+_CURE = (
+    "What it held is gone: start another one in its place (%distnb restart --missing), and restore the last "
+    "checkpoint: coordinator.recover(checkpoint_manager)."
+)
 
 
 class ClientKeys(Protocol):

@@ -118,7 +118,7 @@ class ServerRegistration:
         self._roots = [*(weakref.ref(each) for each in self.roots if each not in within), weakref.ref(root)]
 
     def _take_tensor(self, tensor: torch.Tensor, name: str, *, trainable: bool) -> None:
-        if tensor.is_meta or self.access.stored_of(tensor) is not None:
+        if self.access.stored_of(tensor) is not None or tensor.is_meta:
             return
         stored = self.placement.place(name, tensor.shape, tensor.dtype, trainable=trainable, whole=not trainable)
         self.access.create(stored, tensor)

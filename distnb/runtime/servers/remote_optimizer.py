@@ -151,7 +151,7 @@ class RemoteSteps:
 
 
 def _by_part(stored: Stored, gradient: torch.Tensor, wants_sparse: bool) -> Iterable[tuple[Any, Gradient]]:
-    """What of a gradient belongs to each part of its variable; parts that get nothing are left out."""
+    """What of a gradient belongs to each part of its variable; of some it may be no rows, which is a step as well."""
     if not gradient.is_sparse:
         for each in stored.shards():
             yield each, stored.piece(gradient, each[1]).cpu().contiguous()
@@ -163,8 +163,7 @@ def _by_part(stored: Stored, gradient: torch.Tensor, wants_sparse: bool) -> Iter
         first, last = 0, len(rows)
         if len(stored.parts) > 1:
             first, last = torch.searchsorted(rows, torch.tensor([part.first, part.last])).tolist()
-        if last > first or not wants_sparse:
-            yield each, RowsGradient(rows[first:last] - part.first, values[first:last], wants_sparse)
+        yield each, RowsGradient(rows[first:last] - part.first, values[first:last], wants_sparse)
 
 
 def _joined(stored: Stored, parts: Sequence[Any]) -> Any:
@@ -236,7 +235,7 @@ def make_remote(optimizer: Any) -> None:
     groups = tuple(tuple(stored for stored in group if stored is not None) for group in found)
     remote = _Remote(next(_numbers), groups)
     servers.make_optimizer(remote.number, _factory(optimizer), groups)
-    before = optimizer.state_dict() if optimizer.state else None  # Adagrad has something in the beginning
+    before = optimizer.state_dict() if optimizer.state and not isinstance(optimizer, torch.optim.Adagrad) else None
     optimizer.state.clear()
     optimizer._remote = remote
     if before is not None:
@@ -266,8 +265,18 @@ def _built(template: tuple[Any, dict[str, Any], list[dict[str, Any]]], params: S
 
 def _factory(optimizer: Any) -> bytes:
     """What makes the servers' optimizers, of the parameters of each group."""
-    data: bytes = cloudpickle.dumps(functools.partial(_built, _template(optimizer)))
+    data: bytes = cloudpickle.dumps(functools.partial(_built_on_server, _template(optimizer)))
     return data
+
+
+def _built_on_server(template: Any, params: Sequence[Sequence[Any]]) -> Any:
+    optimizer = _built(template, params)
+    if isinstance(optimizer, torch.optim.Adagrad):  # alone of torch's it keeps something from the beginning
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                full = torch.full_like(parameter, group["initial_accumulator_value"])
+                optimizer.state[parameter] = {"step": torch.tensor(0.0), "sum": full}
+    return optimizer
 
 
 def opened(number: int, template: Any, groups: tuple[tuple[Stored, ...], ...], params: list[list[Any]]) -> Any:

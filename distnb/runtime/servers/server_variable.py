@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from distnb.errors import OptionError, StructureError
+from distnb.runtime import contexts
 from distnb.runtime.servers.placement import Stored
 from distnb.runtime.this_process import this_process
 from distnb.variables import scattering
@@ -54,6 +55,7 @@ class ServerVariable(Variable):
 
     stored: Stored
     sparse_gradients: bool
+    is_meta = False  # for torch, which says of those that what they are given is lost
     _gradient: torch.Tensor | None
 
     # What it is -----------------------------------------------------------------------------------------------------
@@ -105,6 +107,7 @@ class ServerVariable(Variable):
     def _operand(self, name: str) -> torch.Tensor:
         homes.of(self._strategy).in_replica(writing=False)
         tensor: torch.Tensor = this_process.servers.copy_of(self.stored).tensor
+        tensor.requires_grad_(self.requires_grad)
         if tensor.requires_grad and not tensor._post_accumulate_grad_hooks:
             tensor.register_post_accumulate_grad_hook(self._take_from)
         return tensor
@@ -144,7 +147,7 @@ class ServerVariable(Variable):
         values = this_process.servers.read_rows(self.stored, unique)
         if sparse is not None:
             self.sparse_gradients = sparse
-        if self.trainable and torch.is_grad_enabled():
+        if self.requires_grad and torch.is_grad_enabled():
             values.requires_grad_()
 
             def take(leaf: torch.Tensor) -> None:
@@ -220,6 +223,9 @@ class ServerVariable(Variable):
     ) -> Any:
         if function in _LOOKUPS and isinstance(args[1], ServerVariable):
             return _LOOKUPS[function](*args, **(kwargs or {}))
+        if function is torch.full_like and contexts.innermost() is not None and args[0]._is_table():
+            # Adagrad wants it in the beginning, and of a table it may be more than this process has memory for.
+            return torch.full((), args[1], dtype=args[0].dtype).expand(args[0].shape)
         return super().__torch_function__(function, types, args, kwargs)
 
     # Being an object ------------------------------------------------------------------------------------------------

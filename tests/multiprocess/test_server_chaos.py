@@ -1,0 +1,201 @@
+"""Workers and servers that are killed while they train: every closure is done exactly once by count."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distnb
+from distnb.coordinator import ClusterCoordinator
+from distnb.errors import ServerLost
+from distnb.notebook.compose import require
+from tests.processes import wait_until
+
+pytestmark = pytest.mark.timeout(170)
+_WITHIN_S = 60.0
+
+
+class Training:
+    """A regression whose loss falls, and counts of all that it changes."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.strategy = distnb.ParameterServerStrategy()
+        self.coordinator = ClusterCoordinator(self.strategy)
+        self.wanted = torch.randn(8, 1)
+        with self.strategy.scope():
+            self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02, momentum=0.5)
+            self.counter = distnb.Variable(0, dtype=torch.int64)
+            self.ones = torch.nn.Parameter(torch.zeros(3))
+            self.unit = torch.optim.SGD([self.ones], lr=1.0)
+            self.losses = distnb.metrics.Mean()
+
+    def step(self) -> Any:
+        """The function that is scheduled."""
+        model, optimizer, counter, ones, unit = self.model, self.optimizer, self.counter, self.ones, self.unit
+        losses, wanted = self.losses, self.wanted
+
+        def step(number: int, seconds: float) -> int:
+            x = torch.randn(32, 8, generator=torch.Generator().manual_seed(number))
+            loss = (model(x) - (x @ wanted).tanh()).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            time.sleep(seconds * random.random())  # it may be killed between any two changes
+            counter.assign_add(1)
+            losses.update(loss.detach())
+            ones.grad = -torch.ones(3)
+            unit.step()
+            return number
+
+        return step
+
+    def check(self, done: int) -> None:
+        """Everything was changed so often."""
+        access = self.strategy.runtime.access
+        assert int(self.counter) == done
+        assert access.read(access.stored_of(self.ones)).tolist() == [done] * 3
+        assert (self.optimizer.iterations, self.unit.iterations) == (done, done)
+
+
+@pytest.fixture
+def training() -> Iterator[Training]:
+    distnb.start(workers=3, ps=2)
+    try:
+        yield Training()
+    finally:
+        distnb.stop()
+
+
+def kill(engine: int) -> None:
+    os.kill(require().status()[engine].pid, signal.SIGKILL)
+
+
+def hold_chaos(training: Training, seconds: float, every_s: float, at_once: int) -> tuple[int, int]:
+    """Train for some time while workers are killed and come back: how many closures there were, and kills."""
+    draws, step, ended = random.Random(1), training.step(), threading.Event()
+    kills = 0
+
+    def kill_some() -> None:
+        nonlocal kills
+        while not ended.wait(every_s):
+            for engine in draws.sample(range(3), at_once):
+                kill(engine)
+                kills += 1
+            require().restart(missing=True)
+
+    thread = threading.Thread(target=kill_some)
+    thread.start()
+    numbers: list[int] = []
+    found: list[int] = []
+    try:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            training.losses.reset()
+            values = [training.coordinator.schedule(step, args=(len(numbers) + each, 0.02)) for each in range(100)]
+            numbers += range(len(numbers), len(numbers) + 100)
+            training.coordinator.join()
+            found += training.coordinator.fetch(values)
+            training.check(len(numbers))
+            assert training.losses._update_count == 100, "what a lost worker had counted counts once"
+    finally:
+        ended.set()
+        thread.join()
+    assert found == numbers
+    assert training.coordinator.status().done == len(numbers)
+    return len(numbers), kills
+
+
+def test_closures_of_killed_workers_are_done_exactly_once(training: Training) -> None:
+    count, kills = hold_chaos(training, 10, 1.0, 1)
+    assert kills >= 2
+    assert training.coordinator.status().retried >= 1
+    values = [training.coordinator.schedule(training.step(), args=(count + each, 0.0)) for each in range(300)]
+    training.losses.reset()
+    training.coordinator.join()
+    assert sorted(training.coordinator.fetch(values)) == list(range(count, count + 300))
+    assert float(training.losses.compute()) < 0.15
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_a_minute_of_it(training: Training, at_once: int) -> None:
+    count, kills = hold_chaos(training, 60, 3.0, at_once)
+    assert kills >= 5 * at_once
+    assert count >= 500
+    assert float(training.losses.compute()) < 0.15
+
+
+def test_what_was_acknowledged_before_the_kill_is_not_changed_twice(training: Training, tmp_path: Path) -> None:
+    flag = tmp_path / "reached"
+    step = training.step()
+
+    def dies_at_the_end(number: int) -> int:
+        step(number, 0.0)
+        try:
+            flag.touch(exist_ok=False)
+        except FileExistsError:
+            return number
+        time.sleep(120)
+        return -1
+
+    value = training.coordinator.schedule(dies_at_the_end, args=(5,))
+    wait_until(flag.exists, _WITHIN_S)
+    training.check(1)
+    [running] = [each.worker for each in training.coordinator.status().workers if each.state == "running"]
+    kill(running)
+    training.coordinator.join()
+    assert value.fetch() == 5
+    training.check(1)
+    assert training.coordinator.status().retried == 1
+    assert training.losses._update_count == 1
+
+
+def test_with_no_worker_left_the_queue_waits_and_says_so(
+    training: Training, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = [training.coordinator.schedule(training.step(), args=(each, 0.05)) for each in range(60)]
+    for worker in range(3):
+        kill(worker)
+    wait_until(lambda: all(each.state == "lost" for each in training.coordinator.status().workers), _WITHIN_S)
+    assert not training.coordinator.done()
+    assert capsys.readouterr().err.count("no worker is there") == 1
+    require().restart([1])
+    training.coordinator.join()
+    assert training.coordinator.fetch(values) == list(range(60))
+    training.check(60)
+
+
+def test_a_killed_server_is_an_error_at_once_and_a_checkpoint_recovers(training: Training, tmp_path: Path) -> None:
+    coordinator, step = training.coordinator, training.step()
+    objects = {name: getattr(training, name) for name in ("model", "optimizer", "counter", "ones", "unit")}
+    manager = distnb.CheckpointManager(distnb.Checkpoint(**objects), tmp_path / "saved")
+    for number in range(20):
+        coordinator.schedule(step, args=(number, 0.0))
+    coordinator.join()
+    training.check(20)
+    manager.save()
+    lost = coordinator.schedule(time.sleep, args=(120,))
+    for number in range(50):
+        coordinator.schedule(step, args=(number, 0.01))
+    kill(4)
+    with pytest.raises(ServerLost, match=r"server 1 .*recover"):
+        coordinator.join()
+    with pytest.raises(ServerLost, match="server 1"):
+        coordinator.schedule(step, args=(0, 0.0))
+    assert lost.state == "cancelled"
+    require().restart(missing=True)
+    coordinator.recover(manager)
+    training.check(20)
+    coordinator.fetch([coordinator.schedule(step, args=(number, 0.0)) for number in range(30)])
+    training.check(50)

@@ -1,0 +1,76 @@
+"""What the coordinator makes of events, in whichever order they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import distnb
+from distnb.coordinator import ClusterCoordinator
+from distnb.coordinator.closures import ClosureResult
+from distnb.coordinator.link import ClosureEnded, ClosureGivenBack, WorkerUp
+from distnb.runtime.servers import roles
+from distnb.runtime.this_process import this_process
+from distnb.wire.messages import Reply, RunClosure
+from tests.unit.test_server_variables import InHouse
+
+
+class Link(SimpleNamespace):
+    """Remembers what it is to send."""
+
+    def __init__(self) -> None:
+        super().__init__(servers=InHouse(1), num_servers=1, workers=(0, 1), closed=False)
+        self.sent: list[tuple[int, RunClosure]] = []
+        self.asked_back: list[int] = []
+        self._programs = 0
+
+    def subscribe(self, listener: Callable[[Any], None], deadline: Any) -> None:
+        self.hear = listener
+
+    def number(self) -> int:
+        self._programs += 1
+        return self._programs
+
+    def send(self, worker: int, message: RunClosure) -> None:
+        self.sent.append((worker, message))
+
+    def take_back(self, worker: int, program: int) -> None:
+        self.asked_back.append(program)
+
+    def catch_up(self) -> None:
+        pass
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
+    link = Link()
+    monkeypatch.setattr(this_process, "cluster_link", lambda: link)
+    monkeypatch.setattr(this_process, "servers", None)
+    monkeypatch.setattr(this_process, "require_tasks", lambda resolver: None)
+    monkeypatch.setattr(roles, "_runtimes", {})
+    yield link
+    link.closed = True
+
+
+@pytest.mark.parametrize("first", ["reply", "news"])
+def test_a_closure_that_was_given_back_runs_whatever_is_heard_of_first(link: Link, first: str) -> None:
+    coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
+    link.hear(WorkerUp(0))
+    values = [coordinator.schedule(lambda: 1) for _ in range(2)]
+    link.hear(WorkerUp(1))  # it has nothing to do, and worker 0 has two
+    time.sleep(0.03)
+    link.hear(None)
+    [program] = link.asked_back
+    events = [ClosureEnded(0, Reply(program, "aborted")), ClosureGivenBack(0, program)]
+    for event in events if first == "reply" else reversed(events):
+        link.hear(event)
+    assert [worker for worker, _ in link.sent] == [0, 0, 1]
+    assert link.sent[2][1].closure == link.sent[1][1].closure
+    for worker, message in (link.sent[0], link.sent[2]):
+        link.hear(ClosureEnded(worker, Reply(message.program, "ok", value=ClosureResult(1))))
+    coordinator.join()
+    assert coordinator.fetch(values) == [1, 1]
