@@ -13,7 +13,7 @@ import pickle
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,13 +31,17 @@ from distnb.runtime.servers.server_variable import ServerVariable, stand_in
 __all__ = [
     "ClosureResult",
     "Later",
+    "Library",
     "Packed",
     "PackedClosure",
     "Packer",
     "Resource",
     "Runner",
     "WorkerContext",
+    "libraries",
     "open_packed",
+    "open_resource",
+    "running",
 ]
 
 _numbers = itertools.count(1)
@@ -108,6 +112,67 @@ class Later:
     """A resource that is not there yet: what a closure will return."""
 
 
+class Library(ABC):
+    """Another library's objects in closures: how they are pickled, and what is a metric."""
+
+    def parts(self, root: Any) -> Iterable[Any]:
+        """The objects in a model that belong to its description, and are no modules of its own to torch."""
+        return ()
+
+    def reduced(self, obj: Any) -> Any:
+        """How an object is pickled, as `__reduce__` gives it; None: as ever."""
+        return None
+
+    def reference(self, obj: Any, packer: Packer, needs: dict[int, Any]) -> Any:
+        """How an object is pickled that is a resource; None: it is none."""
+        return None
+
+    @abstractmethod
+    def is_metric(self, obj: Any) -> bool:
+        """Whether workers count something by it that is added up here."""
+
+    @abstractmethod
+    def reset(self, metric: Any) -> None:
+        """A closure begins, on a worker."""
+
+    @abstractmethod
+    def contribution(self, metric: Any) -> Any:
+        """What the closure has added; None: nothing."""
+
+    @abstractmethod
+    def merge(self, metric: Any, contribution: Any) -> None:
+        """Add it on the coordinator."""
+
+
+class _Torchmetrics(Library):
+    def is_metric(self, obj: Any) -> bool:
+        return isinstance(obj, torch.nn.Module) and hasattr(obj, "merge_state") and hasattr(obj, "metric_state")
+
+    def reset(self, metric: Any) -> None:
+        metric.reset()
+
+    def contribution(self, metric: Any) -> Any:
+        return (metric._update_count, metric.metric_state) if metric._update_count else None
+
+    def merge(self, metric: Any, contribution: tuple[int, dict[str, Any]]) -> None:
+        count, state = contribution
+        metric._update_count += count
+        metric._computed = None
+        if metric._update_count == count:  # nothing was in it: what came is all
+            for name, value in state.items():
+                setattr(metric, name, value)
+        else:
+            metric.merge_state(state)
+
+
+libraries: list[Library] = [_Torchmetrics()]
+"""Those that are known; one that is loaded later adds its own."""
+
+
+def _library_of(metric: Any) -> Library | None:
+    return next((each for each in libraries if each.is_metric(metric)), None)
+
+
 # -- pickling ----------------------------------------------------------------------------------------------------------
 
 
@@ -147,7 +212,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.needs: dict[int, Any] = {}
         self._packer = packer
         # A resource that is described itself, with all parts of a model.
-        self._own = {id(each) for each in (root.modules() if isinstance(root, torch.nn.Module) else (root,))}
+        self._own = {id(each) for each in _parts_of(root)}
 
     def reducer_override(self, obj: Any) -> Any:
         packer = self._packer
@@ -159,7 +224,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if type(obj) is torch.nn.Parameter:
                 return torch.nn.Parameter, (obj.detach(), obj.requires_grad)
             return _tensor(obj)
+        for library in libraries:
+            found = library.reduced(obj)
+            if found is not None:
+                return found
         return super().reducer_override(obj)
+
+
+def _parts_of(root: Any) -> list[Any]:
+    """An object, and, of a model, all modules in it, in one order in every process."""
+    modules = root.modules() if isinstance(root, torch.nn.Module) else (root,)
+    return [*modules, *(part for library in libraries for part in library.parts(root))]
 
 
 def _dump(value: Any, packer: Packer | None = None, root: Any = None) -> tuple[Packed, dict[int, Any]]:
@@ -239,8 +314,29 @@ class Packer:
         """Add what a closure added to metrics."""
         for number, contribution in contributions.items():
             metric = self._metrics.get(number)
-            if metric is not None:
-                _merge_metric(metric, contribution)
+            library = _library_of(metric)
+            if library is not None:
+                library.merge(metric, contribution)
+
+    def metric(self, metric: Any, needs: dict[int, Any]) -> tuple[Any, ...]:
+        """How a metric is pickled: each worker has its own, and what closures add to it is added up here."""
+        number = self._number(metric, lambda: metric)
+        self._metrics[number] = metric
+        needs[number] = metric
+        return open_resource, (number,)
+
+    def made_by(self, obj: Any, maker: Callable[[], Callable[[WorkerContext], Any]], needs: dict[int, Any]) -> int:
+        """The number of an object of which each worker makes its own, by a function that is sent to it once."""
+        number = self._number(obj, lambda: _Made(maker()))
+        needs[number] = obj
+        return number
+
+    def forget(self, obj: Any) -> None:
+        """An object has changed, and no closure that uses it is under way: workers get it anew."""
+        with self._lock:
+            found = self._numbers.get(id(obj))
+            if found is not None:
+                self._forget(id(obj), found[1])
 
     def _packed(self, value: Any, name: str, root: Any = None) -> tuple[Packed, dict[int, Any]]:
         try:
@@ -310,29 +406,22 @@ class Packer:
             needs[number] = obj
             return _open_optimizer, (number, options)
         if isinstance(obj, Resource):
-            number = self._number(obj, lambda: _Made(obj.maker()))
-            needs[number] = obj
-            return _open_resource, (number,)
+            return open_resource, (self.made_by(obj, obj.maker, needs),)
         if isinstance(obj, Later):
             number = self._identify(obj)
             needs[number] = obj
-            return _open_resource, (number,)
-        return None
+            return open_resource, (number,)
+        return next((found for library in libraries if (found := library.reference(obj, self, needs))), None)
 
     def _module(self, module: torch.nn.Module, needs: dict[int, Any]) -> tuple[Any, ...] | None:
-        if _is_metric(module):
-            number = self._number(module, lambda: module)
-            self._metrics[number] = module
-            needs[number] = module
-            return _open_resource, (number,)
-        root = next((each for each in reversed(self._roots()) if module is each), None)
-        path = ""
-        if root is None:
-            for each in reversed(self._roots()):
-                path = next((name for name, part in each.named_modules() if part is module), "")
-                if path:
-                    root = each
-                    break
+        if _library_of(module) is not None:
+            return self.metric(module, needs)
+        roots = list(reversed(self._roots()))
+        candidates = [each for each in roots if each is module] or roots
+        root, place = next(
+            ((each, place) for each in candidates for place, part in enumerate(_parts_of(each)) if part is module),
+            (None, 0),
+        )
         if root is None:
             if any(each.requires_grad for each in module.parameters()):
                 raise CannotTravelError(
@@ -343,7 +432,7 @@ class Packer:
         number = self._number(root, lambda: root)
         needs[number] = root
         modes = tuple(each.training for each in root.modules())
-        return _open_module, (number, path, modes[0] if len(set(modes)) == 1 else modes)
+        return _open_module, (number, place, modes[0] if len(set(modes)) == 1 else modes)
 
     def _identify(self, obj: Any) -> int:
         """The number of an object that is a resource."""
@@ -370,21 +459,6 @@ class Packer:
             # Of what it refers to nothing is held but by itself: an optimizer holds its parameters, not their model.
             self._known[number] = _Known(packed, dict.fromkeys(needs))
         return number
-
-
-def _is_metric(module: Any) -> bool:
-    return hasattr(module, "merge_state") and hasattr(module, "metric_state")
-
-
-def _merge_metric(metric: Any, contribution: tuple[int, dict[str, Any]]) -> None:
-    count, state = contribution
-    metric._update_count += count
-    metric._computed = None
-    if metric._update_count == count:  # nothing was in it: what came is all
-        for name, value in state.items():
-            setattr(metric, name, value)
-    else:
-        metric.merge_state(state)
 
 
 # -- a worker ----------------------------------------------------------------------------------------------------------
@@ -449,16 +523,13 @@ class Runner:
         function = self._objects[shown] if isinstance(shown, int) else open_packed(shown)
         variables = self.variables.union(*(self._variables_of[each] for each in needs))
         self.variables = before
-        metrics = {each: self._objects[each] for each in needs if _is_metric(self._objects[each])}
-        for metric in metrics.values():
-            metric.reset()
+        metrics = {each: (kind, obj) for each in needs if (kind := _library_of(obj := self._objects[each])) is not None}
+        for kind, metric in metrics.values():
+            kind.reset(metric)
         with self.access.running(ClosureRun(closure, oldest), variables) as running:
             value = function(*args, **kwargs)
-        contributions = {
-            each: (metric._update_count, metric.metric_state)
-            for each, metric in metrics.items()
-            if metric._update_count
-        }
+        contributions = {each: kind.contribution(metric) for each, (kind, metric) in metrics.items()}
+        contributions = {each: found for each, found in contributions.items() if found is not None}
         return ClosureResult(_dump(value)[0], contributions, tuple(running.staleness))
 
     def open(self, number: int) -> Any:
@@ -480,11 +551,17 @@ class Runner:
 _runner: Runner
 
 
-def _open_resource(number: int) -> Any:
+def running() -> Runner:
+    """What runs closures in this process, a worker."""
+    return _runner
+
+
+def open_resource(number: int) -> Any:
+    """This worker's object of a resource, for what is unpickled."""
     return _runner.open(number)
 
 
-def _open_module(number: int, path: str, modes: bool | tuple[bool, ...]) -> Any:
+def _open_module(number: int, place: int, modes: bool | tuple[bool, ...]) -> Any:
     root: torch.nn.Module = _runner.open(number)
     if isinstance(modes, bool):
         if root.training is not modes:
@@ -492,7 +569,7 @@ def _open_module(number: int, path: str, modes: bool | tuple[bool, ...]) -> Any:
     else:
         for each, training in zip(root.modules(), modes, strict=True):
             each.training = training
-    return root.get_submodule(path)
+    return root if place == 0 else _parts_of(root)[place]
 
 
 def _open_optimizer(number: int, options: list[dict[str, Any]]) -> Any:

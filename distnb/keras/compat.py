@@ -13,19 +13,30 @@ except ModuleNotFoundError as error:
         raise  # its backend is not there
     raise ImportError('distnb.keras needs Keras 3, and there is none: pip install "distnb[keras]".') from error
 
+# What makes objects of Keras know of each other; pickled by Keras's own means they would be files.
+from keras.src.saving.keras_saveable import KerasSaveable as Saveable
+from keras.src.utils.tracking import TrackedDict, TrackedList, Tracker
+
 __all__ = [
+    "Saveable",
+    "Tracked",
+    "Tracker",
     "additional_losses",
     "check_version",
     "initial_epoch",
+    "is_built",
     "keep_ddp_away",
     "mask_of",
+    "optimizer_variables",
     "own_layers",
+    "own_variables",
     "set_initial_epoch",
     "set_mask",
     "with_mask_of",
 ]
 
 _FROM, _BEFORE = (3, 15), (3, 17)
+Tracked = (TrackedList, TrackedDict)
 
 
 def _version() -> tuple[int, int]:
@@ -70,6 +81,16 @@ def own_layers(model: Any) -> list[Any]:
     return list(model._flatten_layers(include_self=False, recursive=True))
 
 
+def own_variables(metric: Any) -> list[Any]:
+    """A metric's variables, without those of metrics within it."""
+    return list(metric._variables)
+
+
+def optimizer_variables(optimizer: Any) -> list[Any]:
+    """What an optimizer keeps, without asking anybody else for it."""
+    return list(optimizer._variables)
+
+
 def additional_losses(model: Any, weigh: Any) -> None:
     """Have each loss that is added to the compiled one go through `weigh(total)`."""
     plain = model._aggregate_additional_loss
@@ -85,6 +106,12 @@ def initial_epoch(model: Any) -> int | None:
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
     """Have `fit` begin with that epoch."""
     model._initial_epoch = epoch
+
+
+def is_built(model: Any) -> bool:
+    """Whether a model needs no batch to be built with all that it was compiled with."""
+    compiled = (model._compile_metrics, model._compile_loss)
+    return all(each.built for each in model._flatten_layers()) and all(each is None or each.built for each in compiled)
 
 
 def keep_ddp_away(model: Any) -> None:

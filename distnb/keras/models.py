@@ -18,11 +18,13 @@ from distnb.input.dataset import DistributedDataset
 from distnb.keras import compat
 from distnb.keras.callbacks import Together
 from distnb.keras.forward import SharedForward
+from distnb.keras.parameter_servers import ModelOnServers
 from distnb.runtime import step_count
+from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import has_distributed
 
-__all__ = ["adopt", "beside"]
+__all__ = ["adopt", "beside", "parts"]
 
 _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _SAVES = ("save", "save_weights", "export")
@@ -32,7 +34,7 @@ _ALL = (*_METHODS, *_SAVES, *_MAKERS)
 
 
 def adopt(strategy: Any, model: Any) -> None:
-    """Have a Keras model that a scope of the strategy makes train on all its replicas, from its first call of `fit`.
+    """Have a Keras model that a scope of the strategy makes train as the strategy does, from its first call of `fit`.
 
     It is made ready only then, in the scope or after it: as it begins it has no layers, and Keras may yet change its
     class.
@@ -48,6 +50,11 @@ def beside(model: Any) -> list[Any]:
     return [each.value for each in optimizer.variables] if optimizer is not None else []
 
 
+def parts(model: Any) -> list[Any]:
+    """The layers in a model, many of which are no modules of its own to torch."""
+    return compat.own_layers(model)
+
+
 def _first(strategy: Any, model: Any, name: str) -> Callable[..., Any]:
     """A method of the model, of which the first that is called makes the model ready."""
 
@@ -55,7 +62,10 @@ def _first(strategy: Any, model: Any, name: str) -> Callable[..., Any]:
     def method(*args: Any, **kwargs: Any) -> Any:
         for each in _ALL:
             vars(model).pop(each)
-        ModelOnReplicas(strategy, model)
+        if strategy.spec.kind == PARAMETER_SERVER:
+            ModelOnServers(strategy, model)
+        else:
+            ModelOnReplicas(strategy, model)
         return getattr(model, name)(*args, **kwargs)
 
     return method

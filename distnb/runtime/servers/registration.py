@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from distnb.errors import OptionError
 from distnb.options import VariableAggregation, VariableSynchronization
 from distnb.runtime import contexts
-from distnb.runtime.scopes.registration import roots_of, watching
+from distnb.runtime.scopes.registration import adopters_of, roots_of, watching
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.placement import Placement
 from distnb.runtime.servers.remote_optimizer import is_remote, make_remote
@@ -88,20 +88,29 @@ class ServerRegistration:
         with (
             _tables_made_by(self),
             _optimizers() as optimizers,
-            watching(self._is_open_here, lambda module: None) as made,
+            watching(self._is_open_here, self._adopt) as made,
         ):
             yield
         if made:
             gc.collect()  # what was made and dropped has no place on the servers
             alive = [reference() for reference in made.values()]
-            for root in roots_of([each for each in alive if isinstance(each, torch.nn.Module)]):
-                self.take(root)
+            roots = roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
+            within: set[torch.nn.Module] = set()  # layers of Keras's models, which may be no modules of these to torch
+            for root in sorted(roots, key=lambda root: not adopters_of(root)):
+                if root not in within:
+                    self.take(root)
+                    within.update(part for adopter in adopters_of(root) for part in adopter.parts(root))
             for each in alive:
-                if isinstance(each, torch.nn.Parameter):
-                    self._take_tensor(each, "", trainable=each.requires_grad)
+                # What never learns is nobody's to update, such as what Keras's metrics and optimizers count by.
+                if isinstance(each, torch.nn.Parameter) and each.requires_grad:
+                    self._take_tensor(each, "", trainable=True)
         for optimizer in optimizers:
             if not is_remote(optimizer):
                 make_remote(optimizer)
+
+    def _adopt(self, module: torch.nn.Module) -> None:
+        for adopter in adopters_of(module):
+            adopter.adopt(self.strategy, module)
 
     def take(self, root: torch.nn.Module) -> None:
         """Put a model's parameters and buffers on the servers, those that are not there yet."""

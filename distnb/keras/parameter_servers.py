@@ -1,0 +1,334 @@
+"""Model.fit with parameter servers: workers take the steps, asynchronously; Keras's own loop runs on the coordinator."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from distnb.coordinator import closures
+from distnb.errors import OptionError
+from distnb.keras import compat
+from distnb.keras.by_state import OfKeras, own_methods
+from distnb.keras.server_optimizer import RemoteApply, make_remote
+from distnb.options import InputContext, InputOptions
+from distnb.runtime.this_process import this_process
+from distnb.strategies.live import live
+
+__all__ = ["DatasetCreator", "ModelOnServers"]
+
+_AHEAD = 8  # steps for each worker that the loop may be ahead of them
+_READS = ("save", "save_weights", "export", "get_weights", "predict")
+_OWN = ("fit", "evaluate", "train_on_batch", "make_train_function", "make_test_function", *_READS)
+
+closures.libraries.append(OfKeras())
+own_methods.update(
+    (*_OWN, "test_on_batch", "predict_on_batch", "make_predict_function", "_symbolic_build", "_get_metrics_result_or_logs")
+)
+
+
+class DatasetCreator:
+    """A dataset for `fit` and `evaluate` with a ParameterServerStrategy: each worker makes its own.
+
+    Args:
+        dataset_fn: Returns an iterable of batches, as a DataLoader is, that does not end. It is called on each worker,
+            with an InputContext (`input_pipeline_id` is the worker, of `num_input_pipelines`), or without arguments if
+            it takes none. A worker reads on where it was in the epoch before.
+        input_options: None. Batches are made where they are used.
+
+    Raises:
+        OptionError: `dataset_fn` cannot be called, or an option is given that says how batches are prefetched.
+
+    Example:
+        model.fit(distnb.keras.DatasetCreator(dataset_fn), epochs=5, steps_per_epoch=100)
+    """
+
+    def __init__(self, dataset_fn: Callable[..., Any], input_options: InputOptions | None = None) -> None:
+        if not callable(dataset_fn):
+            raise OptionError(f"DatasetCreator({dataset_fn!r}): give a function that returns a dataset.")
+        if input_options not in (None, InputOptions()):
+            raise OptionError(
+                f"DatasetCreator(input_options={input_options!r}): workers make their batches themselves, where they are "
+                "used. Prefetch in the dataset, as by DataLoader(num_workers=2)."
+            )
+        self.dataset_fn = dataset_fn
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
+def _steps(model: Any, _optimizer: Any, data: Any, count: int, kind: str) -> dict[str, Any] | None:
+    """Some steps on a worker: the last one's logs; None: there was no data left."""
+    make, run = getattr(model, f"make_{kind}_function"), f"{kind}_function"
+    make()
+    logs: Any = None
+    with keras.device(str(this_process.servers.device)):
+        for place in range(count):
+            batch = data[place] if isinstance(data, list) else next(data, None)
+            if batch is None:
+                return None
+            if not isinstance(data, list):
+                batch = keras.tree.map_structure(_tensor, batch, none_is_leaf=False)
+            logs = getattr(model, run)([batch])
+    return {name: float(value) if np.ndim(value) == 0 else value for name, value in logs.items()}
+
+
+def _tensor(value: Any) -> Any:
+    """What arrays are to Keras's datasets with torch."""
+    if isinstance(value, torch.Tensor):
+        return value
+    value = np.asarray(value)
+    return keras.ops.convert_to_tensor(value, dtype=keras.backend.floatx() if value.dtype == np.float64 else None)
+
+
+# -- the coordinator ---------------------------------------------------------------------------------------------------
+
+
+class _PerWorker(torch.utils.data.DataLoader[Any]):
+    """Stands in Keras's loop for a dataset that each worker has: as many numbers as steps are asked for."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(range(1 << 60), batch_size=None, generator=torch.Generator())  # type: ignore[arg-type]
+        self.source = source
+
+
+@dataclass
+class _Loop:
+    """A loop of `fit` or `evaluate` that runs.
+
+    Attributes:
+        source: The workers' iterators; None: batches are read here, and go with each step.
+        steps: Of an epoch; None: it is not known.
+        under_way: Steps that have not ended when they were last looked at.
+        logs: Of the step that was seen to end last.
+    """
+
+    kind: str
+    source: Any
+    steps: int | None
+    under_way: list[Any] = field(default_factory=list)
+    taken: int = 0
+    logs: dict[str, Any] = field(default_factory=dict)
+
+
+class ModelOnServers:
+    """What stands behind the methods of a model whose variables are on servers, by which the model keeps it."""
+
+    def __init__(self, strategy: Any, model: Any) -> None:
+        from distnb.coordinator.coordinator import ClusterCoordinator
+
+        self._model = model
+        self._registration = strategy.runtime.registration
+        self._access = strategy.runtime.access
+        self._coordinator = ClusterCoordinator(strategy)
+        self._loops: list[_Loop] = []
+        self._datasets: list[tuple[Any, Any]] = []
+        compat.keep_ddp_away(model)
+        own = {
+            "fit": self._fit,
+            "evaluate": self._evaluate,
+            "train_on_batch": self._alone,
+            "_symbolic_build": self._build,
+            "_get_metrics_result_or_logs": self._end,
+            "make_train_function": functools.partial(self._make, "train"),
+            "make_test_function": functools.partial(self._make, "test"),
+            **dict.fromkeys(_READS, self._read),
+        }
+        for name, method in own.items():
+            plain = getattr(model, name)
+            setattr(model, name, functools.wraps(plain)(functools.partial(method, plain)))
+
+    # Before the first step ------------------------------------------------------------------------------------------
+
+    def _build(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Keras makes what it has not made yet: it is the servers' from now on."""
+        plain(*args, **kwargs)
+        self._registration.take(self._model)
+        if self._model.optimizer is not None:
+            make_remote(self._model.optimizer)
+
+    def _build_for(self, source: Any) -> None:
+        """Have the model built, for batches that workers will make: one is made here, if that takes one."""
+        model, batch = self._model, None
+        if not compat.is_built(model):
+            dataset = source.dataset_fn
+            context = InputContext(len(self._workers()), 0, 1)
+            batch = next(iter(dataset(context) if _takes_context(dataset) else dataset()))
+            batch = keras.tree.map_structure(_tensor, batch, none_is_leaf=False)
+        model._symbolic_build(data_batch=batch)
+
+    def _workers(self) -> Sequence[int]:
+        return this_process.cluster_link().workers  # type: ignore[misc,no-any-return]
+
+    def _shown(self, data: Any) -> Any:
+        """What Keras's loop is to read: the data themselves, or what stands for those that workers make."""
+        if isinstance(data, _PerWorker):
+            return data
+        if inspect.isfunction(data) or inspect.ismethod(data) or isinstance(data, functools.partial):
+            data = DatasetCreator(data)
+        if not isinstance(data, DatasetCreator):
+            return data
+        self._build_for(data)
+        return _PerWorker(iter(self._coordinator.create_per_worker_dataset(data.dataset_fn)))
+
+    # fit and evaluate -----------------------------------------------------------------------------------------------
+
+    def _fit(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(plain).bind(*args, **kwargs)
+        given = bound.arguments
+        steps = given.get("steps_per_epoch")
+        if steps is None:
+            raise OptionError(
+                "model.fit with a ParameterServerStrategy needs steps_per_epoch: the workers' datasets have no common "
+                "end. Give the number of steps that all workers together take in an epoch."
+            )
+        given["x"] = self._shown(given.get("x"))
+        if isinstance(given["x"], _PerWorker):
+            given["shuffle"] = False  # Keras warns that it would be ignored
+        validation = given.get("validation_data")
+        if validation is not None and not isinstance(validation, tuple):
+            given["validation_data"] = self._shown(validation)
+            if isinstance(given["validation_data"], _PerWorker) and given.get("validation_steps") is None:
+                raise OptionError(
+                    "model.fit got validation_data that workers make, which have no common end: give validation_steps."
+                )
+        if this_process.live_sink is not None and not isinstance(given.get("callbacks"), keras.callbacks.CallbackList):
+            given["callbacks"] = [*keras.tree.flatten(given.get("callbacks") or []), _Live()]
+        with self._loop("train", given["x"], steps):
+            return plain(*bound.args, **bound.kwargs)
+
+    def _evaluate(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(plain).bind(*args, **kwargs)
+        given = bound.arguments
+        given["x"] = self._shown(given.get("x"))
+        if isinstance(given["x"], _PerWorker) and given.get("steps") is None:
+            raise OptionError(
+                "model.evaluate got a dataset that each worker makes, and these have no common end: give steps, the "
+                "number of batches that all workers together evaluate."
+            )
+        with self._loop("test", given["x"], given.get("steps")):
+            return plain(*bound.args, **bound.kwargs)
+
+    @contextmanager
+    def _loop(self, kind: str, data: Any, steps: int | None) -> Iterator[None]:
+        if not self._loops:
+            self._coordinator.join()
+            self._send_changes()
+            self._coordinator.forget(self._model)  # compiled anew, or with layers that do not learn
+        loop = _Loop(kind, data.source if isinstance(data, _PerWorker) else None, steps)
+        self._loops.append(loop)
+        try:
+            yield
+        finally:
+            self._loops.remove(loop)
+            setattr(self._model, f"{kind}_function", None)
+            if not self._loops:
+                self._access.refresh()
+
+    def _make(self, kind: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """`make_train_function` and its kin: in a loop a step is scheduled, else it is done here."""
+        if self._loops and self._loops[-1].kind == kind:
+            setattr(self._model, f"{kind}_function", self._schedule)
+        else:
+            plain(*args, **kwargs)
+
+    def _schedule(self, data: list[Any]) -> dict[str, Any]:
+        """Have a worker take the next steps, as many as there are data. Returns logs of what has ended."""
+        loop, model = self._loops[-1], self._model
+        self._send_changes()
+        source = list(data) if loop.source is None else loop.source
+        optimizer = model.optimizer if loop.kind == "train" else None
+        loop.under_way.append(
+            self._coordinator.schedule(_steps, args=(model, optimizer, source, len(data), loop.kind))
+        )
+        loop.taken += len(data)
+        ends = loop.steps is not None and loop.taken % loop.steps == 0
+        self._look(loop, 0 if ends else _AHEAD * len(self._workers()) - 1)
+        return self._logs(loop)
+
+    def _look(self, loop: _Loop, left: int) -> None:
+        """Wait until only so many steps are under way, and take over what the others told."""
+        while loop.under_way:
+            ended = [each for each in loop.under_way if each.ended]
+            if not ended:
+                if len(loop.under_way) <= left:
+                    return
+                ended = loop.under_way[:1]
+            loop.under_way = [each for each in loop.under_way if all(each is not other for other in ended)]
+            for each in ended:
+                logs = self._fetched(each)
+                if logs is not None:
+                    loop.logs = logs
+                elif not (self._model.stop_training if loop.kind == "train" else self._model.stop_evaluating):
+                    self._run_out(loop)
+
+    def _fetched(self, step: Any) -> Any:
+        try:
+            return step.fetch()
+        except BaseException:
+            self._coordinator.join()  # raises it as well, and so nobody does later
+            raise
+
+    def _run_out(self, loop: _Loop) -> None:
+        warnings.warn(
+            "A worker's dataset ran out of data, which ends the training: a dataset for a ParameterServerStrategy has "
+            "to go on for epochs * steps_per_epoch steps on each worker. Repeat it without end.",
+            stacklevel=2,
+        )
+        setattr(self._model, "stop_training" if loop.kind == "train" else "stop_evaluating", True)
+
+    def _logs(self, loop: _Loop) -> dict[str, Any]:
+        """What all steps that have ended have told: the metrics' values; else the last one's own logs."""
+        found = self._model.get_metrics_result()
+        return found if not loop.logs or set(loop.logs) == set(found) else loop.logs
+
+    def _end(self, plain: Callable[..., Any], logs: Any) -> Any:
+        """An epoch ends: all steps have, too, before callbacks see it."""
+        if self._loops:
+            loop = self._loops[-1]
+            self._look(loop, 0)
+            self._coordinator.join()
+            self._access.refresh()
+            loop.taken, logs = 0, self._logs(loop)
+        return plain(logs)
+
+    # What is done here ----------------------------------------------------------------------------------------------
+
+    def _send_changes(self) -> None:
+        """What was changed here, such as by callbacks, is the servers' before a worker reads."""
+        self._access.send_changes()
+        if isinstance(self._model.optimizer, RemoteApply):
+            self._model.optimizer.send_changes()
+
+    def _read(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method that reads weights."""
+        self._send_changes()
+        self._access.refresh()
+        return plain(*args, **kwargs)
+
+    def _alone(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`train_on_batch`: the coordinator computes; the servers update."""
+        result = plain(*args, **kwargs)
+        self._access.refresh()
+        return result
+
+
+def _takes_context(function: Callable[..., Any]) -> bool:
+    """Whether a dataset function takes an InputContext."""
+    return bool(inspect.signature(function).parameters)
+
+
+class _Live(keras.callbacks.Callback):  # type: ignore[misc]
+    """Draws the numbers of each epoch as curves."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs:
+            live(**{name: float(value) for name, value in logs.items()})
